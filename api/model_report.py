@@ -91,6 +91,7 @@ def _report(
         dtype=_dtype(spec),
         operations=kernels[0],
         attention=kernels[1],
+        cache_dtype=config.kv_cache.dtype,
         num_params=sum(math.prod(shape) for shape in sizes.values()),
         weights=_groups(spec, shares),
         vocab_size=model_config.vocab_size,

@@ -1,12 +1,13 @@
 """How often other weights and dtypes choose the token that float32 chooses, and their perplexity.
 
-    python benchmarks/quality.py [--positions 3000] [--folder FOLDER]
+    python benchmarks/quality.py [--positions 3000] [--folder FOLDER] [--cache-dtypes int8 fp8]
 
 Each text of the source tree is read at once, and the likeliest next token is compared at every
 position. The reference is transformers in float32, on the weights of the demo model's GGUF file,
 rounded to bfloat16. Hardpoint also multiplies the blocks of that file as they are, without rounding
 weights: the reference of these rows is the file in float32. Perplexity is that of the texts' own
-tokens.
+tokens. `--cache-dtypes` are dtypes of keys and values (`kv_cache.dtype`) that bfloat16 also runs
+with.
 """
 
 from __future__ import annotations
@@ -74,12 +75,16 @@ def read_by_transformers(checkpoint: Path, texts: list[list[int]], dtype: torch.
 
 
 def read_by_hardpoint(
-    model: Path, texts: list[list[int]], dtype: str, quantization: str = "auto"
+    model: Path,
+    texts: list[list[int]],
+    dtype: str,
+    quantization: str = "auto",
+    cache_dtype: str = "auto",
 ) -> Reading:
     """Read the texts with Hardpoint."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     prompts = [{"prompt_token_ids": ids} for ids in texts]
-    config = {"quantization": {"use": quantization}}
+    config = {"quantization": {"use": quantization}, "kv_cache": {"dtype": cache_dtype}}
     limits = {"max_model_len": LENGTH + 1, "progress": False}
     with LLM(str(model), dtype=dtype, config=config, **limits) as llm:
         outputs = llm.generate(prompts, params)
@@ -103,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--positions", type=int, default=3000)
     parser.add_argument("--folder", type=Path, help="where the model is exported to, and kept")
+    parser.add_argument("--cache-dtypes", nargs="*", default=["int8", "fp8"])
     options = parser.parse_args()
     with exported(options.folder) as folder:
         checkpoint = folder / "checkpoint"
@@ -118,6 +124,13 @@ def main() -> None:
             ("transformers, bfloat16", read_by_transformers(checkpoint, texts, torch.bfloat16)),
             ("Hardpoint, float32", read_by_hardpoint(checkpoint, texts, "float32")),
             ("Hardpoint, bfloat16", read_by_hardpoint(checkpoint, texts, "bfloat16")),
+            *(
+                (
+                    f"Hardpoint, bfloat16, {cache_dtype} keys and values",
+                    read_by_hardpoint(checkpoint, texts, "bfloat16", cache_dtype=cache_dtype),
+                )
+                for cache_dtype in options.cache_dtypes
+            ),
             ("Hardpoint, bfloat16, int8", read_by_hardpoint(checkpoint, texts, "bfloat16", "int8")),
             ("Hardpoint, bfloat16, int4", read_by_hardpoint(checkpoint, texts, "bfloat16", "int4")),
         ):

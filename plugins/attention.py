@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
+from hardpoint.errors import ModelError
+
 from .behaviour import fitting, returns
 from .component import Component, Context
 from .type_variables import CacheT, PlanT
@@ -111,11 +113,14 @@ class AttentionContext(Context["AttentionBackend"]):
     Attributes:
         dtype: dtype of keys, values and queries.
         block_size: tokens per block.
+        cache_dtype: `kv_cache.dtype`; how keys and values are stored, see
+            `AttentionBackend.cache_dtypes`.
     """
 
     device: torch.device
     dtype: torch.dtype
     block_size: int
+    cache_dtype: str = "auto"
 
 
 BYTES = fitting("an int >= 1", lambda found: type(found) is int and found >= 1)
@@ -143,8 +148,39 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """
     pads: ClassVar[bool] = False
     """Whether it is `replayable` in steps of the sizes of `Ops.record_sizes`, and not in others."""
+    cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
+    """Values of `kv_cache.dtype` that it has; others are refused.
+
+    "auto" stores the context's dtype. "int8" and "fp8" (float8 e4m3fn) store a code of 8 bits for
+    each element and a float32 scale for each token, key head and side, keys or values. With the
+    limit 127 for int8, 448 for fp8:
+
+    * scale = (largest magnitude of the head's elements, in float32) / limit. A head whose largest
+      magnitude is below 2^-100 has scale 0 and codes 0; one with a number that is not finite has
+      scale NaN and codes 0.
+    * code = element / scale, divided and rounded to the nearest as IEEE 754 has it, ties to even.
+      What is below 2^-6 in fp8, the smallest normal number, is 0.
+
+    What is read is scale * code, which may be rounded to the context's dtype. All that is attended
+    to is read so, the tokens of the same step too: how tokens are divided into steps changes no
+    key. `hardpoint.toolkit.kv_codes` has both directions in plain torch.
+    """
 
     context: AttentionContext
+
+    def __init__(self, context: AttentionContext) -> None:
+        """Store the context.
+
+        Raises:
+            ModelError: the class does not have its `cache_dtype`.
+        """
+        super().__init__(context)
+        if context.cache_dtype not in self.cache_dtypes:
+            raise ModelError(
+                f"kv_cache.dtype: the attention backend {context.name!r} stores "
+                f"{', '.join(map(repr, self.cache_dtypes))}, got {context.cache_dtype!r}; "
+                f'attention.use = "torch" has it'
+            )
 
     def describe(self) -> str:
         """Return the text that the engine logs for it: "native_cpu (avx2)" for example.

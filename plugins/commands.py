@@ -163,6 +163,7 @@ class ModelReport:
         dtype: dtype of hidden states.
         operations: what computes them.
         attention: what computes attention.
+        cache_dtype: `kv_cache.dtype`.
         num_params: number of parameters of the whole model.
         weights: weights of the whole model, the most bytes first.
         vocab_size: width of a row of logits.
@@ -191,6 +192,7 @@ class ModelReport:
     dtype: str
     operations: str
     attention: str
+    cache_dtype: str
     num_params: int
     weights: Sequence[WeightGroup]
     vocab_size: int

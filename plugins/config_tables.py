@@ -104,6 +104,9 @@ class KVCacheConfig(Strict):
 
     Attributes:
         block_size: tokens per block; a power of two.
+        dtype: how keys and values are stored: "auto" is the model's dtype; "int8" and "fp8"
+            (float8 e4m3) are codes of 8 bits with a scale for each token and head, which take
+            about half the memory of 16 bits.
         num_blocks: size of the cache in blocks; None derives it from `memory_bytes`.
         memory_bytes: size of each rank's cache in bytes, at most; None is what `max_num_seqs`
             requests of full length need, at most `memory_fraction`.
@@ -119,6 +122,7 @@ class KVCacheConfig(Strict):
     """
 
     block_size: Count = 16
+    dtype: Literal["auto", "fp8", "int8"] = "auto"
     num_blocks: Count | None = None
     memory_bytes: Count | None = None
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -54,7 +54,7 @@ class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
         config: hash of the model's configuration, its RoPE parameters for example.
         quantization: quantisation of the weights; "none".
         architecture: architecture of the model.
-        dtype: dtype of keys and values.
+        dtype: dtype of keys and values; "int8 of torch.bfloat16" for codes of such.
         kv_layout, kv_layout_version: layout of a block in the attention backend.
         block_size: tokens per block.
         layer_bytes: bytes of a block of each layer of this rank; its stage determines the layers.

@@ -65,8 +65,9 @@ class Wrapper(Component, Generic[ComponentT]):
 
     def __init__(self, context: Context[ComponentT]) -> None:
         """Build the wrapped component."""
-        super().__init__(context)
+        # First: what `__init__` of an interface reads may be the wrapped component's.
         self.wrapped = context.create(context.options.wraps)
+        super().__init__(context)
 
     @classmethod
     def wraps(cls, options: Any) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -48,21 +49,35 @@ def result(output):
     return list(completion.token_ids), values
 
 
+CACHE_DTYPES = ("auto", "int8", "fp8")
+
+
+def open_model(cache_dtype, **config):
+    config["kv_cache"] = {**config.get("kv_cache", {}), "dtype": cache_dtype}
+    return LLM("smollm2", dtype="bfloat16", max_model_len=512, config=config, progress=False)
+
+
 @pytest.fixture(scope="module")
 def alone():
-    """Return the result of each prompt alone, in one piece, without a cache."""
+    """Return a function that returns the result of each prompt alone, in one piece, without a
+    cache, by dtype of keys and values.
+    """
     try:
         cpu.load()
     except cpu.KernelsUnavailableError as cause:
         pytest.skip(f"torch gives other last bits in other batches, and the kernels: {cause}")
-    config = {"kv_cache": {"prefix_caching": False}}
-    with LLM("smollm2", dtype="bfloat16", max_model_len=512, config=config, progress=False) as llm:
-        return [result(llm.generate(prompt, params(MAX_TOKENS))[0]) for prompt in PROMPTS]
+
+    @functools.cache
+    def results(cache_dtype):
+        with open_model(cache_dtype, kv_cache={"prefix_caching": False}) as llm:
+            return [result(llm.generate(prompt, params(MAX_TOKENS))[0]) for prompt in PROMPTS]
+
+    return results
 
 
-def check_schedules(alone, config, schedules, seed):
+def check_schedules(alone, opened, schedules, seed):
     rng = random.Random(seed)
-    with LLM("smollm2", dtype="bfloat16", max_model_len=512, config=config, progress=False) as llm:
+    with opened as llm:
         for _ in range(schedules):
             chosen = [rng.randrange(len(PROMPTS)) for _ in range(rng.randint(2, 8))]
             counts = [rng.randint(1, MAX_TOKENS) for _ in chosen]
@@ -72,12 +87,17 @@ def check_schedules(alone, config, schedules, seed):
                 assert result(output) == (tokens[:count], values[:count]), (chosen, counts)
 
 
-@pytest.mark.parametrize("engine", ["chunks", "preempted"])
-def test_a_request_has_the_same_logits_in_any_batch(alone, engine):
-    check_schedules(alone, ENGINES[engine], 2, seed=0)
+@pytest.mark.parametrize(
+    ("engine", "cache_dtype"),
+    [("chunks", "auto"), ("preempted", "auto"), ("preempted", "int8")],
+)
+def test_a_request_has_the_same_logits_in_any_batch(alone, engine, cache_dtype):
+    check_schedules(alone(cache_dtype), open_model(cache_dtype, **ENGINES[engine]), 2, seed=0)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_request_has_the_same_logits_in_two_hundred_schedules(alone, engine):
-    check_schedules(alone, ENGINES[engine], 50, seed=engine)
+def test_a_request_has_the_same_logits_in_two_hundred_schedules(alone, engine, cache_dtype):
+    opened = open_model(cache_dtype, **ENGINES[engine])
+    check_schedules(alone(cache_dtype), opened, 50, seed=engine)

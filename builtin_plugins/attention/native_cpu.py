@@ -15,6 +15,9 @@ from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep,
 _LONG_WORK = 4_000  # of a plan that is worth releasing Python's lock, about a millisecond
 _WORK = 13  # index of the work in a plan
 
+# What a cache stores, as the kernels number it, by `kv_cache.dtype`.
+_STORED = {"auto": 0, "int8": 1, "fp8": 2}
+
 _Key = tuple[int | None, int, int]
 
 
@@ -71,6 +74,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     softcaps = True
     rotates = True
     replayable = True
+    cache_dtypes = tuple(_STORED)
 
     def __init__(self, context: AttentionContext) -> None:
         """Load the kernels.
@@ -81,6 +85,8 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         super().__init__(context)
         library = self._library = load_kernels(context, "attention.use")
         dtype = context.dtype
+        self._stored = _STORED[context.cache_dtype]
+        self._cache_dtype = torch.uint8 if self._stored else dtype  # codes are mixed with scales
         self._results = Results(library)
         self._make_plan = library.function("attention_plan", None)
         self._rotate = library.function("rotate", dtype)
@@ -91,15 +97,16 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the bytes of one block of one layer, padding included."""
-        return self._elements(spec) * self.context.dtype.itemsize
+        return self._elements(spec) * self._cache_dtype.itemsize
 
     def _elements(self, spec: KVSpec) -> int:
         elements = self._library.function("attention_block", self.context.dtype)
-        return int(elements(spec.head_size, spec.num_kv_heads, self.context.block_size))
+        block_size = self.context.block_size
+        return int(elements(self._stored, spec.head_size, spec.num_kv_heads, block_size))
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> torch.Tensor:
         """Return [blocks, elements], zero; the system allocates pages when they are used."""
-        elements, dtype = self._elements(spec), self.context.dtype
+        elements, dtype = self._elements(spec), self._cache_dtype
         memory = cpu.allocate_pages(num_blocks * elements * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(num_blocks, elements)
 
@@ -125,13 +132,14 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
-        check_tensors(self.context.dtype, q, k, v, cache)
+        check_tensors(self.context.dtype, q, k, v)
+        check_tensors(self._cache_dtype, cache)
         out = self._results.empty(q.shape, q.dtype)
         place, place_at = self._place(spec, plan.group)
         place.value, is_long = plan.for_layer(spec)
         self._library.run(
             self._long if is_long else self._short, q.data_ptr(), q.stride(0), k.data_ptr(),
-            k.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(), cache.data_ptr(),
+            k.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(), self._stored, cache.data_ptr(),
             place_at, spec.head_size, float(spec.scale), float(spec.softcap or 0.0),
         )  # fmt: skip
         return out

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
 
 from .plan import AttentionPlan, Group, Piece, Rows, WindowPlan
 
@@ -80,7 +81,11 @@ class _Partial:
 
 
 Cache = tuple[torch.Tensor, ...]
-"""Keys and values, each [blocks, block_size, num_kv_heads, head_size]."""
+"""Keys and values, each [blocks, block_size, num_kv_heads, head_size].
+
+Where they are codes, their scales follow, each float32 [blocks, block_size, num_kv_heads].
+"""
+_PARTS = ("keys", "values", "key scales", "value scales")
 
 
 class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
@@ -94,11 +99,13 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     kv_layout = "keys and values, each [blocks, block_size, num_kv_heads, head_size]"
     devices = ("cpu", "cuda")
     softcaps = True
+    cache_dtypes = ("auto", *CODE_DTYPES)
 
     def __init__(self, context: AttentionContext) -> None:
         """Create the backend without buffers."""
         super().__init__(context)
         self._buffers = _Buffers(context.device)
+        self._is_coded = context.cache_dtype in CODE_DTYPES
 
     def close(self) -> None:
         """Release the buffers."""
@@ -106,20 +113,31 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
 
     def bytes_per_block(self, spec: KVSpec) -> int:
         """Return the size in bytes of one block of one layer, keys and values."""
-        elements = 2 * self.context.block_size * spec.num_kv_heads * spec.head_size
-        return elements * self.context.dtype.itemsize
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in self._parts(spec, num_blocks=1)
+        )
+
+    def _parts(
+        self, spec: KVSpec, num_blocks: int
+    ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each tensor of a cache."""
+        context, heads = self.context, (num_blocks, self.context.block_size, spec.num_kv_heads)
+        side = (*heads, spec.head_size), CODE_DTYPES.get(context.cache_dtype, context.dtype)
+        scales = heads, torch.float32
+        return (side, side, scales, scales) if self._is_coded else (side, side)
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> Cache:
         """Return a zeroed cache of `num_blocks` blocks; on a CPU its pages are allocated on use."""
-        shape = (num_blocks, self.context.block_size, spec.num_kv_heads, spec.head_size)
-        dtype, device = self.context.dtype, self.context.device
+        parts, device = self._parts(spec, num_blocks), self.context.device
         if device.type != "cpu":
-            return tuple(torch.zeros(2, *shape, dtype=dtype, device=device).unbind())
-        size = math.prod(shape) * dtype.itemsize
-        return tuple(_zeroed_pages(size).view(dtype).view(shape) for _ in range(2))
+            return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in parts)
+        return tuple(
+            _zeroed_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            for shape, dtype in parts
+        )
 
     def block_views(self, cache: Cache) -> list[torch.Tensor]:
-        """Return the bytes of keys, and those of values."""
+        """Return the bytes of keys, those of values, and those of their scales."""
         return [part.view(len(part), -1).view(torch.uint8) for part in cache]
 
     def plan(self, step: AttentionStep) -> AttentionPlan:
@@ -136,9 +154,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
-        keys, values = cache
-        keys.flatten(0, 1).index_copy_(0, plan.slots, k)
-        values.flatten(0, 1).index_copy_(0, plan.slots, v)
+        k, v = self._write(cache, plan.slots, k, v)
         work = plan.for_window(spec.window)
         heads = spec.num_heads // spec.num_kv_heads
         if work.only is not None:
@@ -158,6 +174,21 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         if work.merged is not None:
             out[work.merged] = self._attend_shared(spec, cache, work, q)
         return out
+
+    def _write(
+        self, cache: Cache, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values to the cache; return them as they will be read."""
+        if not self._is_coded:
+            written: tuple[torch.Tensor, ...] = (k, v)
+        else:
+            sides = [quantize_heads(side, self.context.cache_dtype) for side in (k, v)]
+            k, v = (dequantize_heads(*side, k.dtype) for side in sides)
+            # torch copies rows of float8 only as bytes.
+            written = (*(codes.view(torch.int8) for codes, _ in sides), *(s for _, s in sides))
+        for part, rows in zip(cache, written, strict=True):
+            part.view(rows.dtype).flatten(0, 1).index_copy_(0, slots, rows)
+        return k, v
 
     def _attend_decodes(
         self, spec: KVSpec, cache: Cache, group: Group, q: torch.Tensor
@@ -215,14 +246,17 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     def _gather(self, cache: Cache, blocks: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
         """Return the keys and values of blocks of `count` sequences, in kept memory."""
         gathered = []
-        for use, side in zip(("keys", "values"), cache, strict=True):
+        for use, side in zip(_PARTS, cache, strict=False):
             if blocks.numel() < _KEPT_BLOCKS:
                 rows = side.index_select(0, blocks)
             else:
                 rows = self._buffers.get(use, (len(blocks), *side.shape[1:]), side.dtype)
                 torch.index_select(side, 0, blocks, out=rows)
             gathered.append(rows.view(count, -1, *side.shape[2:]))
-        return gathered
+        if not self._is_coded:
+            return gathered
+        dtype = self.context.dtype
+        return [dequantize_heads(gathered[i], gathered[i + 2], dtype) for i in range(2)]
 
     def _in_float32(
         self,

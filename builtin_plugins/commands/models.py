@@ -130,7 +130,7 @@ def _print_report(report: ModelReport) -> None:
             "context": [_length_text(report)],
             "computed": [
                 f"in {report.dtype} on {report.device}; operations: {report.operations}; "
-                f"attention: {report.attention}"
+                f"attention: {report.attention}{_codes_text(report)}"
             ],
         }
     )
@@ -179,6 +179,12 @@ def _layers_text(windows: Sequence[int | None]) -> str:
         for window, count in counts.items()
     ]
     return f"{len(windows)}: {', '.join(parts)}"
+
+
+def _codes_text(report: ModelReport) -> str:
+    if report.cache_dtype == "auto":
+        return ""
+    return f", keys and values in {report.cache_dtype}"
 
 
 def _length_text(report: ModelReport) -> str:

@@ -89,6 +89,7 @@ def open_attention(spec: WorkerSpec) -> AttentionBackend:
         device=spec.device,
         dtype=spec.dtype,
         block_size=spec.config.kv_cache.block_size,
+        cache_dtype=spec.config.kv_cache.dtype,
     )
 
 

@@ -46,8 +46,7 @@ def block_identity(
             f"{user} moves blocks of the KV cache, and stage {parallel.stage} of "
             f"{spec.model_config.architecture} has none"
         )
-    windows = [group.window for group in attention.groups if group.window is not None]
-    if windows:
+    if windows := [group.window for group in attention.groups if group.window is not None]:
         raise ConfigError(
             f"{user} moves blocks that are kept, and {spec.model_config.architecture} has KV cache "
             f"groups that release those which a sliding window of {windows[0]} tokens has passed; "
@@ -58,13 +57,14 @@ def block_identity(
             f"{user} has to distinguish blocks from those of other layouts, and "
             f"{spec.plugins.one('attention_backends').source} has no kv_layout"
         )
+    stored = spec.config.kv_cache.dtype
     return BlockIdentity(
         weights=weights,
         config=config_hash(
             spec.model_config, kv_variant, [layer.window for layer in attention.specs]
         ),
         architecture=spec.model_config.architecture,
-        dtype=str(spec.dtype),
+        dtype=str(spec.dtype) if stored == "auto" else f"{stored} of {spec.dtype}",
         kv_layout=attention.kv_layout[0],
         kv_layout_version=attention.kv_layout[1],
         block_size=spec.config.kv_cache.block_size,

@@ -4,7 +4,8 @@
 // columns are the group's tokens and whose depth is the head; values, behind all keys of the block,
 // [block][kv head][group][16 elements of the head] of a panel whose columns are the elements and
 // whose depth is the tokens. So both products are those of gemm.h. What pads a group or a head is
-// never read as a result.
+// never read as a result. A cache of codes (S is not T) has those of kv_codes.h, and scales, in the
+// place of panels: scores are multiplied by the scales of keys, weights by those of values.
 //
 // A sequence is cut into parts of GROUPS groups at fixed borders. The maximum, the sum and the
 // weighted sum of values of each part are computed in a fixed order, by what a query sees of it
@@ -18,8 +19,12 @@
 #include <vector>
 
 #include "gemm.h"
+#include "kv_codes.h"
 
 namespace attention {
+
+using gemm::multiply;
+using kv_codes::multiply;
 
 constexpr int GROUPS = 8;  // of a part
 constexpr int PART = GROUPS * PANEL;
@@ -259,20 +264,34 @@ class Planner {
 
 // ---- A layer ----
 
+// Heads and groups as operands of type T.
 template <class T>
-struct Layout {
+struct Heads {
   long head_size, depth;        // elements of a head, and of a query as an operand
   long panels;                  // of a head
   size_t key_size, value_size;  // elements of a group of a head
-  Blocks blocks;
-  size_t key_head, value_head, values, block;  // elements from one to the next; where values begin
 
-  Layout(long head_size, long kv_heads, long block_size)
+  explicit Heads(long head_size)
       : head_size(head_size),
         depth(sizeof(T) == 2 ? (head_size + 1) / 2 * 2 : head_size),
         panels((head_size + PANEL - 1) / PANEL),
         key_size(gemm::panel_size<T>(head_size)),
-        value_size(panels * gemm::panel_size<T>(PANEL)),
+        value_size(panels * gemm::panel_size<T>(PANEL)) {}
+};
+
+template <class T, class S>
+constexpr bool CODED = !std::is_same_v<T, S>;
+
+// Where a cache of S has them.
+template <class T, class S>
+struct Layout {
+  size_t key_size, value_size;  // of a group of a head
+  Blocks blocks;
+  size_t key_head, value_head, values, block;  // from one to the next; where values begin
+
+  Layout(const Heads<T>& heads, long kv_heads, long block_size)
+      : key_size(CODED<T, S> ? heads.head_size * PANEL + kv_codes::SCALES : heads.key_size),
+        value_size(CODED<T, S> ? heads.panels * PANEL * PANEL + kv_codes::SCALES : heads.value_size),
         blocks(block_size),
         key_head(blocks.groups * key_size),
         value_head(blocks.groups * value_size),
@@ -280,44 +299,69 @@ struct Layout {
         block(kv_heads * (key_head + value_head)) {}
 };
 
-template <class T>
+template <class T, class S>
 struct Layer {
   const T *q, *k, *v;
   long q_stride, k_stride, v_stride;  // of tokens
-  T *out, *cache;
+  T* out;
+  S* cache;
   const Plan& plan;
-  Layout<T> layout;
+  Heads<T> heads;
+  Layout<T, S> layout;
   float scale, softcap;  // 0 is without a soft cap
 
   long group() const { return plan.heads / plan.kv_heads; }
   // A result: the weighted sum of values, the maximum, the sum of exponentials.
-  size_t result_size() const { return layout.panels * PANEL + PANEL; }
+  size_t result_size() const { return heads.panels * PANEL + PANEL; }
 };
 
+// Write a head of a token, whose lane is given, to its group of keys and that of values.
 template <class T>
-void write_token(const Layer<T>& layer, long token) {
-  const Layout<T>& layout = layer.layout;
+void write_head(const Heads<T>& heads, const T* k, const T* v, long lane, T* key, T* value) {
   constexpr int PER = sizeof(T) == 2 ? 2 : 1;
+  key += lane * PER;
+  value += lane / PER * PER * PANEL + lane % PER;
+  long d = 0;
+  for (; d + PER <= heads.head_size; d += PER) memcpy(key + d * PANEL, k + d, PER * sizeof(T));
+  if (d < heads.head_size) {
+    key[d * PANEL] = k[d];
+    key[d * PANEL + 1] = T{};
+  }
+  for (d = 0; d + PANEL <= heads.head_size; d += PANEL)
+    for (int i = 0; i < PANEL; i++) value[d * PANEL + i * PER] = v[d + i];
+  for (int i = 0; d + i < heads.panels * PANEL; i++)
+    value[d * PANEL + i * PER] = d + i < heads.head_size ? v[d + i] : T{};
+}
+
+template <class T, class S>
+void write_head(const Heads<T>& heads, const T* k, const T* v, long lane, S* key, S* value) {
+  long size = heads.head_size;
+  alignas(64) S codes[SLICE];
+  float key_scale = kv_codes::find_scale<S>(k, size), scale = kv_codes::find_scale<S>(v, size);
+  memcpy(key + size * PANEL + lane * sizeof(float), &key_scale, sizeof(float));
+  memcpy(value + heads.panels * PANEL * PANEL + lane * sizeof(float), &scale, sizeof(float));
+  for (long from = 0; from < size; from += SLICE) {
+    long count = std::min<long>(SLICE, size - from);
+    kv_codes::encode(k + from, count, key_scale, codes);
+    for (long d = 0; d < count; d++) key[(from + d) * PANEL + lane] = codes[d];
+    kv_codes::encode(v + from, count, scale, codes);
+    std::fill(codes + count, codes + (count + PANEL - 1) / PANEL * PANEL, S{});
+    for (long d = 0; d < count; d += PANEL)
+      memcpy(value + (from + d) * PANEL + lane * PANEL, codes + d, PANEL);
+  }
+}
+
+template <class T, class S>
+void write_token(const Layer<T, S>& layer, long token) {
+  const Layout<T, S>& layout = layer.layout;
   long slot = layer.plan.slots[token], in_block = slot % layout.blocks.size;
   long group = in_block / PANEL, lane = in_block % PANEL;
-  T* block = layer.cache + slot / layout.blocks.size * layout.block;
-  for (long head = 0; head < layer.plan.kv_heads; head++) {
-    const T* k = layer.k + token * layer.k_stride + head * layout.head_size;
-    const T* v = layer.v + token * layer.v_stride + head * layout.head_size;
-    T* key = block + head * layout.key_head + group * layout.key_size + lane * PER;
-    T* value = block + layout.values + head * layout.value_head + group * layout.value_size +
-               lane / PER * PER * PANEL + lane % PER;
-    long d = 0;
-    for (; d + PER <= layout.head_size; d += PER) memcpy(key + d * PANEL, k + d, PER * sizeof(T));
-    if (d < layout.head_size) {
-      key[d * PANEL] = k[d];
-      key[d * PANEL + 1] = T{};
-    }
-    for (d = 0; d + PANEL <= layout.head_size; d += PANEL)
-      for (int i = 0; i < PANEL; i++) value[d * PANEL + i * PER] = v[d + i];
-    for (int i = 0; d + i < layout.panels * PANEL; i++)
-      value[d * PANEL + i * PER] = d + i < layout.head_size ? v[d + i] : T{};
-  }
+  S* block = layer.cache + slot / layout.blocks.size * layout.block;
+  for (long head = 0; head < layer.plan.kv_heads; head++)
+    write_head(layer.heads, layer.k + token * layer.k_stride + head * layer.heads.head_size,
+               layer.v + token * layer.v_stride + head * layer.heads.head_size, lane,
+               block + head * layout.key_head + group * layout.key_size,
+               block + layout.values + head * layout.value_head + group * layout.value_size);
 }
 
 // What a row sees of a part, in lanes of its groups.
@@ -334,9 +378,11 @@ __attribute__((noinline)) inline void cap_scores(float* scores, int groups, floa
 }
 
 // Turn scores [groups of `lanes`] into weights, and give their maximum and sum. A NaN stays one.
-template <class T>
+// CODED: the weights of a group are multiplied by those at `factors`.
+template <class T, bool CODED>
 __attribute__((noinline)) void weigh(const float* scores, const Lanes* lanes, int groups,
-                                     float scale, gemm::Operand<T>* weights, float* maximum_out,
+                                     float scale, const float* const* factors,
+                                     gemm::Operand<T>* weights, float* maximum_out,
                                      float* sum_out) {
   constexpr bool SHORT = std::is_same_v<gemm::Operand<T>, bf16>;
   Floats infinity = splat(std::numeric_limits<float>::infinity());
@@ -358,9 +404,13 @@ __attribute__((noinline)) void weigh(const float* scores, const Lanes* lanes, in
   for (int g = 0; g < groups; g++)
     for (int v = 0; v < PANEL_VECTORS; v++) {
       Floats difference = load(scores + g * PANEL + v * LANES) * scale - limit;
-      Floats weight = SHORT ? exp_short(difference) : exp_negative(difference);
-      if (lanes[g].to - lanes[g].from < PANEL) weight = choose(visible(g, v), weight, Floats{});
-      store(weights + g * PANEL + v * LANES, weight);
+      Floats weight = SHORT ? exp_short(difference) : exp_negative(difference), product = weight;
+      if (CODED) product *= load(factors[g] + v * LANES);
+      if (lanes[g].to - lanes[g].from < PANEL) {
+        weight = choose(visible(g, v), weight, Floats{});
+        product = CODED ? choose(visible(g, v), product, Floats{}) : weight;
+      }
+      store(weights + g * PANEL + v * LANES, product);
       sum[v] += weight;
     }
   for (int width = PANEL_VECTORS / 2; width; width /= 2)
@@ -396,10 +446,10 @@ __attribute__((noinline)) inline void merge(float* result, const float* part, si
   }
 }
 
-template <class T>
-void finish(const Layer<T>& layer, const float* result, long row, long head) {
+template <class T, class S>
+void finish(const Layer<T, S>& layer, const float* result, long row, long head) {
   size_t width = layer.result_size() - PANEL;
-  long size = layer.layout.head_size;
+  long size = layer.heads.head_size;
   float factor = 1.0f / result[width + 1];
   T* out = layer.out + (row * layer.plan.heads + head) * size;
   for (long i = 0; i < size; i += LANES) {
@@ -420,9 +470,9 @@ struct Workspace {
 };
 
 // A part of a sequence's keys and values of one head.
-template <class T>
+template <class S>
 struct Part {
-  const T *keys[GROUPS], *values[GROUPS];
+  const S *keys[GROUPS], *values[GROUPS];
   long token[GROUPS];  // first of each group
   int tokens[GROUPS];
   long last;          // position
@@ -436,40 +486,51 @@ struct Queries {
   long slice;  // elements from one slice to the next
 };
 
-template <int R, int N, class T>
-INLINE void score_groups(const Queries<T>& q, const Layout<T>& layout, const T* const* keys,
-                         const T* const* ahead, float* scores) {
+// Where a vector of columns begins in a panel.
+template <class S>
+constexpr int vector_at(int v) {
+  return v % PANEL_VECTORS * LANES * (sizeof(S) == 2 ? 2 : 1);
+}
+
+template <int R, int N, class T, class S>
+INLINE void score_groups(const Queries<T>& q, const Heads<T>& heads, const S* const* keys,
+                         const S* const* ahead, float* scores) {
   constexpr int V = N * PANEL_VECTORS;
   Floats sums[R][V] = {};
   const gemm::Operand<T>* x = q.at;
-  for (long from = 0; from < layout.depth; from += SLICE, x += q.slice) {
-    const T *weights[V], *next[N];
+  for (long from = 0; from < heads.depth; from += SLICE, x += q.slice) {
+    const S *weights[V], *next[N];
     for (int v = 0; v < V; v++)
-      weights[v] = keys[v / PANEL_VECTORS] + from * PANEL +
-                   (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+      weights[v] = keys[v / PANEL_VECTORS] + from * PANEL + vector_at<S>(v);
     for (int n = 0; n < N; n++) next[n] = ahead[n] + from * PANEL;
-    int depth = (int)std::min<long>(SLICE, layout.depth - from);
-    gemm::multiply<R, V>(x, (long)SLICE, weights, depth, sums, next);
+    int depth = (int)std::min<long>(SLICE, heads.depth - from);
+    multiply<R, V>(x, (long)SLICE, weights, depth, sums, next);
   }
+  if constexpr (CODED<T, S>)
+    for (int v = 0; v < V; v++) {
+      Floats scale = load(kv_codes::scales(keys[v / PANEL_VECTORS], heads.head_size * PANEL) +
+                          v % PANEL_VECTORS * LANES);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sums[r][v] *= scale;
+    }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(scores + r * PART + v * LANES, sums[r][v]);
 }
 
-template <int R, int N, class T>
-INLINE void sum_values(const gemm::Operand<T>* weights, const T* const* values,
-                       const T* const* ahead, int groups, long panel, float* const* results) {
+template <int R, int N, class T, class S>
+INLINE void sum_values(const gemm::Operand<T>* weights, const S* const* values,
+                       const S* const* ahead, int groups, long panel, float* const* results) {
   constexpr int V = N * PANEL_VECTORS;
-  constexpr size_t SIZE = gemm::panel_size<T>(PANEL);
+  constexpr size_t SIZE = gemm::panel_size<S>(PANEL);
   Floats sums[R][V] = {};
   for (int g = 0; g < groups; g++) {
-    const T *at[V], *next[N];
+    const S *at[V], *next[N];
     for (int v = 0; v < V; v++)
-      at[v] = values[g] + (panel + v / PANEL_VECTORS) * SIZE +
-              (v % PANEL_VECTORS) * LANES * (4 / sizeof(T));
+      at[v] = values[g] + (panel + v / PANEL_VECTORS) * SIZE + vector_at<S>(v);
     for (int n = 0; n < N; n++) next[n] = ahead[g] + (panel + n) * SIZE;
-    gemm::multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums, next);
+    multiply<R, V>(weights + g * PANEL, (long)PART, at, PANEL, sums, next);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -485,71 +546,75 @@ constexpr int at_once(int rows) {
 constexpr int AHEAD = 4;  // groups
 
 // The groups of a part that rows see: keys, then values, then the groups that come next.
-template <class T>
+template <class S>
 struct Groups {
-  const T* at[2 * GROUPS + AHEAD];
+  const S* at[2 * GROUPS + AHEAD];
   int count;
 };
 
 // Compute the results of R rows (of `rows` that count) over groups of a part.
-template <int R, class T>
-__attribute__((noinline)) void attend_rows(const Layout<T>& layout, const Queries<T>& q,
-                                           const Groups<T>& groups, const Lanes* const* lanes,
+template <int R, class T, class S>
+__attribute__((noinline)) void attend_rows(const Heads<T>& heads, const Queries<T>& q,
+                                           const Groups<S>& groups, const Lanes* const* lanes,
                                            int rows, float scale, float softcap,
                                            Workspace<T>& work, float* const* results) {
   constexpr int N = at_once(R);
   float* scores = work.scores;
   int count = groups.count, g = 0;
-  const T* const* at = groups.at;
+  const S* const* at = groups.at;
   for (; g + N <= count; g += N)
-    score_groups<R, N, T>(q, layout, at + g, at + g + AHEAD, scores + g * PANEL);
+    score_groups<R, N, T, S>(q, heads, at + g, at + g + AHEAD, scores + g * PANEL);
   if constexpr (N > 1)
     for (; g < count; g++)
-      score_groups<R, 1, T>(q, layout, at + g, at + g + AHEAD, scores + g * PANEL);
+      score_groups<R, 1, T, S>(q, heads, at + g, at + g + AHEAD, scores + g * PANEL);
+  const float* factors[GROUPS];
+  if constexpr (CODED<T, S>)
+    for (g = 0; g < count; g++)
+      factors[g] = kv_codes::scales(at[count + g], heads.panels * PANEL * PANEL);
   for (int r = 0; r < rows; r++) {
-    float* limits = results[r] + layout.panels * PANEL;
+    float* limits = results[r] + heads.panels * PANEL;
     if (softcap != 0.0f) cap_scores(scores + r * PART, count, scale, softcap);
-    weigh<T>(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale,
-             work.weights + r * PART, limits, limits + 1);
+    weigh<T, CODED<T, S>>(scores + r * PART, lanes[r], count, softcap != 0.0f ? 1.0f : scale,
+                          factors, work.weights + r * PART, limits, limits + 1);
   }
   const gemm::Operand<T>* weights = work.weights;
   at += count;
   long panel = 0;
-  for (; panel + N <= layout.panels; panel += N)
-    sum_values<R, N, T>(weights, at, at + AHEAD, count, panel, results);
+  for (; panel + N <= heads.panels; panel += N)
+    sum_values<R, N, T, S>(weights, at, at + AHEAD, count, panel, results);
   if constexpr (N > 1)
-    for (; panel < layout.panels; panel++)
-      sum_values<R, 1, T>(weights, at, at + AHEAD, count, panel, results);
+    for (; panel < heads.panels; panel++)
+      sum_values<R, 1, T, S>(weights, at, at + AHEAD, count, panel, results);
 }
 
-template <class T>
-void attend_tile(const Layout<T>& layout, const Queries<T>& q, const Groups<T>& groups,
+template <class T, class S>
+void attend_tile(const Heads<T>& heads, const Queries<T>& q, const Groups<S>& groups,
                  const Lanes* const* lanes, int rows, float scale, float softcap,
                  Workspace<T>& work, float* const* results) {
   auto run = [&](auto attend) {
-    attend(layout, q, groups, lanes, rows, scale, softcap, work, results);
+    attend(heads, q, groups, lanes, rows, scale, softcap, work, results);
   };
   // Rows that are missing to the next size are computed and dropped.
-  if (rows == 1) return run(attend_rows<1, T>);
-  if (rows == 2) return run(attend_rows<2, T>);
+  if (rows == 1) return run(attend_rows<1, T, S>);
+  if (rows == 2) return run(attend_rows<2, T, S>);
   if constexpr (MAX_ROWS > 2) {
-    if (rows == 3) return run(attend_rows<3, T>);
-    if (rows == 4) return run(attend_rows<4, T>);
-    if (rows <= 6) return run(attend_rows<6, T>);
+    if (rows == 3) return run(attend_rows<3, T, S>);
+    if (rows == 4) return run(attend_rows<4, T, S>);
+    if (rows <= 6) return run(attend_rows<6, T, S>);
   }
   if constexpr (MAX_ROWS > 6) {
-    if (rows <= 8) return run(attend_rows<8, T>);
-    run(attend_rows<12, T>);
+    if (rows <= 8) return run(attend_rows<8, T, S>);
+    run(attend_rows<12, T, S>);
   }
 }
 
 // Copy a group of values of a head; tokens outside of `lanes` become 0.
 template <class T>
-void copy_visible(const Layout<T>& layout, const T* from, Lanes lanes, T* to) {
+void copy_visible(const Heads<T>& heads, const T* from, Lanes lanes, T* to) {
   constexpr int PER = sizeof(T) == 2 ? 2 : 1;
   constexpr size_t LINE = PER * PANEL, SIZE = gemm::panel_size<T>(PANEL);
   size_t first = lanes.from / PER, end = (lanes.to + PER - 1) / PER;
-  for (long panel = 0; panel < layout.panels; panel++, from += SIZE, to += SIZE) {
+  for (long panel = 0; panel < heads.panels; panel++, from += SIZE, to += SIZE) {
     std::fill(to, to + SIZE, T{});
     std::copy(from + first * LINE, from + end * LINE, to + first * LINE);
     if (lanes.from % PER)
@@ -560,12 +625,13 @@ void copy_visible(const Layout<T>& layout, const T* from, Lanes lanes, T* to) {
 }
 
 // Attends the queries of an item with one head of keys.
-template <class T>
+template <class T, class S>
 class Attended {
  public:
-  Attended(const Layer<T>& layer, const Item& item, long kv_head, bool more, float* pieces,
+  Attended(const Layer<T, S>& layer, const Item& item, long kv_head, bool more, float* pieces,
            Workspace<T>& work)
       : layer_(layer),
+        heads_(layer.heads),
         layout_(layer.layout),
         item_(item),
         kv_head_(kv_head),
@@ -577,14 +643,14 @@ class Attended {
 
   void run() {
     padded_ = (count_ + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
-    slices_ = (layout_.depth + SLICE - 1) / SLICE;
+    slices_ = (heads_.depth + SLICE - 1) / SLICE;
     queries_ = work_.queries.get(slices_ * padded_ * SLICE);
     for (int i = 0; i < padded_; i++) take_query(i);
     size_t size = layer_.result_size();
     results_ = work_.results.get(count_ * size);
     for (int i = 0; i < count_; i++) clear(results_ + i * size, size);
     partials_ = work_.partials.get(MAX_ROWS * size);
-    edges_ = work_.edges.get(GROUPS * layout_.value_size);
+    if (!CODED<T, S>) edges_ = work_.edges.get(GROUPS * heads_.value_size);
     for (long part = item_.from; part < item_.to; part++) attend_part(part);
     if (item_.piece >= 0) return;
     for (int i = 0; i < count_; i++)
@@ -596,11 +662,11 @@ class Attended {
 
   void take_query(int i) {
     const T* from = i < count_ ? layer_.q + row(i) * layer_.q_stride +
-                                     (kv_head_ * group_ + i % group_) * layout_.head_size
+                                     (kv_head_ * group_ + i % group_) * heads_.head_size
                                : nullptr;
     for (long slice = 0; slice < slices_; slice++) {
       gemm::Operand<T>* to = queries_ + (slice * padded_ + i) * SLICE;
-      long size = from ? std::min<long>(SLICE, layout_.head_size - slice * SLICE) : 0, d = 0;
+      long size = from ? std::min<long>(SLICE, heads_.head_size - slice * SLICE) : 0, d = 0;
       for (; d + LANES <= size; d += LANES) store(to + d, load(from + slice * SLICE + d));
       for (; d < size; d++) store_one(to + d, to_float(from[slice * SLICE + d]));
       std::fill(to + d, to + SLICE, gemm::Operand<T>{});
@@ -614,26 +680,34 @@ class Attended {
     return {(int)std::clamp<long>(from - first, 0, end), end};
   }
 
-  const T* keys(long group, long next = 0) const {
-    const Blocks& blocks = layout_.blocks;
+  const S* block(long group) const {
     const int64_t* table = layer_.plan.table + item_.seq * layer_.plan.table_stride;
-    return layer_.cache + table[group / blocks.groups] * layout_.block +
-           (kv_head_ + next) * layout_.key_head + group % blocks.groups * layout_.key_size;
+    return layer_.cache + table[group / layout_.blocks.groups] * layout_.block;
+  }
+  const S* keys(long group, long next = 0) const {
+    return block(group) + (kv_head_ + next) * layout_.key_head +
+           group % layout_.blocks.groups * layout_.key_size;
+  }
+  const S* values(long group) const {
+    return block(group) + layout_.values + kv_head_ * layout_.value_head +
+           group % layout_.blocks.groups * layout_.value_size;
   }
 
   void find_part(long part) {
     const Blocks& blocks = layout_.blocks;
     for (int g = 0; g < GROUPS; g++) {
-      long group = part * GROUPS + g, in_block = group % blocks.groups;
+      long group = part * GROUPS + g;
       part_.token[g] = blocks.first_token(group);
       part_.tokens[g] = blocks.tokens(group);
       part_.all[g] = {0, part_.tokens[g]};
       part_.last = part_.token[g] + part_.tokens[g] - 1;
       if (part_.token[g] > last_) continue;  // the table may end here
       part_.keys[g] = keys(group);
-      part_.values[g] = part_.keys[g] - in_block * layout_.key_size -
-                        kv_head_ * layout_.key_head + layout_.values +
-                        kv_head_ * layout_.value_head + in_block * layout_.value_size;
+      part_.values[g] = values(group);
+      if constexpr (CODED<T, S>)
+        __builtin_prefetch(part_.values[g] + heads_.panels * PANEL * PANEL);  // their scales
+      else
+        hide(g);
     }
     for (int i = 0; i < AHEAD; i++) {
       bool ends = part + 1 == item_.to;
@@ -641,6 +715,16 @@ class Attended {
       next_[i] = (!ends || more_) && blocks.first_token(group) <= last_ ? keys(group, ends)
                                                                         : part_.keys[0];
     }
+  }
+
+  // Values that no query of the item sees may be anything, also NaN, which 0 times it is too. Codes
+  // are finite, and weights are 0 whatever the scale is.
+  void hide(int g) {
+    Lanes seen = lanes(g, first_, last_);
+    if (seen.to - seen.from == PANEL || seen.from == seen.to) return;
+    T* copy = edges_ + g * heads_.value_size;
+    copy_visible(heads_, part_.values[g], seen, copy);
+    part_.values[g] = copy;
   }
 
   long oldest(long position) const {
@@ -657,14 +741,6 @@ class Attended {
       first_ = std::min(first_, oldest(position));
     }
     find_part(part);
-    // Values that no query of the item sees may be anything, also NaN, which 0 times it is too.
-    for (int g = 0; g < GROUPS && part_.token[g] <= last_; g++) {
-      Lanes seen = lanes(g, first_, last_);
-      if (seen.to - seen.from == PANEL || seen.from == seen.to) continue;
-      T* copy = edges_ + g * layout_.value_size;
-      copy_visible(layout_, part_.values[g], seen, copy);
-      part_.values[g] = copy;
-    }
     for (int i = 0; i < count_; i += MAX_ROWS)
       attend_rows_of(part, i, std::min(MAX_ROWS, count_ - i));
   }
@@ -701,15 +777,15 @@ class Attended {
       return;
     }
     Queries<T> queries{queries_ + first * SLICE, padded_ * SLICE};
-    attend_tile<T>(layout_, queries, groups(begin, end), lanes_of, rows,
+    attend_tile(heads_, queries, groups(begin, end), lanes_of, rows,
                    layer_.scale, layer_.softcap, work_, results);
     if (item_.piece < 0)
       for (int r = 0; r < rows; r++) merge(results_ + (first + r) * size, results[r], size);
   }
 
-  Groups<T> groups(int begin, int end) const {
-    Groups<T> groups;
-    const T** to = groups.at;
+  Groups<S> groups(int begin, int end) const {
+    Groups<S> groups;
+    const S** to = groups.at;
     groups.count = end - begin;
     to = std::copy(part_.keys + begin, part_.keys + end, to);
     to = std::copy(part_.values + begin, part_.values + end, to);
@@ -723,8 +799,9 @@ class Attended {
     return pieces_ + (index * layer_.plan.heads + head) * layer_.result_size();
   }
 
-  const Layer<T>& layer_;
-  const Layout<T>& layout_;
+  const Layer<T, S>& layer_;
+  const Heads<T>& heads_;
+  const Layout<T, S>& layout_;
   const Item& item_;
   long kv_head_;
   bool more_;  // whether the next head comes next
@@ -735,19 +812,20 @@ class Attended {
   gemm::Operand<T>* queries_ = nullptr;
   float *results_ = nullptr, *partials_ = nullptr;
   T* edges_ = nullptr;
-  Part<T> part_;
-  const T* next_[AHEAD];  // the first keys of the next part
+  Part<S> part_;
+  const S* next_[AHEAD];  // the first keys of the next part
   long first_ = 0, last_ = 0;  // the oldest and the newest position that a query of the item sees
 };
 
-template <class T>
+template <class T, class S>
 void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, T* out,
-            T* cache, const Plan* plan, long head_size, float scale, float softcap) {
+            S* cache, const Plan* plan, long head_size, float scale, float softcap) {
   static thread_local Workspace<T> work;
   static thread_local Scratch<float> scratch;
-  Layer<T> layer{q,   k,     v,     q_stride,
-                 k_stride, v_stride, out, cache,
-                 *plan, Layout<T>(head_size, plan->kv_heads, plan->block_size), scale, softcap};
+  Heads<T> heads_of(head_size);
+  Layer<T, S> layer{q,        k,     v,     q_stride, k_stride,
+                    v_stride, out,   cache, *plan,    heads_of,
+                    Layout<T, S>(heads_of, plan->kv_heads, plan->block_size), scale, softcap};
   // Waking a thread takes about as long as this much work.
   int threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, omp_get_max_threads());
   for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);
@@ -756,7 +834,7 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
   long heads = plan->items >= 16 * threads ? plan->kv_heads : 1, units = plan->kv_heads / heads;
   for_each_item(plan->items * units, [&](long index) {
     for (long head = index % units * heads, end = head + heads; head < end; head++)
-      Attended<T>(layer, plan->item_list()[index / units], head, head + 1 < end, pieces, work).run();
+      Attended<T, S>(layer, plan->item_list()[index / units], head, head + 1 < end, pieces, work).run();
   }, threads);
   for_each_item(plan->merges, [&](long index) {
     const Merge& merged = plan->merge_list()[index];
@@ -771,6 +849,12 @@ void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, lo
       finish(layer, result, merged.row, head);
     }
   }, threads);
+}
+
+// Elements of a block of a cache of S.
+template <class T, class S>
+long block_size(long head_size, long kv_heads, long block_size) {
+  return (long)Layout<T, S>(Heads<T>(head_size), kv_heads, block_size).block;
 }
 
 }  // namespace attention

@@ -34,6 +34,15 @@ void call(void (*function)(A...), const int64_t* words) {
   call(function, words, std::index_sequence_for<A...>{});
 }
 
+// Call a function with an element of a cache of keys and values of T: 0, T itself; codes of 8 bits,
+// 1 is int8, 2 is fp8.
+template <class T, class Function>
+long with_stored(long stored, Function function) {
+  if (stored == 1) return function(kv_codes::Int8{});
+  if (stored == 2) return function(kv_codes::Float8{});
+  return function(T{});
+}
+
 // The function hp_call_X calls hp_X with recorded arguments.
 #define RECORDED(NAME) \
   void hp_call_##NAME(const int64_t* words) { call(hp_##NAME, words); }
@@ -109,14 +118,19 @@ int hp_supports(const char* path) {
     experts::Sizes sizes{rows, per_row, experts, hidden, width};                                  \
     experts::run(x, x_stride, chosen, weights, sizes, gate_up, down, y);                          \
   }                                                                                               \
-  long hp_attention_block_##NAME(long head_size, long kv_heads, long block_size) {                \
-    return attention::Layout<T>(head_size, kv_heads, block_size).block;                           \
+  long hp_attention_block_##NAME(long stored, long head_size, long kv_heads, long block_size) {   \
+    return with_stored<T>(stored, [=](auto s) {                                                   \
+      return attention::block_size<T, decltype(s)>(head_size, kv_heads, block_size);              \
+    });                                                                                           \
   }                                                                                               \
   void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
-                        long v_stride, T* out, T* cache, const void* const* plan, long head_size, \
-                        float scale, float softcap) {                                             \
-    attention::attend(q, q_stride, k, k_stride, v, v_stride, out, cache,                          \
-                      (const attention::Plan*)*plan, head_size, scale, softcap);                  \
+                        long v_stride, T* out, long stored, void* cache, const void* const* plan, \
+                        long head_size, float scale, float softcap) {                             \
+    with_stored<T>(stored, [=](auto s) {                                                          \
+      attention::attend(q, q_stride, k, k_stride, v, v_stride, out, (decltype(s)*)cache,          \
+                        (const attention::Plan*)*plan, head_size, scale, softcap);                \
+      return 0L;                                                                                  \
+    });                                                                                           \
   }                                                                                               \
   RECORDED(linear_##NAME)                                                                         \
   RECORDED(linear_codes_##NAME)                                                                   \

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,104 +16,31 @@ from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite, first_device
 from hardpoint.testing.snapshots import snapshot, without_growth
 from hardpoint.testing.suite import Rule, Violation, checks, short_repr
+from hardpoint.toolkit.kv_codes import CODE_DTYPES
 
+from .attention_cases import (
+    BLOCKS,
+    CACHE,
+    CAUSAL,
+    CODED_STEPS,
+    CODES,
+    GROUPS,
+    HEADS,
+    LAYERS,
+    PADDING,
+    RESULT,
+    ROTATES,
+    SEQUENCES,
+    SOFTCAP,
+    WINDOW,
+    Case,
+)
 from .block_views import BLOCK_VIEWS, MOVED_BLOCKS, NUM_BLOCKS, check_views, move_blocks
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
 
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)
 _TOLERANCES = {torch.bfloat16: 0.06, torch.float16: 0.01}
-
-RESULT = Rule(
-    "result: attend returns a tensor of the shape, dtype and device of q",
-    "return one row per query, [tokens, num_heads, head_size], as q is",
-)
-CAUSAL = Rule(
-    "causal: a token attends to itself and to the earlier tokens of its sequence",
-    "for query i of a sequence with n cached tokens use keys 0 to n + i",
-)
-HEADS = Rule(
-    "heads: each group of num_heads / num_kv_heads query heads shares a key and value head",
-    "let query head i read key head i // (num_heads // num_kv_heads)",
-)
-WINDOW = Rule(
-    "window: a token attends to at most spec.window tokens, itself included",
-    "mask the keys up to position - window; None is unlimited, and the plan serves layers with "
-    "different windows",
-)
-SOFTCAP = Rule(
-    "softcap: scores are limited to spec.softcap before they are masked",
-    "compute softcap * tanh(score * scale / softcap) where spec.softcap is not None, or leave the "
-    "class attribute `softcaps` False: models that need it are refused then",
-)
-CACHE = Rule(
-    "cache: the tokens of earlier steps are remembered",
-    "write k and v to the slots of the step, then read the keys and values of the whole sequence",
-)
-BLOCKS = Rule(
-    "blocks: keys and values are written to plan.slots and read through plan.block_table",
-    "position p of sequence i is at block_table[i, p // block_size], offset p % block_size; what "
-    "else a block holds is of a sequence that has gone",
-)
-SEQUENCES = Rule(
-    "sequences: a token attends to no other sequence",
-    "tokens query_starts[i] to query_starts[i + 1] are of sequence i; entries of block_table "
-    "beyond its length are padding and name a block of another sequence",
-)
-LAYERS = Rule(
-    "layers: any mix of steps, sequences and layers gives what plain attention gives",
-    "keep nothing of a layer in the backend or in the plan, which the step's layers share",
-)
-
-ROTATES = Rule(
-    "rotates: rotate_and_attend rotates q and k, then attends as attend does",
-    "turn the first angles.shape[1] elements of each head of q and k as Ops.rotate does, in "
-    "float32, and cache the rotated keys; or leave the class attribute `rotates` False",
-)
-PADDING = Rule(
-    "padding: a recorded step has the numbers of its tensors when it runs, and passes over padding",
-    "read the step's lens, slots and block_table in attend, not in plan, where query_starts and "
-    "seq_lens are upper bounds; write nothing at slot -1; or leave the class attribute `pads` "
-    "False",
-)
-GROUPS = Rule(
-    "groups: layers of several windows share a cache, each with the blocks of its group",
-    "keep what a step needs in its plan, of which there is one for each group; blocks that the "
-    "window has passed are written to by others",
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Steps to run.
-
-    Attributes:
-        heads: query heads and key heads per layer.
-        windows: per layer.
-        softcap: softcap of all layers.
-        steps: tokens by sequence; an ended sequence of the same name starts again.
-        ends: sequences that end after each step.
-        shuffled: whether blocks are handed out in any order.
-        grouped: whether each layer is a group, with blocks of its own in a cache that they share.
-    """
-
-    block_size: int
-    head_size: int
-    heads: tuple[tuple[int, int], ...]
-    windows: tuple[int | None, ...]
-    steps: tuple[Mapping[str, int], ...]
-    ends: tuple[str, ...] = ()
-    shuffled: bool = False
-    softcap: float | None = None
-    grouped: bool = False
-
-    @property
-    def specs(self) -> list[KVSpec]:
-        """Return one spec per layer."""
-        return [
-            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
-            for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
-        ]
 
 
 class AttentionBackendSuite(ComponentSuite):
@@ -174,10 +100,11 @@ class AttentionBackendSuite(ComponentSuite):
         half), and a new cache is zero.
         """
         checks = [
-            functools.partial(self._check_size, block_size, KVSpec(*heads, head_size, 0.4))
+            functools.partial(self._check_size, block_size, spec, cache_dtype)
             for block_size in self.block_sizes
             for heads in self.heads
-            for head_size in self.head_sizes[:1]
+            for spec in [KVSpec(*heads, self.head_sizes[0], 0.4)]
+            for cache_dtype in ("auto", *self._coded_dtypes())
         ]
         self._run_checks("sizes: a block takes bytes_per_block", *checks)
 
@@ -302,6 +229,34 @@ class AttentionBackendSuite(ComponentSuite):
                 dtype=dtype,
             )
 
+    def test_codes(self) -> None:
+        """With each other `cache_dtypes`, the codes and scales of each token and head are what is
+        read of it, in the step that writes it and in later ones.
+        """
+        self._compare(
+            CODES,
+            heads=self.heads,
+            windows=[None],
+            names="a",
+            steps=3,
+        )
+
+    def test_coded_steps(self) -> None:
+        """The same with all of it together: chunks, several sequences, blocks that are used again,
+        windows, and soft caps if it has them.
+        """
+        for dtype in self.dtypes:
+            self._compare(
+                CODED_STEPS,
+                heads=self.heads,
+                windows=self.windows,
+                names="abc",
+                steps=4,
+                shuffled=True,
+                layers=2,
+                dtype=dtype,
+            )
+
     def test_block_views(self) -> None:
         """Blocks can be copied as bytes, to other blocks and other caches."""
         backend = self._make(self.block_sizes[0])
@@ -313,10 +268,11 @@ class AttentionBackendSuite(ComponentSuite):
         except Exception as cause:
             self._run_checks(BLOCK_VIEWS.text, functools.partial(_reraise, cause))
         checks = [
-            functools.partial(self._check_blocks, block_size, heads, dtype)
+            functools.partial(self._check_blocks, block_size, heads, dtype, cache_dtype)
             for dtype in self.dtypes
             for block_size in self.block_sizes
             for heads in self.heads
+            for cache_dtype in ("auto", *self._coded_dtypes())
         ]
         self._run_checks(BLOCK_VIEWS.text, *checks)
 
@@ -366,12 +322,30 @@ class AttentionBackendSuite(ComponentSuite):
     def _device(self) -> torch.device:
         return first_device(self.backend, self.device)
 
-    def _make(self, block_size: int, dtype: torch.dtype | None = None) -> AttentionBackend:
+    def _coded_dtypes(self) -> list[str]:
+        """Return the backend's `cache_dtypes` but "auto", those that the engine knows."""
+        found = self._make(self.block_sizes[0]).cache_dtypes
+        return [name for name in CODE_DTYPES if name in found]
+
+    def _needed_codes(self) -> list[str]:
+        if coded := self._coded_dtypes():
+            return coded
+        pytest.skip('`cache_dtypes` of the backend has none but "auto"')
+
+    def _softcaps_of(self, rule: Rule) -> Sequence[float | None]:
+        if rule is CODED_STEPS and self._make(self.block_sizes[0]).softcaps:
+            return (None, *self.softcaps)
+        return self.softcaps if rule is SOFTCAP else (None,)
+
+    def _make(
+        self, block_size: int, dtype: torch.dtype | None = None, cache_dtype: str = "auto"
+    ) -> AttentionBackend:
         backend: AttentionBackend = self._build(
             AttentionContext,
             device=self._device(),
             dtype=dtype or self.dtypes[0],
             block_size=block_size,
+            cache_dtype=cache_dtype,
         )
         return backend
 
@@ -406,8 +380,11 @@ class AttentionBackendSuite(ComponentSuite):
             if shuffled
             else st.just(()),
             shuffled=st.just(shuffled),
-            softcap=st.sampled_from(self.softcaps) if rule is SOFTCAP else st.none(),
+            softcap=st.sampled_from(self._softcaps_of(rule)),
             grouped=st.just(grouped),
+            cache_dtype=st.sampled_from(
+                self._needed_codes() if rule in (CODES, CODED_STEPS) else ["auto"]
+            ),
         )
         self._device()  # skips
         self._search(rule.text, 60, lambda case: self._play(rule, case, dtype), case=cases)
@@ -415,14 +392,14 @@ class AttentionBackendSuite(ComponentSuite):
     @torch.inference_mode()
     def _play(self, rule: Rule, case: Case, dtype: torch.dtype | None = None) -> None:
         """Run the steps of a case; compare each layer of each step."""
-        backend, device = self._make(case.block_size, dtype), self._device()
+        backend, device = self._make(case.block_size, dtype, case.cache_dtype), self._device()
         blocks = SequenceBlocks(_NUM_BLOCKS, case.block_size, device, shuffled=case.shuffled)
         groups = blocks.groups(case.windows) if case.grouped else [blocks]
         group_of = range(len(groups)) if case.grouped else [0] * len(case.specs)
         caches = [backend.allocate(spec, _NUM_BLOCKS) for spec in case.specs]
         if case.grouped:
             caches = caches[:1] * len(groups)
-        histories = [WholeHistory(spec, self.reference) for spec in case.specs]
+        histories = [WholeHistory(spec, self.reference, case.cache_dtype) for spec in case.specs]
         generator = torch.Generator().manual_seed(0)
         for index, given in enumerate(case.steps):
             counts = ordered(list(given.items()))
@@ -535,8 +512,8 @@ class AttentionBackendSuite(ComponentSuite):
                 break
         raise rule.violation(observed)
 
-    def _check_size(self, block_size: int, spec: KVSpec) -> None:
-        backend = self._make(block_size)
+    def _check_size(self, block_size: int, spec: KVSpec, cache_dtype: str) -> None:
+        backend = self._make(block_size, cache_dtype=cache_dtype)
         size = backend.bytes_per_block(spec)
         if type(size) is not int or size < 1:
             raise Violation(
@@ -549,22 +526,25 @@ class AttentionBackendSuite(ComponentSuite):
                 f"each block of {block_size} tokens takes {taken:.0f} bytes of what allocate "
                 f"returns, bytes_per_block says {size} for {spec}",
                 "count keys and values of all tokens and key heads of a block, in the context's "
-                "dtype: the engine makes as many blocks as fit into memory by this number",
+                "dtype or as codes and their scales: the engine makes as many blocks as fit into "
+                "memory by this number",
             )
         for tensor in _tensors(few):
             if tensor.any():
                 raise Violation("a new cache is not zero", "allocate with torch.zeros")
 
     @torch.inference_mode()
-    def _check_blocks(self, block_size: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    def _check_blocks(
+        self, block_size: int, heads: tuple[int, int], dtype: torch.dtype, cache_dtype: str
+    ) -> None:
         """Compute a sequence, copy its blocks to another cache, and continue in that."""
-        backend, device = self._make(block_size, dtype), self._device()
+        backend, device = self._make(block_size, dtype, cache_dtype), self._device()
         spec = KVSpec(*heads, self.head_sizes[-1], 0.4)
         check_views(backend, spec, _tensors)
         old = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)
         new = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=False)
         cache = backend.allocate(spec, NUM_BLOCKS)
-        history = WholeHistory(spec, self.reference)
+        history = WholeHistory(spec, self.reference, cache_dtype)
         generator = torch.Generator().manual_seed(0)
         for index, count in enumerate(_MOVED_LENGTHS):
             counts, blocks = [("a", count)], old if index == 0 else new

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import AttentionStep, KVSpec
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
 
 Counts = Sequence[tuple[str, int]]
 """The sequences of a step and how many tokens each has in it; those with a single token first."""
@@ -112,12 +113,75 @@ class SequenceBlocks:
         )
 
 
+Read = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""How keys and values are read: `(keys, values, num_new) -> keys, values`, all of the shape
+[tokens, num_kv_heads, head_size]; the last `num_new` tokens are those of the step."""
+
+
+def read_uncoded(
+    keys: torch.Tensor, values: torch.Tensor, _num_new: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as they are; see `Read`."""
+    return keys, values
+
+
+def read_coded(cache_dtype: str) -> Read:
+    """Return how keys and values are read from a cache of `kv_cache.dtype`."""
+
+    def read(
+        keys: torch.Tensor, values: torch.Tensor, _num_new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decoded = (
+            dequantize_heads(*quantize_heads(side, cache_dtype), torch.float64)
+            for side in (keys, values)
+        )
+        return next(decoded), next(decoded)
+
+    return read
+
+
+def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
+    """Yield common mistakes in caches of codes, with their descriptions."""
+    read = read_coded(cache_dtype)
+    yield "that of keys and values as they are, not as codes", read_uncoded
+
+    def read_own_uncoded(
+        keys: torch.Tensor, values: torch.Tensor, num_new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        old, new = len(keys) - num_new, (keys, values)
+        sides = read(keys, values, num_new)
+        keys, values = (torch.cat((a[:old], b[old:])) for a, b in zip(sides, new, strict=True))
+        return keys, values
+
+    yield "that of codes of earlier steps, and of this step's keys and values", read_own_uncoded
+
+    def read_whole_tokens(
+        keys: torch.Tensor, values: torch.Tensor, num_new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = read(keys.flatten(1)[:, None], values.flatten(1)[:, None], num_new)
+        return tokens[0].view_as(keys), tokens[1].view_as(values)
+
+    yield "that of one scale for all heads of a token", read_whole_tokens
+
+    def read_swapped(
+        keys: torch.Tensor, values: torch.Tensor, _num_new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = zip(
+            *(quantize_heads(side, cache_dtype) for side in (keys, values)), strict=True
+        )
+        return dequantize_heads(codes[0], scales[1], torch.float64), read(keys, values, 0)[1]
+
+    yield "that of keys with the scales of values", read_swapped
+
+
 class WholeHistory:
     """One layer's keys and values of each sequence, whole and in float64, and plain attention."""
 
-    def __init__(self, spec: KVSpec, attention: QueryAttention) -> None:
-        """Start without sequences."""
+    def __init__(self, spec: KVSpec, attention: QueryAttention, cache_dtype: str = "auto") -> None:
+        """Start without sequences; `cache_dtype` is `kv_cache.dtype`."""
         self.spec = spec
+        self._cache_dtype = cache_dtype
+        self._read = read_coded(cache_dtype) if cache_dtype in CODE_DTYPES else read_uncoded
         self._attention = attention
         self._keys: dict[str, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor] = {}
@@ -163,6 +227,9 @@ class WholeHistory:
             # Of softcap * tanh(s / softcap) * scale, where s is the score that is not scaled.
             cap = replace(spec, softcap=spec.softcap * spec.scale)
             yield "that of a soft cap on scores that are not scaled", self._attend(counts, q, cap)
+        if self._cache_dtype in CODE_DTYPES:
+            for what, read in misread_codes(self._cache_dtype):
+                yield what, self._attend(counts, q, spec, read=read)
         if 1 < spec.num_kv_heads < spec.num_heads:
             heads = [head % spec.num_kv_heads for head in range(spec.num_heads)]
             found = self._attend(counts, q, spec, kv_heads=heads)
@@ -177,6 +244,7 @@ class WholeHistory:
         later: bool = False,
         cached: bool = True,
         kv_heads: Sequence[int] | None = None,
+        read: Read | None = None,
     ) -> torch.Tensor:
         """Return the attention of a step, with the mistakes that the arguments ask for.
 
@@ -187,10 +255,11 @@ class WholeHistory:
             later: whether a query sees the later tokens of its sequence.
             cached: whether it sees the tokens of earlier steps.
             kv_heads: the key head of each query head.
+            read: how keys and values are read.
         """
         outputs, queries = [], iter(q.detach().double().cpu())
         for name, count in counts:
-            keys, values = self._keys[name], self._values[name]
+            keys, values = (read or self._read)(self._keys[name], self._values[name], count)
             total = len(keys)
             if kv_heads is not None:
                 keys, values = keys[:, kv_heads], values[:, kv_heads]

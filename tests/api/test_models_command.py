@@ -102,6 +102,17 @@ def test_a_report_describes_the_model(capsys, tmp_path):
     assert "for requests of up to 4096 tokens.\n" in text
 
 
+def test_codes_of_keys_and_values_take_about_half_the_memory(capsys, tiny):
+    settings = ("attention.use=torch", "kv_cache.dtype=int8")
+    plain, coded = (report(capsys, tiny, settings=part) for part in (settings[:1], settings))
+    assert (plain["cache_dtype"], coded["cache_dtype"]) == ("auto", "int8")
+    for before, after in zip(plain["contexts"], coded["contexts"], strict=True):
+        assert after["one_request"] * 64 == before["one_request"] * 36  # heads of 32: 64, 36 bytes
+    assert coded["longest"] >= plain["longest"]
+    assert main(["models", str(tiny), *settings_of(*settings)]) == 0
+    assert "attention: torch, keys and values in int8\n" in capsys.readouterr().out
+
+
 SMALL = TINY | {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256},

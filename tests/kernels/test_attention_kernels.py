@@ -17,6 +17,7 @@ from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.kernels import cpu
 from hardpoint.kernels.twins import PagedSequences, paged_attention
 from hardpoint.plugins import AttentionStep, KVSpec, ModelError
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
 
 NUM_TOKENS = 6000
 """Of a cache, about."""
@@ -36,8 +37,8 @@ def library(request, monkeypatch) -> cpu.Library:
     return library
 
 
-def build(dtype: torch.dtype, block_size: int) -> NativeAttention:
-    return build_backend(dtype, block_size, NativeAttention)
+def build(dtype: torch.dtype, block_size: int, cache_dtype: str = "auto") -> NativeAttention:
+    return build_backend(dtype, block_size, NativeAttention, cache_dtype)
 
 
 @dataclass
@@ -55,11 +56,19 @@ class Sequence:
 class Runner:
     """Attends sequences in steps, with shuffled blocks that held NaN before."""
 
-    def __init__(self, spec: KVSpec, dtype: torch.dtype, block_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        dtype: torch.dtype,
+        block_size: int,
+        seed: int,
+        cache_dtype: str = "auto",
+    ) -> None:
         self.spec, self.block_size = spec, block_size
-        self.backend = build(dtype, block_size)
+        self.backend = build(dtype, block_size, cache_dtype)
         self.num_blocks = NUM_TOKENS // block_size + 20
-        self.cache = self.backend.allocate(spec, self.num_blocks).fill_(torch.nan)
+        self.cache = self.backend.allocate(spec, self.num_blocks)
+        self.cache.view(torch.uint8).fill_(255)  # NaN, in scales too
         self.free = random.Random(seed).sample(range(self.num_blocks), self.num_blocks)
 
     def step(self, counts: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, PagedSequences]:
@@ -149,6 +158,84 @@ def test_any_step_equals_the_twin(
                 other.blocks, other.done = sequences[0].blocks[:whole], whole * block_size
 
 
+@examples(15, suppress_health_check=list(HealthCheck))
+@given(
+    heads=st.sampled_from([(1, 1), (3, 1), (8, 2), (39, 3)]),
+    sizes=st.tuples(
+        st.sampled_from([1, 2, 15, 17, 40, 64, 130]), st.sampled_from([2, 3, 16, 20, 150])
+    ),
+    limits=st.tuples(st.sampled_from([None, None, 1, 7, 129]), st.sampled_from([None, 0.5])),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    cache_dtype=st.sampled_from(sorted(CODE_DTYPES)),
+    chunks=st.lists(
+        st.lists(st.sampled_from([0, 1, 2, 33, 150]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
+    factor=st.sampled_from([1.0, 1.0, 3e-28, 1e-33, 1e30]),
+)
+def test_codes_are_read_as_the_numbers_that_they_stand_for(
+    library, heads, sizes, limits, dtype, cache_dtype, chunks, factor
+) -> None:
+    head_size, block_size = sizes
+    spec = KVSpec(*heads, head_size, head_size**-0.5, *limits)
+    runner = Runner(spec, dtype, block_size, 0, cache_dtype)
+    shape = (runner.num_blocks, block_size, spec.num_kv_heads, head_size)
+    cache = tuple(torch.full(shape, torch.nan) for _ in range(2))
+    sequences = [random_sequence(spec, 600, dtype, seed) for seed in range(3)]
+    for sequence in sequences:
+        _, k, v = sequence.qkv
+        v *= factor
+        k[::7], v[::5] = 0.0, 0.0
+    for counts in chunks:
+        given_counts = [(s, n) for s, n in zip(sequences, counts, strict=True) if n]
+        if not given_counts:
+            continue
+        starts = {id(s): s.done for s, _ in given_counts}
+        out, paged = runner.step(given_counts)
+        q, k, v = (
+            torch.cat([s.qkv[i][starts[id(s)] : s.done] for s, _ in given_counts]) for i in range(3)
+        )
+        k, v = (
+            dequantize_heads(*quantize_heads(side, cache_dtype), torch.float32) for side in (k, v)
+        )
+        expected = paged_attention((q, k, v), cache, paged, spec.scale, *limits)
+        limit = 0.02 if dtype == torch.bfloat16 else 1e-5
+        assert ((out.float() - expected) / factor).abs().nan_to_num(torch.inf).max() < limit
+
+
+@pytest.mark.parametrize("cache_dtype", CODE_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_head_that_is_not_finite_is_nan_for_those_who_see_it(library, dtype, cache_dtype) -> None:
+    spec = KVSpec(2, 2, 16, 0.25, 3)
+    runner, sequence = Runner(spec, dtype, 16, 0, cache_dtype), random_sequence(spec, 12, dtype, 0)
+    sequence.qkv[1][4, 0, 3], sequence.qkv[2][4, 1, 5] = torch.inf, torch.nan
+    out, _ = runner.step([(sequence, 12)])
+    assert out[4:7].isnan().all()
+    assert out[:, 0].isnan().all(-1).tolist() == [4 <= i < 7 for i in range(12)]
+
+
+@pytest.mark.parametrize("cache_dtype", CODE_DTYPES)
+def test_codes_and_scales_are_those_of_torch(library, cache_dtype) -> None:
+    size, kv_heads, tokens = 24, 3, 16
+    spec = KVSpec(6, kv_heads, size, 0.25)
+    runner = Runner(spec, torch.bfloat16, tokens, 0, cache_dtype)
+    sequence = random_sequence(spec, tokens, torch.bfloat16, 5)
+    runner.step([(sequence, tokens)])
+    block = runner.cache[sequence.blocks[0]]
+    keys, values = block.split([kv_heads * (size * 16 + 64), kv_heads * (2 * 256 + 64)])
+    keys, values = keys.view(kv_heads, -1), values.view(kv_heads, -1)
+    stored = (
+        keys[:, :-64].view(kv_heads, size, tokens).permute(2, 0, 1),
+        values[:, :-64].view(kv_heads, 2, tokens, 16).permute(2, 0, 1, 3).flatten(2)[..., :size],
+    )
+    scales = [side[:, -64:].contiguous().view(torch.float32).T for side in (keys, values)]
+    for codes, found, given_side in zip(stored, scales, sequence.qkv[1:], strict=True):
+        expected, expected_scales = quantize_heads(given_side, cache_dtype)
+        assert torch.equal(codes, expected.view(torch.uint8))
+        assert torch.equal(found, expected_scales)
+
+
 SHARED = (0, 300, 300, 150, 270, 300)
 """How many first tokens of a common beginning each sequence of a schedule has."""
 OWN = (400, 40, 20, 30, 6, 1)
@@ -216,11 +303,12 @@ def assert_invariant(
     heads: tuple[int, int],
     seed: int,
     softcap: float | None = None,
+    cache_dtype: str = "auto",
 ) -> None:
     spec = KVSpec(*heads, 24, 0.3, window, softcap)
-    alone = schedule_sequences(spec, dtype)
-    expected = [Runner(spec, dtype, block_size, seed).step([(s, len(s))])[0] for s in alone]
-    runner, rng = Runner(spec, dtype, block_size, seed), random.Random(seed)
+    alone, settings = schedule_sequences(spec, dtype), (spec, dtype, block_size, seed, cache_dtype)
+    expected = [Runner(*settings).step([(s, len(s))])[0] for s in alone]
+    runner, rng = Runner(*settings), random.Random(seed)
     got = run_schedule(runner, schedule_sequences(spec, dtype), rng)
     for out, reference in zip(got, expected, strict=True):
         computed = ~out.isnan()
@@ -238,6 +326,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES[1:3])
 def test_a_query_has_the_same_result_in_any_step(library, threads, case) -> None:
     assert_invariant(*case, seed=0)
+
+
+@pytest.mark.parametrize("cache_dtype", CODE_DTYPES)
+def test_a_query_of_codes_has_the_same_result_in_any_step(library, threads, cache_dtype) -> None:
+    assert_invariant(*CASES[0], seed=0, cache_dtype=cache_dtype)
 
 
 def test_a_query_with_a_soft_cap_has_the_same_result_in_any_step(library, threads) -> None:
@@ -259,10 +352,11 @@ def test_large_and_small_scores_are_capped_as_exactly_as_torch_does(library) -> 
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("cache_dtype", ["auto", *CODE_DTYPES])
 @pytest.mark.parametrize("case", CASES)
-def test_a_query_has_the_same_result_in_many_schedules(library, threads, case) -> None:
-    for seed in range(100):
-        assert_invariant(*case, seed)
+def test_a_query_has_the_same_result_in_many_schedules(library, threads, case, cache_dtype) -> None:
+    for seed in range(100 if cache_dtype == "auto" else 50):
+        assert_invariant(*case, seed, cache_dtype=cache_dtype)
 
 
 def test_a_dtype_without_kernels_is_an_error() -> None:

@@ -55,6 +55,7 @@ def generate(model: Path, blocks: Path, **settings: Any) -> tuple[int, list[int]
 
 CHANGES = {
     "dtype": {"dtype": "bfloat16"},
+    "dtype of keys and values": {"kv_cache": {"dtype": "int8"}},
     "block size": {"kv_cache": {"block_size": 16, "num_blocks": 45}},
     "hash algorithm": {"kv_cache": {"block_size": 8, "hash_algorithm": "blake2b"}},
     "attention backend": {"attention": {"use": "support.plugins.kv_stores:OtherAttention"}},
@@ -64,7 +65,10 @@ CHANGES = {
     "tensor size": {"ranks": (2, 1)},
     "stages": {"ranks": (1, 2)},
 }
-SHORT = {"dtype", "block size", "attention backend", "seed of the weights", "salt"}
+SHORT = {
+    *("dtype", "dtype of keys and values", "block size", "attention backend"),
+    *("seed of the weights", "salt"),
+}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,14 @@ def test_one_thing_is_different(model, blocks, tmp_path, change):
     assert found >= HITS - 8
     assert again == tokens
     assert generate(model, copy) == (HITS, expected)
+
+
+def test_codes_of_as_many_bytes_are_not_taken_for_others(model, tmp_path):
+    for cache_dtype in ("int8", "fp8"):
+        settings = {"kv_cache": {"dtype": cache_dtype}}
+        found, tokens = generate(model, tmp_path / "blocks", **settings)
+        assert found == 0
+        assert generate(model, tmp_path / "blocks", **settings) == (HITS, tokens)
 
 
 def test_the_same_is_found_again(model, blocks):

@@ -103,6 +103,21 @@ def test_random_weights(references, model, ranks):
         check(llm, expected)
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+def test_codes_of_keys_and_values(tmp_path, cache_dtype):
+    """Each head has scales of its own: which rank has it changes no code."""
+    model = write_random_model(tmp_path / "llama", "LlamaForCausalLM")
+    settings = {"load": {"use": "dummy"}, "kv_cache": {"dtype": cache_dtype}}
+    prompts = [[index * 7 % 250 for index in range(count)] for count in (60, 5, 33)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    found = []
+    for tensor in (1, 2):
+        with open_llm(parallel_config(tensor, model=str(model), **settings)) as llm:
+            outputs = llm.generate(prompts, params)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
 def test_experts_that_are_spread_over_ranks(references, tensor, pipeline):

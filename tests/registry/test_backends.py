@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hardpoint import typed
+from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.errors import ConfigError, ModelError, PluginNotFoundError
 from hardpoint.plugins import AttentionContext, EngineConfig, OpsContext
 from hardpoint.plugins.config import ConfigSources
@@ -27,11 +28,13 @@ def names(plugins):
 
 def opened(plugins, dtype=torch.float32):
     """Return the attention and operations of the CPU, as a worker opens them."""
-    attention = plugins.create_for_device(
-        "attention_backends", AttentionContext, device=CPU, dtype=dtype, block_size=16
-    )
     ops = plugins.create_for_device("ops", OpsContext, device=CPU, dtype=dtype)
-    return attention, ops
+    return opened_attention(plugins, dtype=dtype), ops
+
+
+def opened_attention(plugins, **fields):
+    fields = {"device": CPU, "dtype": torch.float32, "block_size": 16, **fields}
+    return plugins.create_for_device("attention_backends", AttentionContext, **fields)
 
 
 def test_by_default_the_worker_chooses_among_the_built_ins():
@@ -91,6 +94,40 @@ def test_the_fallback_gives_the_reason_for_its_use():
     assert ops.context.reason == (
         "ops.use: 'native_cpu' computes in bfloat16, float32, the model's dtype is float16"
     )
+
+
+AUTO_ONLY = "support.plugins.devices:AutoOnly"
+REFUSED = (
+    "kv_cache.dtype: the attention backend 'auto_only' stores 'auto', got 'int8'; "
+    'attention.use = "torch" has it'
+)
+
+
+def test_a_backend_without_the_dtype_of_keys_and_values_is_refused():
+    plugins = resolve(attention={"use": AUTO_ONLY})
+    assert opened_attention(plugins).name == "auto_only"
+    with pytest.raises(ModelError) as refused:
+        opened_attention(plugins, cache_dtype="int8")
+    assert str(refused.value) == REFUSED
+
+
+def test_without_a_choice_a_backend_with_the_dtype_of_keys_and_values_runs(monkeypatch):
+    monkeypatch.setattr(NativeAttention, "cache_dtypes", ("auto", "fp8"))
+    attention = opened_attention(resolve(), cache_dtype="int8")
+    assert attention.describe() == (
+        "torch (kv_cache.dtype: the attention backend 'native_cpu' stores 'auto', 'fp8', got "
+        """'int8'; attention.use = "torch" has it)"""
+    )
+
+
+def test_a_wrapper_has_the_dtypes_of_what_it_wraps():
+    plugins = resolve(attention={"use": "support.plugins.devices:LoggedAttention"})
+    attention = opened_attention(plugins, cache_dtype="int8")
+    assert attention.wrapped.name == "native_cpu"
+    options = {"logged_attention": {"wraps": AUTO_ONLY}}
+    plugins = resolve(attention={"use": "support.plugins.devices:LoggedAttention"}, plugin=options)
+    with pytest.raises(ModelError, match="^kv_cache.dtype: the attention backend 'auto_only' stor"):
+        opened_attention(plugins, cache_dtype="int8")
 
 
 @pytest.mark.parametrize(

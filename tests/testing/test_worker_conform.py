@@ -76,6 +76,7 @@ class TestTritonOps(OpsSuite):
 class TestTorchAttention(AttentionBackendSuite):
     examples = kit_examples()
     backend = TorchAttention
+    head_sizes = (8, 17)
 
 
 class TestNativeAttention(AttentionBackendSuite):

@@ -53,6 +53,11 @@ SAMPLERS = [
     (samplers.Slow, "speed", "speed", r"a row of 32000 logits cost \d+ microseconds, the budget"),
 ]  # fmt: skip
 
+CODES = (
+    *(attention.ScalesTokens, attention.OwnUncoded),
+    *(attention.KeepsScales, attention.ScalesOfValues),
+)
+
 OPS = [
     (ops.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
     (ops.NoDevices, "contract", "contract", "it states no devices; add `devices = "),
@@ -166,6 +171,10 @@ ATTENTION = [
     (attention.KeepsTheLastPlan, "groups", "groups", DIFFERS),
     (attention.CachesTheMask, "layers", "layers", "the output is that of "),
     (attention.InFloat8, "dtypes", "layers", DIFFERS),
+    (attention.ScalesTokens, "codes", "codes", "is that of one scale for all heads of a token"),
+    (attention.OwnUncoded, "codes", "codes", "of codes of earlier steps, and of|not as codes"),
+    (attention.KeepsScales, "coded_steps", "coded steps", DIFFERS),
+    (attention.ScalesOfValues, "codes", "codes", "is that of keys with the scales of values"),
     (attention.ViewsOfKeys, "block_views", "block views", "per block in all, bytes_per_block says"),
     (attention.CopiesTheBlocks, "block_views", "block views", r"\d+ bytes .* views, 0 are in the"),
     (attention.ViewsByToken, "block_views", "block views", r"uint8 \[96, \d+\] of a cache of 24"),
@@ -309,6 +318,7 @@ RIGHT = [
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (AttentionBackendSuite, {"backend": attention.Padded}),
+    (AttentionBackendSuite, {"backend": attention.Coded}),
     (OpsSuite, {"ops": ops.Plain}),
     (OpsSuite, {"ops": ops.Kept}),
     (OpsSuite, {"ops": ops.Codes}),
@@ -329,6 +339,13 @@ def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=label)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
     assert_fails(AttentionBackendSuite, {"backend": cls}, test, rule, pattern)
+
+
+@pytest.mark.parametrize("cls", CODES, ids=label)
+def test_a_mistake_in_codes_fails_the_rules_of_codes_alone(cls):
+    failed = set(messages_of(AttentionBackendSuite, {"backend": cls}))
+    expected = {"codes", "coded_steps"} if cls is not attention.KeepsScales else {"coded_steps"}
+    assert failed - {"block_views"} == expected
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)

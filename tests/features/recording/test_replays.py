@@ -178,6 +178,20 @@ def test_steps_of_many_kinds_are_replayed_rightly(run):
     assert run(Counting, **extra)[0] == expected
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+def test_steps_with_codes_of_keys_and_values_are_replayed_rightly(run, cache_dtype):
+    def sleep(llm):
+        llm.sleep(1)
+        llm.wake_up()
+
+    extra = {"kv_cache": {"dtype": cache_dtype}, "between": sleep}
+    expected, all_steps = run(Counting, executor={"enforce_eager": True}, **extra)
+    results, steps = run(Counting, **extra)
+    assert results == expected
+    assert steps < all_steps
+    assert results != run(Counting)[0]
+
+
 @pytest.mark.parametrize("limit", [2_000, 4_000])
 def test_recorded_steps_make_room_for_others(run, monkeypatch, limit):
     def alone(llm):

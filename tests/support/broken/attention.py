@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from hardpoint.plugins import AttentionBackend
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
 
 
 class Plain(AttentionBackend):
@@ -35,13 +36,16 @@ class Plain(AttentionBackend):
         out = torch.empty_like(q)
         for index, length in enumerate(plan.seq_lens.tolist()):
             start, end = plan.query_starts[index : index + 2].tolist()
-            keys, values = cache[:, self.slots(plan, index, length)].float()
+            keys, values = self.read(cache, self.slots(plan, index, length))
             mask = self.mask(spec, length, end - start)
             out[start:end] = self.softmax(spec, q[start:end].float(), keys, values, mask)
         return out
 
     def write(self, cache, plan, k, v):
         cache[0, plan.slots], cache[1, plan.slots] = k, v
+
+    def read(self, cache, slots):
+        return cache[:, slots].float()
 
     def slots(self, plan, index, length):
         positions = torch.arange(length)
@@ -459,3 +463,97 @@ class MarksBlocks(Viewed):
         cache.written[plan.slots] = True
         cache[:, ~cache.written] = 0
         return super().attend(spec, cache, plan, q, k, v)
+
+
+class Coded(Viewed):
+    """Right, with codes of 8 bits."""
+
+    contract = 1
+    cache_dtypes = ("auto", *CODE_DTYPES)
+
+    @property
+    def is_coded(self):
+        return self.context.cache_dtype != "auto"
+
+    @property
+    def itemsize(self):
+        return 1 if self.is_coded else super().itemsize
+
+    def bytes_per_block(self, spec):
+        scales = 8 * self.context.block_size * spec.num_kv_heads if self.is_coded else 0
+        return super().bytes_per_block(spec) + scales
+
+    def allocate(self, spec, num_blocks):
+        if not self.is_coded:
+            return super().allocate(spec, num_blocks)
+        shape = (2, num_blocks * self.context.block_size, spec.num_kv_heads)
+        return torch.zeros(*shape, spec.head_size, dtype=torch.uint8), torch.zeros(shape)
+
+    def block_views(self, cache):
+        parts = cache if self.is_coded else (cache,)
+        return [view for part in parts for view in super(Coded, self).block_views(part)]
+
+    def write(self, cache, plan, k, v):
+        if not self.is_coded:
+            return super().write(cache, plan, k, v)
+        for side, x in enumerate((k, v)):
+            codes, scales = self.quantize(x)
+            cache[0][side, plan.slots] = codes.view(torch.uint8)
+            self.write_scales(cache[1][side], plan.slots, scales)
+
+    def quantize(self, x):
+        return quantize_heads(x, self.context.cache_dtype)
+
+    def write_scales(self, to, slots, scales):
+        to[slots] = scales
+
+    def read(self, cache, slots):
+        if not self.is_coded:
+            return super().read(cache, slots)
+        codes = cache[0][:, slots].view(CODE_DTYPES[self.context.cache_dtype])
+        return dequantize_heads(codes, self.read_scales(cache[1], slots), torch.float32)
+
+    def read_scales(self, scales, slots):
+        return scales[:, slots]
+
+
+class ScalesTokens(Coded):
+    """One scale for all heads of a token."""
+
+    contract = 1
+
+    def quantize(self, x):
+        codes, scales = quantize_heads(x.flatten(1)[:, None], self.context.cache_dtype)
+        return codes.view(x.shape), scales.expand(x.shape[:2])
+
+
+class OwnUncoded(Coded):
+    """Attends to the tokens of the step as they are."""
+
+    contract = 1
+
+    def write(self, cache, plan, k, v):
+        super().write(cache, plan, k, v)
+        self.own = plan.slots, torch.stack((k, v)).float()
+
+    def read(self, cache, slots):
+        found, (own, sides) = super().read(cache, slots), self.own
+        at, index = (slots[:, None] == own).nonzero().unbind(1)
+        found[:, at] = sides[:, index]
+        return found
+
+
+class KeepsScales(Coded):
+    """Leaves the scales that an earlier token of the slot has written."""
+
+    contract = 1
+
+    def write_scales(self, to, slots, scales):
+        to[slots] = torch.where(to[slots] == 0, scales, to[slots])
+
+
+class ScalesOfValues(Coded):
+    contract = 1
+
+    def read_scales(self, scales, slots):
+        return scales[1:, slots].expand(2, -1, -1)

@@ -94,7 +94,10 @@ def _with_source(name: str) -> tuple[Quantization, Source]:
 
 
 def build_backend(
-    dtype: torch.dtype, block_size: int, kind: type[AttentionBackend] = TorchAttention
+    dtype: torch.dtype,
+    block_size: int,
+    kind: type[AttentionBackend] = TorchAttention,
+    cache_dtype: str = "auto",
 ) -> AttentionBackend:
     """Build an attention backend."""
     return kind(
@@ -104,6 +107,7 @@ def build_backend(
             device=torch.device("cpu"),
             dtype=dtype,
             block_size=block_size,
+            cache_dtype=cache_dtype,
         )
     )
 

@@ -1,0 +1,113 @@
+"""The rules of the conformance suite for attention backends, and the steps that it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hardpoint.plugins import KVSpec
+from hardpoint.testing.suite import Rule
+
+RESULT = Rule(
+    "result: attend returns a tensor of the shape, dtype and device of q",
+    "return one row per query, [tokens, num_heads, head_size], as q is",
+)
+CAUSAL = Rule(
+    "causal: a token attends to itself and to the earlier tokens of its sequence",
+    "for query i of a sequence with n cached tokens use keys 0 to n + i",
+)
+HEADS = Rule(
+    "heads: each group of num_heads / num_kv_heads query heads shares a key and value head",
+    "let query head i read key head i // (num_heads // num_kv_heads)",
+)
+WINDOW = Rule(
+    "window: a token attends to at most spec.window tokens, itself included",
+    "mask the keys up to position - window; None is unlimited, and the plan serves layers with "
+    "different windows",
+)
+SOFTCAP = Rule(
+    "softcap: scores are limited to spec.softcap before they are masked",
+    "compute softcap * tanh(score * scale / softcap) where spec.softcap is not None, or leave the "
+    "class attribute `softcaps` False: models that need it are refused then",
+)
+CACHE = Rule(
+    "cache: the tokens of earlier steps are remembered",
+    "write k and v to the slots of the step, then read the keys and values of the whole sequence",
+)
+BLOCKS = Rule(
+    "blocks: keys and values are written to plan.slots and read through plan.block_table",
+    "position p of sequence i is at block_table[i, p // block_size], offset p % block_size; what "
+    "else a block holds is of a sequence that has gone",
+)
+SEQUENCES = Rule(
+    "sequences: a token attends to no other sequence",
+    "tokens query_starts[i] to query_starts[i + 1] are of sequence i; entries of block_table "
+    "beyond its length are padding and name a block of another sequence",
+)
+LAYERS = Rule(
+    "layers: any mix of steps, sequences and layers gives what plain attention gives",
+    "keep nothing of a layer in the backend or in the plan, which the step's layers share",
+)
+
+ROTATES = Rule(
+    "rotates: rotate_and_attend rotates q and k, then attends as attend does",
+    "turn the first angles.shape[1] elements of each head of q and k as Ops.rotate does, in "
+    "float32, and cache the rotated keys; or leave the class attribute `rotates` False",
+)
+PADDING = Rule(
+    "padding: a recorded step has the numbers of its tensors when it runs, and passes over padding",
+    "read the step's lens, slots and block_table in attend, not in plan, where query_starts and "
+    "seq_lens are upper bounds; write nothing at slot -1; or leave the class attribute `pads` "
+    "False",
+)
+GROUPS = Rule(
+    "groups: layers of several windows share a cache, each with the blocks of its group",
+    "keep what a step needs in its plan, of which there is one for each group; blocks that the "
+    "window has passed are written to by others",
+)
+CODES = Rule(
+    "codes: with another kv_cache.dtype, what is read is the scales times the codes of each token "
+    "and head",
+    "store keys and values as AttentionBackend.cache_dtypes describes it, with a scale for each "
+    "token, head and side, and read all of them so, those of the step too; quantize_heads and "
+    "dequantize_heads of hardpoint.toolkit.kv_codes do it in torch",
+)
+CODED_STEPS = Rule(
+    "coded steps: codes and scales are those of the last token that was written to their slot",
+    "write the scales with the codes, to plan.slots, and read both through plan.block_table",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps to run.
+
+    Attributes:
+        heads: query heads and key heads per layer.
+        windows: per layer.
+        softcap: softcap of all layers.
+        steps: tokens by sequence; an ended sequence of the same name starts again.
+        ends: sequences that end after each step.
+        shuffled: whether blocks are handed out in any order.
+        grouped: whether each layer is a group, with blocks of its own in a cache that they share.
+        cache_dtype: `kv_cache.dtype`.
+    """
+
+    block_size: int
+    head_size: int
+    heads: tuple[tuple[int, int], ...]
+    windows: tuple[int | None, ...]
+    steps: tuple[Mapping[str, int], ...]
+    ends: tuple[str, ...] = ()
+    shuffled: bool = False
+    softcap: float | None = None
+    grouped: bool = False
+    cache_dtype: str = "auto"
+
+    @property
+    def specs(self) -> list[KVSpec]:
+        """Return one spec per layer."""
+        return [
+            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
+            for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
+        ]

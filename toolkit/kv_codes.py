@@ -1,0 +1,51 @@
+"""Keys and values in codes of 8 bits, with a scale for each token and head.
+
+`AttentionBackend.cache_dtypes` specifies what backends store; this computes it in plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["CODE_DTYPES", "dequantize_heads", "quantize_heads"]
+
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""The dtype of codes, by `kv_cache.dtype`."""
+
+_LIMITS = {"int8": 127.0, "fp8": 448.0}
+_SMALLEST_HEAD = 2.0**-100  # largest magnitude: products of scales and codes stay normal numbers
+_SMALLEST_FP8 = 2.0**-6
+
+
+def quantize_heads(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and scales of heads.
+
+    Args:
+        x: keys or values, [..., heads, head_size], floating.
+        cache_dtype: one of `CODE_DTYPES`.
+
+    Returns:
+        Codes, as x, of the dtype in `CODE_DTYPES`; scales, float32 [..., heads].
+    """
+    wide, limit = x.float(), _LIMITS[cache_dtype]
+    largest = wide.abs().amax(-1)
+    scales = torch.where(largest < _SMALLEST_HEAD, 0.0, largest / limit)
+    scales = scales.masked_fill(~largest.isfinite(), torch.nan)
+    coded = (scales > 0)[..., None]
+    codes = torch.where(coded, wide / scales[..., None], 0.0).clamp(-limit, limit)
+    if cache_dtype == "int8":
+        codes = codes.round()
+    else:
+        codes = torch.where(codes.abs() < _SMALLEST_FP8, 0.0, codes)
+    return codes.to(CODE_DTYPES[cache_dtype]), scales
+
+
+def dequantize_heads(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return keys or values of a dtype, as codes [..., heads, head_size].
+
+    Args:
+        codes: what `quantize_heads` returned.
+        scales: likewise, float32 [..., heads].
+        dtype: dtype of the result.
+    """
+    return (codes.float() * scales[..., None]).to(dtype)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
+from support.installed_metadata import read_metadata_once
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
 
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(Durations(path))
     settings.load_profile("nightly" if config.getoption("all") else "ci")
     STARTS.install()
+    read_metadata_once()
 
 
 def pytest_unconfigure() -> None:

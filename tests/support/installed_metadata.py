@@ -36,7 +36,7 @@ def _by_folders(read: Callable[..., Any], prepare: Callable[[Any], Any] = lambda
 
 
 def _state() -> State:
-    """Return what changes when a distribution is installed."""
+    """Return the folders of `sys.path`, and when each was changed: by an installation, too."""
     return tuple((path, _changed_at(path or ".")) for path in sys.path)
 
 

@@ -29,7 +29,8 @@ def adapt(target: Any, source: Source) -> Any:
     Raises:
         PluginContractError: it nearly has such a form; the message names it and what is wrong.
     """
-    if isinstance(target, ModuleType) or marks_hooks(target):
+    is_component = inspect.isclass(target) and issubclass(target, Component)
+    if is_component or isinstance(target, ModuleType) or marks_hooks(target):
         return target
     external = ExternalProcessor(target, source)
     if inspect.isclass(target):
@@ -77,8 +78,6 @@ def load_component(kind: Kind, source: Source, target: Any = None) -> Any:
 
 def _adapt_class(external: ExternalProcessor) -> Any:
     target = external.target
-    if issubclass(target, Component):
-        return target
     if is_transformers_form(target):
         return TransformersProcessor.of(external)
     if _from_vllm(target) or (hasattr(target, "apply") and _VLLM_METHODS & set(dir(target))):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
+from support.installed_metadata import read_metadata_once
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
 
@@ -33,6 +34,10 @@ if "OMP_NUM_THREADS" not in os.environ:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+MANY_OBJECTS = 100_000
+"""As many as a collection of garbage visits in about 40 milliseconds."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run what takes long, too")
     parser.addoption("--durations-file", type=Path, help="write the seconds of each test there")
@@ -46,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(Durations(path))
     settings.load_profile("nightly" if config.getoption("all") else "ci")
     STARTS.install()
+    read_metadata_once()
 
 
 def pytest_unconfigure() -> None:
@@ -61,9 +67,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # The modules and tests live as long as this process; the kit's checks of memory collect often.
+    freeze()
+
+
+def freeze() -> None:
+    """Let collections of garbage pass over what lives as long as this process, such as modules.
+
+    Some tests collect often: a collection of a million objects takes half a second.
+    """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Freeze what a module of tests imported and cached, once that is much."""
+    if nextitem is None or nextitem.path == item.path or len(gc.get_objects()) < MANY_OBJECTS:
+        return
+    freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

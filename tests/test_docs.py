@@ -118,9 +118,8 @@ def test_the_readmes_plugin_is_short():
     assert len(plugin.splitlines()) <= 30
 
 
-PROCESSORS = [
-    (entry.name, cls) for entry, cls in resolve_plugins(EngineConfig()).logits_processors()
-]
+PLUGINS = resolve_plugins(EngineConfig())
+PROCESSORS = [(entry.name, cls) for entry, cls in PLUGINS.logits_processors()]
 
 
 @pytest.mark.parametrize(("name", "cls"), PROCESSORS, ids=[name for name, _ in PROCESSORS])
@@ -141,9 +140,9 @@ def test_the_index_of_built_ins_is_in_the_order_in_which_they_run():
 
 
 PARSERS = {
-    entry.name: resolve_plugins(EngineConfig()).target(entry)
+    entry.name: PLUGINS.target(entry)
     for kind in ("reasoning_parsers", "tool_parsers")
-    for entry in resolve_plugins(EngineConfig()).entries(kind)
+    for entry in PLUGINS.entries(kind)
 }
 
 

@@ -11,7 +11,7 @@ import sys
 import tomllib
 
 import pytest
-from support.faults.driving import cases, outcome, read_entry_points_once, write_models
+from support.faults.driving import cases, outcome, write_models
 from support.faults.record import EXECUTORS, FILE
 from support.faults.server import KIND, outcomes
 
@@ -30,9 +30,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Entry points are read once, and an executor of threads can be imported."""
+    """An executor of threads can be imported."""
     monkeypatch.syspath_prepend(str(EXECUTORS))
-    read_entry_points_once(monkeypatch.setattr)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "acme_executors"]:
         del sys.modules[name]

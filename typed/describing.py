@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ __all__ = [
     "named_child",
     "struct_fields",
     "type_at",
+    "type_info",
     "type_text",
     "walk_structs",
 ]
@@ -62,10 +64,17 @@ def attribute_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+@functools.lru_cache(maxsize=256)
+def type_info(type_: Any) -> types.Type:
+    """Return msgspec's description of a type."""
+    # Cached: msgspec walks all types below, and a flood of malformed messages must stay cheap.
+    return types.type_info(type_)
+
+
 def struct_fields(struct: type[msgspec.Struct]) -> list[FieldDoc]:
     """Return the fields of a table in their order."""
     docs = attribute_docs(struct)
-    info = types.type_info(struct)
+    info = type_info(struct)
     assert isinstance(info, types.StructType)
     return [
         FieldDoc(
@@ -83,7 +92,7 @@ def struct_fields(struct: type[msgspec.Struct]) -> list[FieldDoc]:
 def walk_structs(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
     """Yield a table type and every table type that it holds, each once."""
     seen: set[type] = set()
-    waiting: list[Any] = [types.type_info(struct)]
+    waiting: list[Any] = [type_info(struct)]
     while waiting:
         info = waiting.pop(0)
         if isinstance(info, types.StructType) and info.cls not in seen:
@@ -98,7 +107,7 @@ def walk_structs(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]
 
 def type_at(type_: Any, steps: Iterable[str]) -> types.Type | None:
     """Return the type at a path below a type; None if there is no such path."""
-    info: types.Type | None = types.type_info(type_)
+    info: types.Type | None = type_info(type_)
     for step in steps:
         info = child_type(info, step)
     return info

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from types import GenericAlias, UnionType
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 from msgspec import inspect as types
 
 from hardpoint.errors import RequestError
-from hardpoint.typed.describing import named_child
+from hardpoint.typed.describing import named_child, type_info
 from hardpoint.typed.msgspec_errors import parse_error, plain_text
 
 
@@ -73,7 +72,7 @@ def field_path(type_: Any, steps: list[str], name: str | None = None) -> str:
         steps: from the message down: `[2]` is an index, `[...]` any index, others are keys.
         name: name of the message, if not that of its type.
     """
-    info: types.Type | None = _type_info(type_) if steps else None
+    info: types.Type | None = type_info(type_) if steps else None
     path = name or type_name(type_)
     for step in steps:
         part, info = named_child(info, step)
@@ -88,10 +87,3 @@ def type_name(type_: Any) -> str:
     if isinstance(type_, UnionType):
         return " or ".join(type_name(option) for option in type_.__args__)
     return type_.__name__ if type(type_) is not GenericAlias else str(type_)
-
-
-@cache
-def _type_info(type_: Any) -> types.Type:
-    """Return msgspec's description of a type."""
-    # Cached, so that a flood of malformed messages stays cheap.
-    return types.type_info(type_)

@@ -24,7 +24,8 @@ from hardpoint import LLM, AsyncLLM, ConfigError, SamplingParams, plugins
 from hardpoint.errors import EngineDeadError, PluginLoadError
 from hardpoint.testing import scripted_config
 
-pytestmark = pytest.mark.fresh_process
+FRESH = pytest.mark.fresh_process
+"""What a start of the interpreter itself writes or lets happen; the other cases are forks."""
 
 HERE = __name__
 
@@ -84,7 +85,7 @@ def clean(used):
     nothing_left(before)
 
 
-@pytest.mark.parametrize("face", [LLM, AsyncLLM])
+@pytest.mark.parametrize("face", [pytest.param(LLM, marks=FRESH), AsyncLLM])
 def test_the_real_error_comes_once_with_its_traceback(scripted, face, capfd):
     with pytest.raises(PluginLoadError, match=r"plugin 'refuses'.*OSError: no such") as error:
         face(config=enabled(scripted, "Refuses"))
@@ -126,6 +127,7 @@ def test_a_start_that_hangs_ends_at_the_limit(scripted):
     assert_fast("hanging start given up", time.monotonic() - began, 20)
 
 
+@FRESH
 def test_an_engine_killed_while_it_starts(scripted):
     others = psutil.Process().children()
 

@@ -7,6 +7,7 @@ from support.broken import step_parts as broken
 from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
 
 from hardpoint.testing import StepPartSuite
+from hardpoint.testing.reporting import calls
 
 # step part, test that it fails, rule, pattern of the message
 STEP_PARTS = [
@@ -69,6 +70,7 @@ STEP_PARTS = [
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch):
     stop_at_first_failure(monkeypatch)
+    monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STEP_PARTS, ids=label)

@@ -10,10 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-import importlib_metadata
 
 from hardpoint import LLM, RequestError, typed
 from hardpoint.core.build import build_engine
@@ -347,23 +344,6 @@ def write_models(folder: Path) -> Path:
     config = json.loads((llama / "config.json").read_text()) | LLAMA
     (llama / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def read_entry_points_once(patch: Callable[[Any, str, Any], None]) -> None:
-    """Let the entry points of this environment be read once, which takes most time of a start.
-
-    Args:
-        patch: as `setattr`.
-    """
-    points = importlib_metadata.entry_points()
-    named: dict[int, Any] = {}
-    for point in points:
-        if (found := point.dist) is not None:
-            known = named.setdefault(
-                id(found), SimpleNamespace(name=found.name, version=found.version, found=found)
-            )
-            vars(point)["dist"] = known
-    patch(importlib_metadata, "entry_points", lambda **_: points)
 
 
 def use_wheel(wheel: Path) -> None:

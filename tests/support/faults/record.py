@@ -14,12 +14,12 @@ from support.faults.driving import (
     as_toml,
     cases,
     outcome,
-    read_entry_points_once,
     use_wheel,
     write_models,
 )
 from support.faults.kinds import SETUPS
 from support.faults.server import KIND, outcomes
+from support.installed_metadata import read_metadata_once
 from support.processes import ROOT
 
 FILE = ROOT / "tests" / "compatibility" / "fault_messages.toml"
@@ -35,7 +35,7 @@ def main() -> None:
     """Write the file, or print."""
     kinds = sys.argv[1:]
     use_wheel(EXECUTORS)
-    read_entry_points_once(setattr)
+    read_metadata_once()
     table = {}
     with tempfile.TemporaryDirectory() as name:
         folder = write_models(Path(name))

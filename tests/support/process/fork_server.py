@@ -193,6 +193,19 @@ def _be_subreaper(on: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def import_builtins() -> None:
+    """Import the built-in components that are enabled by default: each engine needs most of them.
+
+    That takes half a second of processor time.
+    """
+    from hardpoint.plugins import EngineConfig
+    from hardpoint.registry.plugin_set import resolve_plugins
+
+    plugins = resolve_plugins(EngineConfig())
+    for entry in plugins.manifest.entries:
+        plugins.target(entry)
+
+
 def fork_on_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request; return it with its descriptors, in the forks alone."""
     gc.collect()
@@ -243,5 +256,7 @@ if __name__ == "__main__":
     sys.path[:] = json.loads(_control.recv(1 << 20))
     importlib.import_module("hardpoint.system.process.child")
     importlib.import_module("hardpoint.core.engine_process.run")
+    importlib.import_module("hardpoint.testing.scripted")
+    import_builtins()
     _become(*fork_on_request(_control))
     _run_child()

@@ -18,9 +18,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from support.process.fork_server import STARTS, fork_on_request, one_thread, request_fork
+from support.installed_metadata import read_metadata_once
+from support.process.fork_server import (
+    STARTS,
+    fork_on_request,
+    import_builtins,
+    one_thread,
+    request_fork,
+)
 
-_IMPORTED = ("hardpoint.core.build", "hardpoint.core.engine_process.run", "pytest", "hypothesis")
+_IMPORTED = (
+    "hardpoint.core.build",
+    "hardpoint.core.engine_process.run",
+    "hardpoint.llm",
+    "hypothesis",
+    "pytest",
+)
 
 
 class ForkedPython:
@@ -115,6 +128,8 @@ def _serve(control: socket.socket) -> list[str]:
     base = [path for path in sys.path[1:] if path not in added]
     for name in _IMPORTED:
         importlib.import_module(name)
+    read_metadata_once()
+    import_builtins()
     request, descriptors = fork_on_request(control)
     for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
         os.dup2(descriptor, standard)

@@ -2,7 +2,7 @@
 
 A tokenizer finds its special tokens in the text first, and tokenises what is between them apart. So
 the tokens of a text are those of its segments one after the other, where each but the first begins
-with a special token. Of a conversation, all segments but the last ones are those of the turn before.
+with a special token. In a conversation, all but the last ones are those of the turn before.
 """
 
 from __future__ import annotations

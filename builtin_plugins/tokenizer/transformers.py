@@ -65,8 +65,8 @@ class TransformersTokenizer(Tokenizer):
         Attributes:
             chat_template: path of a Jinja file that takes the place of the model's template.
             template_variables: variables that callers may set, by `chat_template_kwargs`.
-            cache_bytes: memory for the token ids of the latest messages, so that a conversation's next
-                turn costs its new messages; 0 keeps none.
+            cache_bytes: memory for the token ids of the latest messages, so that the next turn of a
+                conversation costs its new messages; 0 keeps none.
             template_seconds: time limit for rendering a conversation.
             template_characters: maximum length of a conversation's text.
         """

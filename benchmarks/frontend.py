@@ -4,7 +4,8 @@
 
 Measured is the output processor: from the engine's outputs, one token per request and step, to
 request outputs with text. The demo model's tokenizer decodes; outputs are deltas, statistics are
-off. The engines take turns in one process; printed are medians of processor time.
+off. The engines take turns in one process; printed are medians of processor time. "bare" is the
+step of the tokenizers library's own `DecodeStream` for each of the tokens, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
+from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
+from hardpoint.builtin_plugins.tokenizer.gguf import build_gguf_tokenizer
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import ParentRequest
 from hardpoint.plugins import (
@@ -54,6 +59,7 @@ def main() -> None:
     ids = (tokenizer.encode(TEXT) * (arguments.tokens // 40 + 1))[: arguments.tokens]
     runs: dict[str, Run] = {
         "hardpoint": lambda: _hardpoint(tokenizer, ids, arguments.requests),
+        "bare": _bare(files.path, ids, arguments.requests),
     }
     if importlib.util.find_spec("vllm"):
         runs["vllm"] = _vllm(files.path, ids, arguments.requests)
@@ -67,6 +73,7 @@ def main() -> None:
     found = {name: statistics.median(seconds[1:]) / count * 1e6 for name, seconds in times.items()}
     for name, microseconds in found.items():
         print(f"{name:10} {microseconds:5.2f} us per output token")
+    print(f"hardpoint / bare: {found['hardpoint'] / found['bare']:.2f} (aim: at most 1.6)")
     if "vllm" in found:
         ratio = found["hardpoint"] / found["vllm"]
         print(f"hardpoint / vllm: {ratio:.2f} (aim: at most 0.5)")
@@ -90,6 +97,18 @@ def _hardpoint(tokenizer: Any, ids: list[int], requests: int) -> None:
         for n in names
     ]
     processor.process(last)
+
+
+def _bare(path: Path, ids: list[int], requests: int) -> Run:
+    tokenizer = build_gguf_tokenizer(open_gguf(path), path)
+
+    def run() -> None:
+        streams = [DecodeStream(skip_special_tokens=True) for _ in range(requests)]
+        for token in ids:
+            for stream in streams:
+                stream.step(tokenizer, token)
+
+    return run
 
 
 def _vllm(path: Path, ids: list[int], requests: int) -> Run:

@@ -180,6 +180,9 @@ class KVCacheManager(Protocol):
     ) -> BlockIds | None:
         """Extend a request's blocks to hold `num_new_tokens` more than are computed.
 
+        Without lookahead, a single token changes nothing if it is neither the first nor the last
+        one of a block: it needs no call.
+
         Returns:
             The new blocks per group, `()` if it needs none; None, with nothing changed, if there
             are not enough.

@@ -302,7 +302,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     content_before: int = 0
 
 
-class CompletionOutput(msgspec.Struct, kw_only=True):
+class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     """One completion of a prompt.
 
     Attributes:
@@ -347,7 +347,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     routed_experts: Any = None
 
 
-class RequestOutput(msgspec.Struct, kw_only=True):
+class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     """The completions of one prompt.
 
     Attributes:

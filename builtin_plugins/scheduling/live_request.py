@@ -80,21 +80,21 @@ class LiveRequest(Request):
         self.num_cached_tokens -= lost
         self.num_external_tokens = max(self.num_external_tokens - lost, 0)
 
-    def check_stop(self, token: int) -> FinishReason | None:
-        """Return why the request ends with `token`, which was just appended; None if it goes on."""
+    def take(self, token: int) -> FinishReason | None:
+        """Append a sampled token; return why the request ends with it, None if it goes on."""
+        list.append(self.output_token_ids, token)
+        self.num_tokens = length = self.num_tokens + 1
         # Stop tokens are masked until there are enough tokens, but a plugin may force one.
-        if token in self._stop_token_ids and self.num_tokens > self._min_total_tokens:
+        if token in self._stop_token_ids and length > self._min_total_tokens:
             return FinishReason.STOP
         # Before the length: a larger max_tokens would not have helped.
         if (
             self._repetition is not None
-            and self.num_tokens >= self._min_total_tokens
+            and length >= self._min_total_tokens
             and has_repetition(self.output_token_ids, self._repetition)
         ):
             return FinishReason.REPETITION
-        if self.num_tokens >= self.max_total_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if length >= self.max_total_tokens else None
 
     def stop_reason(self, token: int) -> int | None:
         """Return the token that stopped the request; None if it was an end-of-sequence token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +20,9 @@ from hardpoint.plugins import (
 from .encoder import encoder_cache, free_computed_features
 from .live_request import LiveRequest
 from .step import PlannedStep
-from .tracker import RequestTracker
+from .tracker import OutputsByClient, RequestTracker
+
+_RUNNING = RequestStatus.RUNNING  # looking up a member of an enumeration takes longer than a call
 
 
 class DraftCounts:
@@ -51,36 +53,34 @@ def process_results(
     result: ModelRunnerOutput,
     drafts: DraftCounts,
     now: float,
-) -> list[tuple[int, EngineCoreOutput]]:
-    """Append sampled tokens and finish requests; return (client index, output) pairs.
+) -> OutputsByClient:
+    """Append sampled tokens and finish requests; return outputs by client index.
 
     A request for which the result lacks the token is preempted, so that it is computed again.
     """
     draft_token_ids = planned.plan.draft_token_ids
     sampled = result.sampled_token_ids
+    has_more_counts = tracker.limits.asynchronous or draft_token_ids
     has_extras = _has_extras(result)
     has_positions = result.prompt_logprobs or result.routed_experts
     computed = planned.plan.num_computed_tokens() if has_positions else {}
-    outputs: list[tuple[int, EngineCoreOutput]] = []
-    for position, request in enumerate(planned.requests):
+    outputs: OutputsByClient = defaultdict(list)
+    for request, preemptions in zip(planned.requests, planned.preemptions, strict=True):
         # Void results: the request finished or was preempted while the model ran; it may run again,
         # and its tokens are sampled again.
-        if (
-            request.status is not RequestStatus.RUNNING
-            or request.num_preemptions != planned.preemptions[position]
-        ):
+        if request.status is not _RUNNING or request.num_preemptions != preemptions:
             continue
         request_id = request.request_id
         if has_extras and (fault := result.faults.get(request_id)):
-            outputs.append((request.client_index, _fail(tracker, request, fault)))
+            outputs[request.client_index].append(_fail(tracker, request, fault))
             continue
         if request.features:
             free_computed_features(tracker, request)
         tokens = sampled.get(request_id)
         output: EngineCoreOutput | None = None
         if tokens:
-            if draft_token_ids:
-                _count_drafts(request, draft_token_ids, tokens, drafts)
+            if has_more_counts:
+                _count(tracker, request, draft_token_ids, tokens, drafts)
             output = _append_tokens(tracker, request, tokens)
         elif request_id not in result.pooler_output and _lacks_token(planned, request):
             tracker.uncache_from(request, planned.certain_before()[request_id])
@@ -89,7 +89,7 @@ def process_results(
         if has_extras:
             output = _add_extras(tracker, request, computed.get(request_id, 0), result, output)
         if output is not None:
-            outputs.append((request.client_index, output))
+            outputs[request.client_index].append(output)
     return outputs
 
 
@@ -143,20 +143,16 @@ def _append_tokens(
     tracker: RequestTracker, request: LiveRequest, tokens: list[int]
 ) -> EngineCoreOutput:
     """Append sampled tokens up to the one that ends the request, if one does."""
-    if tracker.limits.asynchronous:
-        request.num_output_placeholders -= len(tokens)
     output = EngineCoreOutput(request_id=request.request_id, new_token_ids=tokens)
     if request.events or not request.prefill_reported:
         _add_events(request, output)
-    for count, token in enumerate(tokens, 1):
-        request.append(token)
-        reason = request.check_stop(token)
-        if reason is not None:
+    before = request.num_tokens
+    for token in tokens:
+        if (reason := request.take(token)) is not None:
             output.finish_reason = reason
             if reason is FinishReason.STOP:
                 output.stop_reason = request.stop_reason(token)
-            if count < len(tokens):
-                output.new_token_ids = tokens[:count]
+            output.new_token_ids = tokens[: request.num_tokens - before]
             tracker.finish(request, output)
             break
     return output
@@ -187,13 +183,16 @@ def _add_events(request: LiveRequest, output: EngineCoreOutput) -> None:
         output.events, request.events = request.events, []
 
 
-def _count_drafts(
+def _count(
+    tracker: RequestTracker,
     request: LiveRequest,
     draft_token_ids: Mapping[str, Sequence[int]],
     tokens: list[int],
     drafts: DraftCounts,
 ) -> None:
-    """Count the drafts of a request, and subtract rejected ones from its computed tokens."""
+    """Subtract placeholders and rejected drafts from a request's tokens, and count its drafts."""
+    if tracker.limits.asynchronous:
+        request.num_output_placeholders -= len(tokens)
     verified = len(draft_token_ids.get(request.request_id, ()))
     if not verified:
         return

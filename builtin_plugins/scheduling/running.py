@@ -13,6 +13,8 @@ from .prompt_time import PromptTime, is_prompt
 from .step import Step
 from .tracker import RequestTracker
 
+_RUNNING = RequestStatus.RUNNING  # looking up a member of an enumeration takes longer than a call
+
 
 def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
     """Schedule tokens of running requests, in order of admission, while the budget lasts.
@@ -44,35 +46,48 @@ def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> 
 
 def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], step: Step) -> bool:
     """Schedule requests one after the other; return whether further ones may get tokens."""
-    extend, has_lookahead = tracker.cache.extend, tracker.limits.num_lookahead_tokens > 0
+    running, scheduled, size = step.running, step.tokens, tracker.cache.block_size
+    in_order = not (tracker.limits.asynchronous or tracker.limits.num_lookahead_tokens)
     for request in requests:
         if step.budget <= 0:
             return False
-        if request.status is not RequestStatus.RUNNING:  # preempted by one before it
+        if request.status is not _RUNNING:  # preempted by one before it
             continue
         # The common case is a plain decode: it needs one token and no limit applies, since a
-        # request that has not finished has room for one.
+        # request that has not finished has room for one. Where tokens come one by one, the cache
+        # has work for the first one of a block and for the last one.
         tokens = request.num_tokens - request.num_computed_tokens
-        features: Sequence[int] = ()
         if tokens != 1 or request.draft_token_ids or request.features:
             tokens, features = _limit_tokens(tracker, request, step)
             if tokens <= 0:
                 continue
-        lookahead = (
-            tracker.num_lookahead(request.num_computed_tokens + tokens) if has_lookahead else 0
-        )
-        blocks = extend(request, tokens, lookahead)
-        if blocks is None:
-            blocks = _preempt_for(tracker, request, (tokens, lookahead), step)
-            if blocks is None:
+            if not _extend(tracker, request, tokens, step):
                 return False
-        request_id = request.request_id
-        step.running[request_id] = request
-        step.assign(request, tokens)
-        if blocks:
-            step.new_blocks[request_id] = blocks
-        if request.draft_token_ids or features:
-            _schedule_inputs(tracker, request, tokens, features, step)
+            if request.draft_token_ids or features:
+                _schedule_inputs(tracker, request, tokens, features, step)
+            step.assign(request, tokens)
+        else:
+            is_within_block = in_order and request.num_tokens % size > 1
+            if not (is_within_block or _extend(tracker, request, 1, step)):
+                return False
+            scheduled[request.request_id] = 1
+            step.budget -= 1
+        running[request.request_id] = request
+    return True
+
+
+def _extend(tracker: RequestTracker, request: LiveRequest, tokens: int, step: Step) -> bool:
+    """Get the blocks of a running request for tokens; return False where it gets none."""
+    lookahead = 0
+    if tracker.limits.num_lookahead_tokens:
+        lookahead = tracker.num_lookahead(request.num_computed_tokens + tokens)
+    blocks = tracker.cache.extend(request, tokens, lookahead)
+    if blocks is None:
+        blocks = _preempt_for(tracker, request, (tokens, lookahead), step)
+        if blocks is None:
+            return False
+    if blocks:
+        step.new_blocks[request.request_id] = blocks
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
@@ -33,7 +34,7 @@ from .live_request import LiveRequest
 from .results import DraftCounts, lose_plan, process_results
 from .running import schedule_running
 from .step import PlannedStep, Step, make_plan, make_record
-from .tracker import RequestTracker
+from .tracker import OutputsByClient, RequestTracker
 from .transfers import process_transfers
 from .waiting_queue import WaitingQueue
 
@@ -137,10 +138,10 @@ class DefaultScheduler(Scheduler):
             process_transfers(tracker, result, list(self._planned.values()), now)
         outputs = process_results(tracker, planned, result, self._drafts, now)
         del self._planned[plan.step]  # last: if this is interrupted, plan_lost() still finds it
-        if tracker.finished_outputs:
-            outputs = tracker.finished_outputs + outputs
-            tracker.finished_outputs = []
-        return tracker.group_by_client(outputs, now)
+        for client, ended in tracker.finished_outputs.items():
+            outputs[client] = ended + outputs[client]
+        tracker.finished_outputs.clear()
+        return tracker.for_clients(outputs, now)
 
     def plan_lost(self, plan: SchedulerOutput) -> None:
         """Report the plan's changes again with the next plan, and recompute its requests."""
@@ -156,12 +157,11 @@ class DefaultScheduler(Scheduler):
         """Finish requests, or all of them (None); return their last outputs by client index."""
         tracker = self._tracker
         ids = list(tracker.requests) if request_ids is None else request_ids
-        outputs = (
-            (request.client_index, tracker.finish_now(request, reason))
-            for request_id in ids
-            if (request := tracker.requests.get(request_id)) is not None
-        )
-        return tracker.group_by_client(outputs, self.context.clock())
+        outputs: OutputsByClient = defaultdict(list)
+        for request_id in ids:
+            if (request := tracker.requests.get(request_id)) is not None:
+                outputs[request.client_index].append(tracker.finish_now(request, reason))
+        return tracker.for_clients(outputs, self.context.clock())
 
     def num_unfinished_requests(self) -> int:
         """Return the number of live requests."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from hardpoint.plugins import (
     BlockIds,
@@ -20,8 +21,7 @@ from .prompt_time import PromptTime
 from .tracker import RequestTracker
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """A step while it is planned.
 
     Attributes:
@@ -53,17 +53,17 @@ class Step:
     max_requests: int | None = None
     later: list[LiveRequest] | None = None
     prompt_time: PromptTime | None = None
-    tokens: dict[str, int] = field(default_factory=dict)
-    running: dict[str, LiveRequest] = field(default_factory=dict)
-    admitted: dict[str, LiveRequest] = field(default_factory=dict)
-    new_requests: list[NewRequest] = field(default_factory=list)
-    new_blocks: dict[str, BlockIds] = field(default_factory=dict)
-    drafts: dict[str, list[int]] = field(default_factory=dict)
-    encoder_inputs: dict[str, Sequence[int]] = field(default_factory=dict)
-    encoding: dict[str, set[str]] = field(default_factory=dict)
-    preempted: dict[str, str] = field(default_factory=dict)
-    timed_out: list[str] = field(default_factory=list)
-    waiting: dict[str, WaitReason] = field(default_factory=dict)
+    tokens: dict[str, int] = {}
+    running: dict[str, LiveRequest] = {}
+    admitted: dict[str, LiveRequest] = {}
+    new_requests: list[NewRequest] = []
+    new_blocks: dict[str, BlockIds] = {}
+    drafts: dict[str, list[int]] = {}
+    encoder_inputs: dict[str, Sequence[int]] = {}
+    encoding: dict[str, set[str]] = {}
+    preempted: dict[str, str] = {}
+    timed_out: list[str] = []
+    waiting: dict[str, WaitReason] = {}
     admission_stopped: WaitReason | None = None
 
     def assign(self, request: LiveRequest, tokens: int) -> None:
@@ -104,8 +104,7 @@ class Step:
         )
 
 
-@dataclass(slots=True)
-class PlannedStep:
+class PlannedStep(msgspec.Struct):
     """A plan whose results have not arrived.
 
     Attributes:
@@ -143,8 +142,10 @@ class PlannedStep:
 
 def make_plan(tracker: RequestTracker, step: Step) -> SchedulerOutput:
     """Return the plan of a step for the workers; the tracker's unreported changes move into it."""
-    finished, tracker.unreported_finished = frozenset(tracker.unreported_finished), set()
-    preempted, tracker.unreported_preempted = frozenset(tracker.unreported_preempted), set()
+    finished = frozenset(tracker.unreported_finished)
+    preempted = frozenset(tracker.unreported_preempted)
+    tracker.unreported_finished.clear()
+    tracker.unreported_preempted.clear()
     return SchedulerOutput(
         step=step.number,
         new_requests=step.new_requests,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 
 from hardpoint.plugins import (
     EngineCoreEventType,
@@ -18,6 +19,9 @@ from hardpoint.plugins import (
 
 from .live_request import LiveRequest
 from .waiting_queue import WaitingQueue
+
+OutputsByClient = defaultdict[int, list[EngineCoreOutput]]
+"""Outputs of requests, by the index of the client that sent them."""
 
 LOAD, SAVE = "load", "save"
 """Transfers of the blocks of a request."""
@@ -35,7 +39,7 @@ class RequestTracker:
         loaded: waiting requests that hold blocks which were filled, by id.
         pending_free: finished requests whose blocks are still read or written, by id, each with
             its unfinished transfers (LOAD, SAVE or both).
-        finished_outputs: last outputs, with client index, of requests that ended during planning.
+        finished_outputs: last outputs of requests that ended during planning.
         unreported_finished: ids of finished requests that no plan has reported.
         unreported_preempted: ids of preempted requests that no plan has reported.
         unreported_freed_inputs: freed encoder inputs that no plan has reported.
@@ -57,7 +61,7 @@ class RequestTracker:
         self.loading: dict[str, LiveRequest] = {}
         self.loaded: dict[str, LiveRequest] = {}
         self.pending_free: dict[str, tuple[LiveRequest, set[str]]] = {}
-        self.finished_outputs: list[tuple[int, EngineCoreOutput]] = []
+        self.finished_outputs: OutputsByClient = defaultdict(list)
         self.unreported_finished: set[str] = set()
         self.unreported_preempted: set[str] = set()
         self.unreported_freed_inputs: list[str] = []
@@ -212,7 +216,7 @@ class RequestTracker:
     ) -> None:
         """Finish a request while a step is planned; the next `update` returns its output."""
         output = self.finish_now(request, reason, error)
-        self.finished_outputs.append((request.client_index, output))
+        self.finished_outputs[request.client_index].append(output)
 
     def finish_if_too_long(self, request: LiveRequest) -> bool:
         """Finish a request that the whole cache cannot hold; return whether it was one."""
@@ -230,15 +234,11 @@ class RequestTracker:
         )
         return True
 
-    def group_by_client(
-        self, outputs: Iterable[tuple[int, EngineCoreOutput]], now: float
-    ) -> dict[int, EngineCoreOutputs]:
+    def for_clients(self, outputs: OutputsByClient, now: float) -> dict[int, EngineCoreOutputs]:
         """Return outputs and finished ids by client index."""
-        result: dict[int, EngineCoreOutputs] = {}
-        for client, output in outputs:
-            if client not in result:
-                result[client] = EngineCoreOutputs(timestamp=now)
-            result[client].outputs.append(output)
+        result = {
+            client: EngineCoreOutputs(outputs=own, timestamp=now) for client, own in outputs.items()
+        }
         for client, ids in self.finished_ids.items():
             if client not in result:
                 result[client] = EngineCoreOutputs(timestamp=now)

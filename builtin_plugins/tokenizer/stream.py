@@ -90,12 +90,12 @@ class ByteStream(msgspec.Struct, eq=False, gc=False):
 
     def step(self, token_id: int) -> str | None:
         """Decode one token; return the text that became final, None if none did."""
-        decoder, pending = self.decoder, self.pending
-        if decoder is None or pending is None:
+        decoder = self.decoder
+        if decoder is None:
             if (text := self.texts[token_id]) is not None:
                 return text
-            decoder, pending = _Utf8Decoder("replace"), []
-            self.decoder, self.pending = decoder, pending
+            decoder = self.decoder = _Utf8Decoder("replace")
+        pending = self.pending = self.pending or []
         pending.append(decoder.decode(self.texts.bytes_of(token_id)))
         if _is_incomplete(decoder):
             return None

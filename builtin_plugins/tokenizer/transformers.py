@@ -34,6 +34,7 @@ from hardpoint.toolkit.hf_config import short
 
 from .chat_template import ChatRenderer
 from .gguf import build_gguf_tokenizer, special_tokens
+from .segments import SegmentCache
 from .stream import TokenTexts
 from .vocabulary import num_token_ids, read_vocabulary
 
@@ -59,11 +60,13 @@ class TransformersTokenizer(Tokenizer):
     contract = 1
 
     class Options(plugins.Options):
-        """Chat templates, which are programs of the model's author, and their limits.
+        """Chat templates, which are programs of the model's author, their limits, and a cache.
 
         Attributes:
             chat_template: path of a Jinja file that takes the place of the model's template.
             template_variables: variables that callers may set, by `chat_template_kwargs`.
+            cache_bytes: memory for the token ids of the latest messages, so that the next turn of a
+                conversation costs its new messages; 0 keeps none.
             template_seconds: time limit for rendering a conversation.
             template_characters: maximum length of a conversation's text.
         """
@@ -78,6 +81,7 @@ class TransformersTokenizer(Tokenizer):
             "model_identity",
         )
 
+        cache_bytes: Annotated[int, Meta(ge=0)] = 1 << 26
         template_seconds: Annotated[float, Meta(gt=0, le=3600)] = 2.0
         template_characters: Annotated[int, Meta(gt=0, le=1 << 28)] = 10_000_000
 
@@ -94,6 +98,7 @@ class TransformersTokenizer(Tokenizer):
         files.tokenizer.no_padding()
         self._tokenizer = files.tokenizer
         self._num_token_ids = num_token_ids(files.tokenizer)
+        self._segments = SegmentCache(files.tokenizer, self.options.cache_bytes)
         self._texts = {
             skip: TokenTexts(files.tokenizer, skip_special_tokens=skip) for skip in (False, True)
         }
@@ -140,6 +145,8 @@ class TransformersTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; special tokens in it are recognised."""
+        if not add_special_tokens:
+            return self._segments.encode(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

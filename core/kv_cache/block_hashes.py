@@ -10,8 +10,6 @@ from typing import Any
 from hardpoint.plugins import EngineCoreRequest, Request
 from hardpoint.plugins.block_hash import NO_PARENT, extra_keys, hash_block, with_part_keys
 
-_CHUNK = 1024  # tokens packed into bytes at once; these stay in the processor's cache
-
 PartKeys = Callable[[EngineCoreRequest, range], bytes]
 """Returns what step parts make a span of tokens depend on; empty if none does."""
 
@@ -39,6 +37,7 @@ class BlockHashes:
             known = ", ".join(_ALGORITHMS)
             raise ValueError(f"hash_algorithm: expected one of {known}, got {algorithm!r}")
         self.block_size = block_size
+        self._pack = struct.Struct(f"<{block_size}I").pack
         self._part_keys = part_keys
         self._fresh = _ALGORITHMS[algorithm]()
         self._by_request: dict[Request, list[bytes]] = {}
@@ -80,17 +79,12 @@ class BlockHashes:
         size = self.block_size
         first, end = len(hashes), request.num_tokens // size
         extras = self._extras(request.source, first, end)
-        parent = hashes[-1] if hashes else NO_PARENT
-        fresh, width, index = self._fresh, 4 * size, first
-        chunk = max(1, _CHUNK // size) * size
-        for position in range(first * size, end * size, chunk):
-            tokens = request.token_ids(position, min(position + chunk, end * size))
-            data = struct.pack(f"<{len(tokens)}I", *tokens)
-            for start in range(0, len(data), width):
-                block = data[start : start + width]
-                parent = hash_block(parent, block, extras.get(index, b""), fresh)
-                hashes.append(parent)
-                index += 1
+        parent, fresh, pack = hashes[-1] if hashes else NO_PARENT, self._fresh, self._pack
+        tokens = request.token_ids(first * size, end * size)
+        for index in range(end - first):
+            block = pack(*tokens[index * size : (index + 1) * size])
+            parent = hash_block(parent, block, extras.get(first + index, b""), fresh)
+            hashes.append(parent)
 
     def _extras(self, source: EngineCoreRequest, first: int, end: int) -> dict[int, bytes]:
         """Return the extra keys of blocks that depend on more than their tokens, by index."""

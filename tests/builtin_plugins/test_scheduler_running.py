@@ -85,8 +85,26 @@ def test_one_that_the_encoder_has_no_room_for_does_not_stop_those_after_it():
     assert (reason.waiting_for, reason.needed, reason.available) == (WaitingFor.ENCODER, 4, 4)
 
 
+def test_the_cache_is_called_where_a_block_begins_or_ends():
+    sim = Simulator(block_size=4)
+    sim.add("a", prompt=6)
+    sim.step()
+    called = []
+    extend = sim.cache.extend
+    sim.cache.extend = lambda request, *more: (
+        called.append(request.num_computed_tokens) or extend(request, *more)
+    )
+    for _ in range(7):
+        sim.step()
+        request = sim.scheduler.live_request("a")
+        computed = request.num_computed_tokens
+        assert [len(table) for table in sim.cache.block_ids(request)] == [-(-computed // 4)]
+        assert sum(map(len, sim.cache.pool.index)) == computed // 4
+    assert called == [7, 8, 11, 12]
+
+
 def test_the_pass_ends_when_the_budget_does():
-    sim = Simulator(max_num_batched_tokens=2)
+    sim = Simulator(max_num_batched_tokens=2, block_size=1)
     sim.add("a", prompt=1)
     sim.add("b", prompt=1)
     sim.step()

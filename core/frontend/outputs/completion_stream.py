@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,17 +16,8 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.behaviour import PIECE
-from hardpoint.plugins.output_parser import (
-    ContentText,
-    MalformedText,
-    OutputEvent,
-    OutputState,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
-)
-from hardpoint.plugins.requests import ToolCall
+from hardpoint.plugins.output_parser import OutputState
+from hardpoint.toolkit.parsing.completion_parts import CompletionParts
 
 _NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
@@ -56,8 +44,8 @@ class CompletionStream:
     are searched for at the end only.
 
     Attributes:
-        token_ids: token ids of the completion so far.
-        num_shown: how many of them the outputs so far have.
+        token_ids: token ids of the completion so far; of deltas, those that no output has yet.
+        num_shown: how many token ids the outputs so far have.
         stop_string: the stop string that was found, if one was.
         parts: what the parser has found; None without one.
     """
@@ -70,6 +58,7 @@ class CompletionStream:
         *,
         index: int = 0,
         interval: int = 1,
+        is_parsed: bool = False,
     ) -> None:
         """Start with nothing.
 
@@ -77,23 +66,25 @@ class CompletionStream:
             decoder: a stream of the tokenizer; None leaves the texts empty.
             index: index of the completion.
             interval: outputs between the first and the last wait for so many new tokens.
+            is_parsed: whether `parse` may be called.
         """
         self.token_ids: list[int] = []
         self.num_shown = 0
         self.stop_string: str | None = None
-        self.parts: Parts | None = None
+        self.parts: CompletionParts | None = None
         self._index = index
         self._delta = params.output_kind is RequestOutputKind.DELTA
         # decode
         self._tokenizer, self._decoder = tokenizer, decoder
         self._skip = params.skip_special_tokens
         self._pending: list[int] | None = None  # tokens without text so far
-        self._length = 0  # of the text so far
         self._pieces: list[str] = []  # not yet output; of deltas, else all of the text
-        # stop
+        # stop, parse
         self._stops = params.stop_strings
+        self._is_watched = is_parsed or bool(self._stops)
+        self._length = self._num_decoded = 0  # text and tokens so far, if it is watched
         self._keep_stop = params.include_stop_str_in_output
-        self._num_decoded, self._min_tokens = 0, params.min_tokens
+        self._min_tokens = params.min_tokens
         longest = max(map(len, self._stops), default=0)
         self._lookback = max(longest - 1, 0)  # characters that a stop string may begin in
         self._tail = ""
@@ -116,7 +107,7 @@ class CompletionStream:
         """
         self._parser, self._special, self._is_parsed = parser, special, False
         if self.parts is None:
-            self.parts = Parts(delta=self._delta, parallel=parallel)
+            self.parts = CompletionParts(delta=self._delta, parallel=parallel)
 
     def drop_parser(self) -> None:
         """Parse no more, and forget what was found: the text is kept."""
@@ -128,6 +119,11 @@ class CompletionStream:
         self._pending = None
         self._tail = ""
         self.stop_string = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens so far."""
+        return len(self.token_ids) + (self.num_shown if self._delta else 0)
 
     def push(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
         """Take new tokens.
@@ -145,45 +141,60 @@ class CompletionStream:
             PluginFaultError: the tokenizer failed.
         """
         if self._decoder is not None:
-            taken = self._decode(token_ids, finish_reason is FinishReason.STOP)
-            if taken is not None:
-                token_ids = token_ids[:taken]
-            elif finish_reason is not None:
+            has_text = finish_reason is not FinishReason.STOP or self._keep_stop
+            decoded = token_ids if has_text else token_ids[:-1]
+            if not self._is_watched:
+                if piece := self.decode(decoded):
+                    self._pieces.append(piece)
+            else:
+                token_ids = self._watch(token_ids, len(decoded))
+            if finish_reason is not None and self.stop_string is None:
                 self.finish()
         self.token_ids += token_ids
         return token_ids
 
-    def _decode(self, token_ids: Sequence[int], ended_by_token: bool) -> int | None:
-        """Decode tokens; return the number of those up to a stop string, None without one."""
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text that tokens add, which the caller shows.
+
+        Raises:
+            PluginFaultError: the tokenizer failed; the text of the tokens before is kept.
+        """
         assert self._decoder is not None
-        before = self._num_decoded
-        self._num_decoded += len(token_ids)
-        ending = token_ids[-1:] if ended_by_token and not self._keep_stop else ()
-        token_ids = token_ids[: len(token_ids) - len(ending)]
-        step = self._decoder.step
-        for count, token in enumerate(token_ids, start=1):
+        text, step = "", self._decoder.step
+        for token in token_ids:
             try:
                 piece = step(token)
-                if piece is not None and type(piece) is not str:
+                if type(piece) is not str and piece is not None:
                     PIECE.check(piece, (), ())
             except BaseException as cause:
+                self._pieces.append(text)
                 boundary_of(self._tokenizer).end("step", cause)
-            if token in self._special:
-                self._mark(token, piece or "")
             if piece:
-                self._length += len(piece)
+                text += piece
                 self._pending = None
-                self._pieces.append(piece)
-                if self._stops and self._find_stop(piece, before + count):
-                    return count
             elif self._pending is None:
                 self._pending = [token]
             else:
                 self._pending.append(token)
-        for token in ending:
+        return text
+
+    def _watch(self, token_ids: list[int], num_decoded: int) -> list[int]:
+        """Decode the first of some tokens one by one, and note those that are special.
+
+        Returns:
+            Those up to a stop string; all without one.
+        """
+        for index, token in enumerate(token_ids):
+            piece = self.decode((token,)) if index < num_decoded else ""
+            self._num_decoded += 1
             if token in self._special:
-                self._mark(token, "")
-        return None
+                self._mark(token, piece)
+            if piece:
+                self._length += len(piece)
+                self._pieces.append(piece)
+                if self._stops and self._find_stop(piece, self._num_decoded):
+                    return token_ids[: index + 1]
+        return token_ids
 
     def _mark(self, token: int, piece: str) -> None:
         """Note where a special token is; a piece may end with its text."""
@@ -228,7 +239,7 @@ class CompletionStream:
 
     def waits(self) -> bool:
         """Return whether the next output of a running completion waits for more tokens."""
-        num_new = len(self.token_ids) - self.num_shown
+        num_new = self.num_tokens - self.num_shown
         if self._interval > 1 and self._has_shown and num_new < self._interval:
             return True
         return self._delta and not num_new
@@ -248,7 +259,7 @@ class CompletionStream:
         shown = CompletionOutput(
             index=self._index,
             text=text,
-            token_ids=self.token_ids[self.num_shown if self._delta else 0 :],
+            token_ids=self.token_ids[:],
             content=text or None,
         )
         if self.parts is not None:
@@ -256,11 +267,12 @@ class CompletionStream:
             shown.reasoning, shown.content, shown.tool_calls = self.parts.pop()
             if finished:
                 shown.warning = self.parts.warning
+        self.num_shown, self._has_shown = self.num_tokens, True
         if self._delta:
             self._pieces = [held] if held else []
+            self.token_ids = []
         elif len(pieces) > 1:
             self._pieces = [whole]
-        self.num_shown, self._has_shown = len(self.token_ids), True
         return shown
 
     def _parse(self, text: str, *, finished: bool) -> None:
@@ -292,137 +304,3 @@ class CompletionStream:
                 self.parts.warning = "the output ended inside the reasoning"
             self.parts.add(self._parser.finish())
             self.parts.finish()
-
-
-@dataclass
-class _Call:
-    """A call so far, and whether an output has shown it."""
-
-    index: int
-    id: str
-    name: str
-    content_before: int
-    arguments: list[str] = field(default_factory=list)
-    shown: bool = False
-
-
-_OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
-
-
-class Parts:
-    """Reasoning, content and tool calls of one completion, as its outputs show them.
-
-    White space next to a call is no content, and where content begins it waits for the rest of it:
-    a call may follow.
-
-    Attributes:
-        warning: what is wrong with the output, if anything is.
-        has_calls: whether there is a complete tool call.
-    """
-
-    def __init__(self, *, delta: bool, parallel: bool = True) -> None:
-        """Start with nothing.
-
-        Args:
-            delta: whether each output has only what is new.
-            parallel: whether there may be several calls; if not, those after the first complete one
-                are left out.
-        """
-        self._delta, self._parallel = delta, parallel
-        self._in_extra_call = False
-        self._void: list[int] = []  # indexes of calls that were output and then broke
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._space = ""  # that waits
-        self._in_content = False
-        self._calls: list[_Call] = []
-        self._num_calls = 0
-        self._in_call = self.has_calls = False
-        self.warning: str | None = None
-
-    def add(self, events: Iterable[OutputEvent]) -> None:
-        """Take what the parser has found, in order."""
-        for event in itertools.filterfalse(self._is_left_out, events):
-            match event:
-                case ContentText(text):
-                    self._add_content(text)
-                case ReasoningText(text):
-                    self._in_content = False
-                    self._reasoning.append(text)
-                case ToolCallArguments(text):
-                    self._calls[-1].arguments.append(text)
-                case ToolCallBegin(name, call_id):
-                    call_id = call_id or f"call_{secrets.token_hex(12)}"
-                    place = sum(map(len, self._content))
-                    self._calls.append(_Call(self._num_calls, call_id, name, place))
-                    self._num_calls += 1
-                    self._in_call, self._in_content, self._space = True, False, ""
-                case MalformedText(text, reason):
-                    if self._in_call:
-                        self._void_call()
-                    self._add_content(text)
-                    self.warning = reason
-                    if self._void:  # a stream cannot take back what it has shown
-                        void = ", ".join(map(str, self._void))
-                        self.warning += f"; void are the calls begun with index {void}"
-                case ToolCallEnd():
-                    self.has_calls, self._in_call = True, False
-
-    def finish(self) -> None:
-        """End the completion: white space that is no part of anything is content without calls."""
-        if self._space and not self.has_calls:
-            self._content.append(self._space)
-        self._space = ""
-
-    def _add_content(self, text: str) -> None:
-        if self._in_content:
-            self._content.append(text)
-            return
-        self._space += text
-        if self._space and not self._space.isspace():
-            self._content.append(self._space)
-            self._space, self._in_content = "", True
-
-    def _is_left_out(self, event: OutputEvent) -> bool:
-        """Return whether an event belongs to a call after the only one that there may be."""
-        if isinstance(event, ToolCallBegin):
-            self._in_extra_call = self.has_calls and not self._parallel
-        if not self._in_extra_call or not isinstance(event, _OF_CALLS):
-            return False
-        self._in_extra_call = not isinstance(event, ToolCallEnd | MalformedText)
-        return True
-
-    def _void_call(self) -> None:
-        """Drop the open call, whose text is content; a part that was output stays so."""
-        self._in_call = False
-        call = self._calls.pop()
-        if call.shown:
-            self._void.append(call.index)
-        else:
-            self._num_calls -= 1
-
-    def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
-        """Return reasoning, content and tool calls: all of them, or what is new; None if absent."""
-        reasoning, content = "".join(self._reasoning), "".join(self._content)
-        calls = [shown for call in self._calls if (shown := self._part_of(call))]
-        if self._delta:
-            self._reasoning, self._content = [], []
-            self._calls = self._calls[-1:] if self._in_call else []
-            for call in self._calls:
-                call.content_before = 0
-        return reasoning or None, content or None, calls or None
-
-    def _part_of(self, call: _Call) -> ToolCall | None:
-        arguments = "".join(call.arguments)
-        first = not (self._delta and call.shown)
-        if not first and not arguments:
-            return None
-        if self._delta:
-            call.arguments, call.shown = [], True
-        return ToolCall(
-            index=call.index,
-            id=call.id if first else None,
-            name=call.name if first else None,
-            arguments=arguments,
-            content_before=call.content_before,
-        )

@@ -237,29 +237,24 @@ class OutputProcessor:
         self, outputs: Iterator[EngineCoreOutput], processed: ProcessedOutputs
     ) -> bool:
         """Process outputs in one loop; return True after one for which a plugin failed."""
-        statistics = self._statistics
+        state_of, statistics = self._states.get, self._statistics
+        add = processed.request_outputs.append
         try:
             for output in outputs:
-                state = self._states.get(output.request_id)
-                if state is None:
+                if (state := state_of(output.request_id)) is None:
                     continue
-                if output.error_kind is not None:
-                    self._reject(state, output, processed)
+                if (
+                    state.plain is None
+                    or output.finish_reason is not None
+                    or output.num_cached_tokens is not None
+                ):
+                    self._process_one(state, output, processed)
                     continue
-                parts = state.parts
-                if parts is not None and parts.skips(output):
-                    continue
-                state.update(output)
+                shown = state.advance(output.new_token_ids)
                 if statistics is not None and state.figures is not None:
                     statistics.record_output(state.figures, output, state.num_tokens)
-                reason = state.finish_reason
-                if reason is not None and (parts is None or not parts.ends_one(reason)):
-                    parts = None
-                    self._finish(state, output, reason, processed)
-                if (request_output := state.output()) is not None:
-                    processed.request_outputs.append((state.parent, request_output))
-                if reason is not None and parts is not None:
-                    parts.finish(in_engine=output.finished)
+                if shown is not None:
+                    add((state.parent, shown))
         except PluginFaultError as fault:
             assert state is not None
             self._fail(state, fault, processed)
@@ -267,6 +262,27 @@ class OutputProcessor:
             self._show(state, processed)
             return True
         return False
+
+    def _process_one(
+        self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs
+    ) -> None:
+        if output.error_kind is not None:
+            return self._reject(state, output, processed)
+        parts = state.parts
+        if parts is not None and parts.skips(output):
+            return None
+        state.update(output)
+        if self._statistics is not None and state.figures is not None:
+            self._statistics.record_output(state.figures, output, state.num_tokens)
+        reason = state.finish_reason
+        if reason is not None and (parts is None or not parts.ends_one(reason)):
+            parts = None
+            self._finish(state, output, reason, processed)
+        if (request_output := state.output()) is not None:
+            processed.request_outputs.append((state.parent, request_output))
+        if reason is not None and parts is not None:
+            parts.finish(in_engine=output.finished)
+        return None
 
     def _finish(
         self,

@@ -19,11 +19,13 @@ class PoolingState:
         index: always 0, because a prompt has one pooling request.
         num_tokens: always 0.
         parts: None, because its prompt comes whole.
+        plain: None, because it has no text.
     """
 
     index = 0
     num_tokens = 0
     parts: None = None
+    plain: None = None
 
     def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:
         """Start without a result."""

@@ -185,6 +185,8 @@ class RequestState:
     Attributes:
         figures: for statistics; None if they are off.
         parts: parts of a prompt that comes in parts, else None.
+        plain: after the first output, the stream of a request whose outputs until the last one are
+            deltas of text alone, for `advance`; None of others.
         plugins: names of the plugins that get arguments of the request.
     """
 
@@ -225,6 +227,7 @@ class RequestState:
         self._interval = stream_interval
         self._parsers = None if parsers is None else parsers.hold()
         self._sought = sought
+        self.plain: CompletionStream | None = None
         # Read once per token: looked up once per request.
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
@@ -251,7 +254,7 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         """How many output tokens it has."""
-        return 0 if self._stream is None else len(self._stream.token_ids)
+        return 0 if self._stream is None else self._stream.num_tokens
 
     def _decoder_after(self, prompt_token_ids: list[int]) -> DecodeStream:
         """Return a decode stream; the prompt's end decides how the first token reads."""
@@ -276,6 +279,8 @@ class RequestState:
         if (stream := self._stream) is None:
             stream = self._stream = self._new_stream()
             self._parse_by(stream)
+            if self._is_plain():
+                self.plain = stream
         new = stream.push(output.new_token_ids, output.finish_reason)
         if stream.stop_string is not None:
             self._stopped_by(stream.stop_string)
@@ -288,8 +293,21 @@ class RequestState:
     def _new_stream(self) -> CompletionStream:
         params, index = self._request.params, self._request.child_index
         return CompletionStream(
-            self._tokenizer, self._decoder, params, index=index, interval=self._interval
+            self._tokenizer,
+            self._decoder,
+            params,
+            index=index,
+            interval=self._interval,
+            is_parsed=self._parsers is not None,
         )
+
+    def _is_plain(self) -> bool:
+        params = self._request.params
+        asks = params.logprobs is not None or params.prompt_logprobs is not None
+        asks = asks or params.routed_experts or bool(params.stop_strings)
+        watches = self._parsers is not None or self._flaw_of is not None or self.parts is not None
+        is_alone = self._delta and self.parent.n == self._interval == 1
+        return is_alone and self._decoder is not None and not (asks or watches)
 
     def _parse_by(self, stream: CompletionStream) -> None:
         """Begin to parse the output, if there is something to be found in it.
@@ -353,6 +371,27 @@ class RequestState:
             metrics=self.figures.metrics if self.figures is not None else None,
         )
         return self._to_user([completion], finished=True)
+
+    def advance(self, token_ids: list[int]) -> RequestOutput | None:
+        """`update` with tokens and return the `output`, in one call, of a request that is `plain`.
+
+        Raises:
+            PluginFaultError: the tokenizer failed.
+        """
+        stream = self.plain
+        if not token_ids or stream is None:
+            return None
+        text = stream.decode(token_ids)
+        stream.num_shown += len(token_ids)
+        shown = CompletionOutput(index=0, text=text, token_ids=token_ids[:], content=text or None)
+        return RequestOutput(
+            request_id=self.parent.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[shown],
+            finished=False,
+            num_cached_tokens=self._num_cached_tokens,
+        )
 
     def output(self) -> RequestOutput | None:
         """Return the user's next output, if there is one."""

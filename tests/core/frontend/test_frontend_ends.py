@@ -157,7 +157,7 @@ def test_an_interrupt_while_outputs_are_taken_leaves_no_request_half_told(script
     engine.step()
     states = list(states_of(output_processor_of(engine)).values())
 
-    monkeypatch.setattr(states[0], "update", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(states[0], "advance", lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert not engine.has_unfinished_requests()

@@ -12,7 +12,6 @@ from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
 from hardpoint.builtin_plugins.parsers.json_calls import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
-from hardpoint.core.frontend.outputs.completion_stream import Parts
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.errors import ConfigError, PluginError
@@ -27,6 +26,7 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_engine, write_scripted_model
+from hardpoint.toolkit.parsing.completion_parts import CompletionParts
 
 HERE = __name__
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call>'
@@ -165,7 +165,7 @@ def test_calls_after_the_first_one_are_left_out_if_one_is_allowed(open_engine, k
 
 
 def test_the_warning_names_a_call_that_was_shown_before_it_broke():
-    parts = Parts(delta=True)
+    parts = CompletionParts(delta=True)
     parts.add([ToolCallBegin("add", "1"), ToolCallArguments('{"a": ')])
     assert parts.pop()[2][0].arguments == '{"a": '
     parts.add([MalformedText("tru", "no JSON")])
@@ -209,7 +209,7 @@ def call_of(name):
     ids=["between", "alone", "around calls", "of content", "malformed"],
 )
 def test_white_space_next_to_calls_is_no_content(events, content, places, piecewise, delta):
-    parts = Parts(delta=delta)
+    parts = CompletionParts(delta=delta)
     shown = []
     for event in events:
         parts.add([event])
@@ -230,7 +230,7 @@ def test_white_space_next_to_calls_is_no_content(events, content, places, piecew
 def test_an_extra_call_that_is_malformed_is_left_out_too():
     call = [ToolCallBegin("add", "1"), ToolCallArguments("{}"), ToolCallEnd()]
     bad = [ToolCallBegin("add", "2"), MalformedText("{tru", "no JSON"), ContentText("Done.")]
-    parts = Parts(delta=True, parallel=False)
+    parts = CompletionParts(delta=True, parallel=False)
     parts.add([*call, *bad])
     _, content, calls = parts.pop()
     assert [call.id for call in calls] == ["1"]

@@ -1,0 +1,155 @@
+"""What the events of a parser add up to: reasoning, content and tool calls of a completion."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hardpoint.plugins.output_parser import (
+    ContentText,
+    MalformedText,
+    OutputEvent,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+from hardpoint.plugins.requests import ToolCall
+
+__all__ = ["CompletionParts"]
+
+
+@dataclass
+class _Call:
+    """A call so far, and whether an output has shown it."""
+
+    index: int
+    id: str
+    name: str
+    content_before: int
+    arguments: list[str] = field(default_factory=list)
+    shown: bool = False
+
+
+_OF_CALLS = (ToolCallBegin, ToolCallArguments, ToolCallEnd, MalformedText)
+
+
+class CompletionParts:
+    """Reasoning, content and tool calls of one completion, as its outputs show them.
+
+    White space next to a call is no content, and where content begins it waits for the rest of it:
+    a call may follow.
+
+    Attributes:
+        warning: what is wrong with the output, if anything is.
+        has_calls: whether there is a complete tool call.
+    """
+
+    def __init__(self, *, delta: bool, parallel: bool = True) -> None:
+        """Start with nothing.
+
+        Args:
+            delta: whether each output has only what is new.
+            parallel: whether there may be several calls; if not, those after the first complete one
+                are left out.
+        """
+        self._delta, self._parallel = delta, parallel
+        self._in_extra_call = False
+        self._void: list[int] = []  # indexes of calls that were output and then broke
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._space = ""  # that waits
+        self._in_content = False
+        self._calls: list[_Call] = []
+        self._num_calls = 0
+        self._in_call = self.has_calls = False
+        self.warning: str | None = None
+
+    def add(self, events: Iterable[OutputEvent]) -> None:
+        """Take what the parser has found, in order."""
+        for event in itertools.filterfalse(self._is_left_out, events):
+            match event:
+                case ContentText(text):
+                    self._add_content(text)
+                case ReasoningText(text):
+                    self._in_content = False
+                    self._reasoning.append(text)
+                case ToolCallArguments(text):
+                    self._calls[-1].arguments.append(text)
+                case ToolCallBegin(name, call_id):
+                    call_id = call_id or f"call_{secrets.token_hex(12)}"
+                    place = sum(map(len, self._content))
+                    self._calls.append(_Call(self._num_calls, call_id, name, place))
+                    self._num_calls += 1
+                    self._in_call, self._in_content, self._space = True, False, ""
+                case MalformedText(text, reason):
+                    if self._in_call:
+                        self._void_call()
+                    self._add_content(text)
+                    self.warning = reason
+                    if self._void:  # a stream cannot take back what it has shown
+                        void = ", ".join(map(str, self._void))
+                        self.warning += f"; void are the calls begun with index {void}"
+                case ToolCallEnd():
+                    self.has_calls, self._in_call = True, False
+
+    def finish(self) -> None:
+        """End the completion: white space that is no part of anything is content without calls."""
+        if self._space and not self.has_calls:
+            self._content.append(self._space)
+        self._space = ""
+
+    def _add_content(self, text: str) -> None:
+        if self._in_content:
+            self._content.append(text)
+            return
+        self._space += text
+        if self._space and not self._space.isspace():
+            self._content.append(self._space)
+            self._space, self._in_content = "", True
+
+    def _is_left_out(self, event: OutputEvent) -> bool:
+        """Return whether an event belongs to a call after the only one that there may be."""
+        if isinstance(event, ToolCallBegin):
+            self._in_extra_call = self.has_calls and not self._parallel
+        if not self._in_extra_call or not isinstance(event, _OF_CALLS):
+            return False
+        self._in_extra_call = not isinstance(event, ToolCallEnd | MalformedText)
+        return True
+
+    def _void_call(self) -> None:
+        """Drop the open call, whose text is content; a part that was output stays so."""
+        self._in_call = False
+        call = self._calls.pop()
+        if call.shown:
+            self._void.append(call.index)
+        else:
+            self._num_calls -= 1
+
+    def pop(self) -> tuple[str | None, str | None, list[ToolCall] | None]:
+        """Return reasoning, content and tool calls: all of them, or what is new; None if absent."""
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        calls = [shown for call in self._calls if (shown := self._part_of(call))]
+        if self._delta:
+            self._reasoning, self._content = [], []
+            self._calls = self._calls[-1:] if self._in_call else []
+            for call in self._calls:
+                call.content_before = 0
+        return reasoning or None, content or None, calls or None
+
+    def _part_of(self, call: _Call) -> ToolCall | None:
+        arguments = "".join(call.arguments)
+        first = not (self._delta and call.shown)
+        if not first and not arguments:
+            return None
+        if self._delta:
+            call.arguments, call.shown = [], True
+        return ToolCall(
+            index=call.index,
+            id=call.id if first else None,
+            name=call.name if first else None,
+            arguments=arguments,
+            content_before=call.content_before,
+        )

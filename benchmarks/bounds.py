@@ -104,10 +104,10 @@ def measure(size: ModelSize) -> Machine:
     """Measure this machine; takes some seconds."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     with torch.inference_mode():
-        return Machine(_read_rate(), {name: _gemm_rate(size, d) for name, d in dtypes.items()})
+        return Machine(read_rate(), {name: _gemm_rate(size, d) for name, d in dtypes.items()})
 
 
-def _read_rate() -> float:
+def read_rate() -> float:
     data = torch.ones(_READ_BYTES // 4)
     table, vector = data.view(-1, 8192), torch.ones(8192)
     ways: list[Callable[[], object]] = [data.sum, data.max, lambda: table @ vector]

@@ -5,7 +5,8 @@
 // number of rows, threads and blocks.
 //
 // Codes are unpacked in registers wherever that costs little beside reading or multiplying them.
-// Else a part of a few panels is unpacked into memory that stays in cache, for a block of rows.
+// Else the first rows of a block leave what they unpack of a few panels in memory that stays in
+// cache, for the other rows.
 #pragma once
 
 #include "codes_vectors.h"
@@ -24,13 +25,13 @@ constexpr int DIRECT_PANELS = 1;
 #endif
 constexpr int TILE_PANELS = gemm::TILE_PANELS;
 constexpr int MOST_PANELS = std::max(DIRECT_PANELS, TILE_PANELS);
-constexpr long CHUNK_UNITS = 16;  // that are unpacked, or whose factors are read, at once
+constexpr long CHUNK_UNITS = 64;  // that are unpacked, or whose factors are read, at once
 constexpr long LATER = 1024;      // bytes of factors that are asked for before they are read
 
-// Return whether unpacking pays: with permutations, only where it takes several of them, and for
-// many rows.
-inline bool unpacks(const Segment& segment, long rows) {
-  if (PERMUTES) return segment.bits > 4 && rows >= 64;
+// Return whether a block of rows is multiplied with codes that its first rows unpack: with
+// permutations, that pays only where it takes several of them.
+inline bool unpacks(const Segment& segment, int rows) {
+  if (PERMUTES) return segment.bits > 4 && rows >= 2 * gemm::TILE_ROWS;
   return rows > 6 || !segment.is_affine;
 }
 
@@ -202,8 +203,7 @@ void with_packed(const Panels& panels, long unit, Work work) {
 // As `tile`, for any number of rows: few sizes, which are compiled quickly.
 template <int P, class Source, class X>
 void tiles(Source source, const Chunk& chunk, Rows<X> rows, int count, float* y) {
-  constexpr bool DIRECT = !std::is_same_v<Source, Unpacked>;
-  constexpr int MOST = DIRECT && !PERMUTES ? 2 : gemm::TILE_ROWS;
+  constexpr int MOST = Source::MOST_ROWS;
   for (int row = 0; row < count;) {
     int left = count - row, size = 1;
     float* at = y + row * P * PANEL;
@@ -237,13 +237,16 @@ void multiply_panels(const Panels& panels, Rows<X> rows, int count, float* y) {
   constexpr long STRIDE = CHUNK_UNITS * PAIRS * PAIR_BYTES;
   while (read_next<P>(segment, padded, scales, offsets, chunk)) {
     with_packed(panels, chunk.first_unit, [&](auto packed) {
-      if constexpr (DIRECT)
+      if constexpr (DIRECT) {
         tiles<P>(packed, chunk, rows, count, y);
-      else
-        unpack<P>(packed, chunk.units, scratch.get(P * STRIDE), STRIDE);
+      } else {
+        uint8_t* memory = scratch.get(P * STRIDE);
+        int first = std::min(count, gemm::TILE_ROWS);
+        tiles<P>(Unpacking<decltype(packed)>{packed, memory, STRIDE}, chunk, rows, first, y);
+        tiles<P>(Unpacked{memory, STRIDE}, chunk, rows.from(first), count - first,
+                 y + first * P * PANEL);
+      }
     });
-    if constexpr (!DIRECT)
-      tiles<P>(Unpacked{scratch.get(P * STRIDE), STRIDE}, chunk, rows, count, y);
   }
 }
 
@@ -350,7 +353,7 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
         sums.get(operands.at, operands.stride, count, segment, padded, call, row);
         Rows<Operand<T>> part{operands.at, sums.at, operands.stride, sums.stride};
         long panel = strip * STRIP, width = std::min(STRIP, segment.panels() - panel);
-        auto run = unpacks(segment, rows) ? multiply_strip<TILE_PANELS, false, T, Y>
+        auto run = unpacks(segment, count) ? multiply_strip<TILE_PANELS, false, T, Y>
                                           : multiply_strip<DIRECT_PANELS, true, T, Y>;
         run(matrix, segment, panel, width, part, row, count, column, output);
       }

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "codes.h"
+#include "gemm.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -74,6 +75,7 @@ constexpr bool PERMUTES = false;
 template <int BITS, bool TABLE>
 struct Packed {
   static constexpr long BYTES = BITS * 64;  // of a block of a panel
+  static constexpr int MOST_ROWS = PERMUTES ? gemm::TILE_ROWS : 2;
 
   const uint8_t* at;  // the first panel's first block
   long stride;        // from block to block
@@ -165,6 +167,8 @@ struct Packed {
 
 // Values that were unpacked: bf16, for each panel the pairs of depths one after the other.
 struct Unpacked {
+  static constexpr int MOST_ROWS = gemm::TILE_ROWS;
+
   const uint8_t* at;
   long stride;  // from panel to panel
 
@@ -197,23 +201,42 @@ struct Unpacked {
   }
 };
 
-// Unpack `units` units of P panels into `to`, which is laid out as `Unpacked` says.
-template <int P, class Source>
-__attribute__((noinline)) void unpack(Source source, long units, uint8_t* to, long stride) {
-  constexpr int V = P * PANEL_VECTORS;
-  for (long index = 0; index < units; index++) {
-    auto unit = source.template unit<V>(index);
-#pragma GCC unroll 8
-    for (int p = 0; p < PAIRS; p++)
-#pragma GCC unroll 16
-      for (int v = 0; v < V; v++) {
-        Words words = source.pair(unit, v, p);
-        memcpy(to + v / PANEL_VECTORS * stride + (index * PAIRS + p) * PAIR_BYTES +
-                   v % PANEL_VECTORS * LANES * 4,
-               &words, sizeof words);
-      }
+// Codes that are unpacked into memory, laid out as `Unpacked` says, while they are multiplied.
+template <class Source>
+struct Unpacking {
+  static constexpr int MOST_ROWS = gemm::TILE_ROWS;
+
+  Source source;
+  uint8_t* to;
+  long stride;  // from panel to panel
+
+  template <int V>
+  struct Unit {
+    typename Source::template Unit<V> packed;
+    uint8_t* to;
+  };
+
+  template <int V>
+  __attribute__((always_inline)) Unit<V> unit(long index) const {
+    return {source.template unit<V>(index), to + index * PAIRS * PAIR_BYTES};
   }
-}
+
+  template <int V>
+  __attribute__((always_inline)) Words pair(const Unit<V>& unit, int v, int p) const {
+    Words words = source.pair(unit.packed, v, p);
+    memcpy(unit.to + v / PANEL_VECTORS * stride + p * PAIR_BYTES + v % PANEL_VECTORS * LANES * 4,
+           &words, sizeof words);
+    return words;
+  }
+
+  template <int V>
+  __attribute__((always_inline)) void floats(const Unit<V>& unit, int v, int p, Floats& even,
+                                             Floats& odd) const {
+    Words words = pair(unit, v, p);
+    even = lower(words);
+    odd = upper(words);
+  }
+};
 
 // sums += x * values of pair p over its two depths, in order. at: x's rows.
 template <int R, int V, class Source, class Unit>

@@ -160,6 +160,14 @@ __attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<
   for (int v = 0; v < V; v++)
     weights[v] = product.weights + (panel + v / PANEL_VECTORS) * size + from * PANEL +
                  (v % PANEL_VECTORS) * LANES * (4 / sizeof(W));
+  // The lines of y that are written at the end: a core waits for few stores at a time.
+  if (to == product.depth) {
+    for (int r = 0; r < R; r++) {
+      const Y* y = product.y + (row + r) * product.y_stride + panel * PANEL;
+      __builtin_prefetch(y, 1);
+      __builtin_prefetch(y + P * PANEL - 1, 1);
+    }
+  }
   Floats sums[R][V];
   if (from) {
 #pragma GCC unroll 16

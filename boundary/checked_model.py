@@ -24,6 +24,7 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.model import CUTS, is_shape
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.system import torch_state
 from hardpoint.system.memory import is_out_of_memory
 
 from .guard import PASSING, Boundary, checked
@@ -289,11 +290,12 @@ def checked_weights(
     Raises:
         PluginFaultError: it yielded something else, or a weight twice.
     """
-    weights = cut_weights(loader, shapes, cuts) if cuts else loader.weights(dict(shapes))
+    with torch_state.kept(source, "weights"):
+        weights = cut_weights(loader, shapes, cuts) if cuts else loader.weights(dict(shapes))
     if not isinstance(weights, Iterable):
         raise wrong_result(source, "weights", weights, "weights one after the other")
     seen: set[str] = set()
-    for item in weights:
+    for item in _kept(source, weights):
         if not _is_weight(item):
             expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
             if isinstance(item, tuple) and len(item) == 2:  # of tensors without their numbers
@@ -307,6 +309,17 @@ def checked_weights(
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
         seen.add(name)
         yield name, tensor
+
+
+def _kept(source: Source, weights: Iterable[Any]) -> Iterator[Any]:
+    """Yield what a loader yields; put back what it changes in torch's settings."""
+    items, end = iter(weights), object()
+    while True:
+        with torch_state.kept(source, "weights"):
+            item = next(items, end)
+        if item is end:
+            return
+        yield item
 
 
 def cut_weights(

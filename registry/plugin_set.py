@@ -436,7 +436,7 @@ def _is_wrapper(target: Any) -> TypeGuard[type[Component]]:
 
 
 def _wraps(outer: SelectedPlugin, target: type[Component], options: Any) -> Sequence[str]:
-    with inspecting(outer.source):
+    with inspecting(outer.source), keeping_torch(outer.source, "wraps"):
         wraps = target.wraps(options)
     if not isinstance(wraps, list | tuple) or not all(isinstance(use, str) for use in wraps):
         raise PluginContractError(

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.registry.blame import close_if_failed, describe, faults_as, raise_unless_fault
+from hardpoint.registry.loading import keeping_torch
 from hardpoint.registry.plugin_set import PluginSet
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
@@ -122,7 +123,10 @@ def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]
         PluginFaultError: it cannot be built, or is of another class.
     """
     name = f"{source}: its {cls.maker}()"
-    with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+    with (
+        faults_as(PluginFaultError, name, passing=(HardpointError,)),
+        keeping_torch(source, cls.maker),
+    ):
         half = getattr(part, cls.maker)(context)
     if half is not None and not isinstance(half, cls.interface):
         expected = cls.interface.__name__

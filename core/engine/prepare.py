@@ -27,6 +27,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.registry.discovery import advise, left_out_names
+from hardpoint.registry.loading import keeping_torch
 from hardpoint.registry.model_files import find_files, unreadable, with_recommended
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.memory import is_out_of_memory, memory_limit, out_of_memory
@@ -121,7 +122,9 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
         return plugins.create(entry, LoaderContext, files=files)
     entries = plugins.entries("loaders")
     for entry in entries:
-        if plugins.target(entry).recognises(files):
+        with keeping_torch(entry.source, "recognises"):
+            recognised = plugins.target(entry).recognises(files)
+        if recognised:
             return plugins.create(entry, LoaderContext, files=files)
     absent = left_out_names("loaders")
     raise unreadable(
@@ -142,17 +145,20 @@ def prepare_worker(
     """
     loader = open_loader(config, plugins, find_files(config.model))
     device = _device(config)
+    source = plugins.get("loaders", loader.name).source
     try:
         # Before the fields, which other architectures may call otherwise.
-        if (architecture := loader.architecture()) is not None:
+        with keeping_torch(source, "architecture"):
+            architecture = loader.architecture()
+        if architecture is not None:
             _check_architecture(architecture, plugins, loader)
-        model_config = loader.config()
+        with keeping_torch(source, "config"):
+            model_config = loader.config()
     except (MemoryError, OSError, RuntimeError) as error:  # mapping files takes address space
         if not is_out_of_memory(error):
             raise
         raise ModelError(f"model: {out_of_memory(error, memory_limit(device))}") from error
     if not _is_model_config(model_config):
-        source = plugins.get("loaders", loader.name).source
         raise PluginFaultError(
             f"{source}: its config() gave {repr(model_config)[:120]}, expected a ModelConfig with "
             f"sizes >= 1"

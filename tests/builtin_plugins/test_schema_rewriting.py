@@ -325,9 +325,10 @@ def test_the_start_of_an_expression(pattern, start):
 
 
 def test_expressions_for_all_other_texts():
-    for texts in (["a"], ["", "ab"], ["ab", "abc", "b"], ["]", "^", "-"]):
+    for texts in (["a"], ["", "ab"], ["ab", "abc", "b"], ["]", "^", "-"], ['"', 'a"', "\\"]):
         state = compiled({"type": "string", "pattern": none_of(texts)})
-        for text in ("", "a", "ab", "abc", "b", "ba", "]", "^", "-", "]]", "\n", "é"):
+        letters = ("]", "^", "-", "]]", "\n", "é", '"', "\\", 'a"', "a\\", "\\\\", '""')
+        for text in ("", "a", "ab", "abc", "b", "ba", *letters):
             assert takes(state, json.dumps(text, ensure_ascii=False)) == (text not in texts), (
                 texts,
                 text,
@@ -339,6 +340,49 @@ def test_expressions_for_all_other_texts():
         "",
         "xx-",
     ]
+
+
+@pytest.mark.parametrize(
+    ("letters", "taken"),
+    [
+        ('[^"]', ["\\", "a", "\n", "\x01"]),
+        (r"[^\\]", ['"', "a", "\n", "\x01"]),
+        (r'[^"\\]', ["a", "\n", "\x01"]),
+        ('[^"\n]', ["\\", "a", "\x01"]),
+        (r"[^\x{22}]", ["\\", "a", "\n", "\x01"]),
+        (r"[^!-/\]]", ["\\", "a", "\n", "\x01"]),
+        (r"[^]\"]", ["\\", "a", "\n", "\x01"]),
+        (r"[^\S\x00-\x1f]", []),
+        (r"\P{P}", ["a", "\n", "\x01"]),
+        (r"[\x00-\x1f]", ["\n", "\x01"]),
+        ("[\x00-\x1fa]", ["a", "\n", "\x01"]),
+        ("[[:cntrl:]]", ["\n", "\x01"]),
+        ("[^a]", ['"', "\\", "\n", "\x00", "\x01"]),
+        (r"\W", ['"', "\\", "\n", "\x00", "\x01"]),
+        (r"\D", ['"', "\\", "a", "\n", "\x00", "\x01"]),
+        (".", ['"', "\\", "a", "\x00", "\x01"]),
+    ],
+)
+def test_classes_of_all_control_characters_have_no_other_escapes(letters, taken):
+    """llguidance's own have, so that strings would come which the expression does not match."""
+    texts = ['"', "\\", "a", "\n", "\x00", "\x01"]
+    state = compiled({"type": "string", "pattern": f"^{letters}$"})
+    assert [text for text in texts if takes(state, json.dumps(text))] == taken
+    names = {"patternProperties": {f"^{letters}$": {}}, "additionalProperties": False}
+    of_object = compiled({"type": "object", **names})
+    assert [text for text in texts if takes(of_object, json.dumps({text: 1}))] == taken
+    state = compiled({"type": "object", "propertyNames": {"pattern": f"^{letters}$"}})
+    assert [text for text in texts if takes(state, json.dumps({text: 1}))] == taken
+
+
+def test_a_name_is_not_spelled_with_an_escaped_quote():
+    """The other names next to a listed one have a schema of their own."""
+    name = 'a"'
+    schema = {"properties": {name: {"type": "null"}}, "additionalProperties": {"type": "integer"}}
+    state = compiled({"type": "object", **schema})
+    assert takes(state, json.dumps({name: None}))
+    assert not takes(state, json.dumps({name: 1}))
+    assert takes(state, json.dumps({'"': 1}))
 
 
 class TestWhiteSpace:

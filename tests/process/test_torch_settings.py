@@ -11,10 +11,20 @@ from support.fault_cases import run_all
 
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.native import check_rows, check_tensors
 from hardpoint.builtin_plugins.policies import FirstComeFirstServed
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
-from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
+from hardpoint.kernels import cpu
+from hardpoint.plugins import (
+    EngineHalf,
+    FrontendHalf,
+    LogitsProcessor,
+    Phase,
+    StepPart,
+    WorkerHalf,
+    hookimpl,
+)
 from hardpoint.system import torch_state
 from hardpoint.testing import scripted_config, scripted_engine
 
@@ -139,6 +149,101 @@ class Scheduler(DefaultScheduler):
         return super().update(plan, result)
 
 
+class Part(StepPart):
+    contract = 1
+
+    class Options(plugins.Options):
+        what: str
+        method: str
+
+    def change(self, method):
+        if self.options.method == method:
+            CHANGES[self.options.what]()
+
+    def frontend_half(self, context):
+        self.change("frontend_half")
+        return FrontendHalf()
+
+    def engine_half(self, context):
+        self.change("engine_half")
+        return EngineHalf()
+
+    def worker_half(self, context):
+        self.change("worker_half")
+        return WorkerHalf()
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("method", ["frontend_half", "engine_half", "worker_half"])
+def test_of_what_makes_the_halves_of_a_step_part(scripted, caplog, what, method):
+    config = {
+        "plugins": {"enable": [f"{HERE}:Part"]},
+        "plugin": {"part": {"what": what, "method": method}},
+    }
+    engine = scripted_engine(scripted, config)
+    finals = run_all(engine, [("a", "say abc", PARAMS)])
+    engine.close()
+    assert finals["a"].outputs[0].error is None
+    (line,) = lines(caplog)
+    assert line.startswith(f"plugin 'part' ({HERE}:Part), asked for by plugins.enable[1]")
+    assert f": its {method} changed torch's {what} from " in line
+
+
+class Loader(DummyLoader):
+    contract = 1
+    what = ""
+    method = ""
+
+    @classmethod
+    def change(cls, method):
+        if cls.method == method:
+            CHANGES[cls.what]()
+
+    @classmethod
+    def recognises(cls, files):
+        cls.change("recognises")
+        return True
+
+    @classmethod
+    def wraps(cls, options):
+        cls.change("wraps")
+        return super().wraps(options)
+
+    def architecture(self):
+        self.change("architecture")
+        return super().architecture()
+
+    def config(self):
+        self.change("config")
+        return super().config()
+
+    def weights(self, shapes):
+        self.change("weights")
+        yield from super().weights(shapes)  # a generator, which changes it when it begins
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("method", ["recognises", "wraps", "architecture", "config", "weights"])
+def test_of_a_loader(scripted, caplog, monkeypatch, what, method):
+    monkeypatch.setattr(Loader, "what", what)
+    monkeypatch.setattr(Loader, "method", method)
+    config = {"load": {"use": f"{HERE}:Loader"}}
+    if method == "recognises":
+        config = {
+            "load": {"use": "auto"},
+            "plugins": {"replace": {"safetensors": f"{HERE}:Loader"}},
+        }
+    engine = scripted_engine(scripted, config)
+    engine.close()
+    found = lines(caplog)
+    assert found
+    for line in found:
+        assert f"({HERE}:Loader), asked for by " in line
+        changed = f"changed torch's {what} from "
+        # The weights of this loader depend on its own config().
+        assert f": its {method} {changed}" in line or f": its weights {changed}" in line
+
+
 class Hooks:
     """Changes a setting in the hook that it is made for."""
 
@@ -219,6 +324,14 @@ def test_of_hooks(scripted, caplog, what, hook):
     (line,) = lines(caplog)
     assert line.startswith(f"plugin 'hooks' ({HERE}:Hooks()), asked for by plugins= of LLM")
     assert f"{hook} changed torch's {what} from " in line
+
+
+def test_kernels_are_tried_on_the_processor():
+    torch.set_default_device("meta")
+    try:
+        assert cpu.load("plain") is not None
+    finally:
+        torch.set_default_device(None)
 
 
 def test_what_kernels_cannot_read():

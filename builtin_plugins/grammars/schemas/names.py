@@ -7,7 +7,7 @@ from typing import Any
 
 from .facts import Proofs
 from .formats import FORMATS
-from .patterns import none_of
+from .patterns import none_of, quotable
 from .views import Made, Schema, View, Views
 
 _LISTED = frozenset({"$ref", "allOf", "const", "enum", "type"})
@@ -53,6 +53,7 @@ def named(result: dict[str, Any], view: View, proofs: Proofs) -> list[Any]:
         )
     if not pattern:
         return []
+    pattern = quotable(pattern)
     if listed:
         return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
     result["patternProperties"] = {pattern: rest}
@@ -76,7 +77,7 @@ def without_escapes(result: dict[str, Any]) -> None:
         return
     if rest is not True and sum(map(len, listed)) > _MAX_LETTERS:
         return
-    result["patternProperties"] = {"" if rest is True else none_of(listed): rest}
+    result["patternProperties"] = {"" if rest is True else quotable(none_of(listed)): rest}
     result["additionalProperties"] = False
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,6 +17,13 @@ _MAX_WRITTEN = 500_000
 _ANY = "(?s:.)*"
 _LITERAL = re.compile(r"(?:[^\\.^$*+?()\[\]{}|]|\\[^a-zA-Z0-9])*")
 _REPEATED = "*+?{"
+_ESCAPED = '"\\'
+"""Letters that JSON escapes with themselves."""
+
+_CONTROLS = [chr(code) for code in range(32) if chr(code) != "\n"]
+_COMPOSED = re.compile(r"[\[\\&~\x00-\x1f-]")
+_ESCAPE = re.compile(r"\\(?:[pPxu]\{[^}]*\}|.)", re.DOTALL)
+_BRACED = re.compile(r"\\[xu]\{([0-9a-fA-F]{1,8})\}")
 
 
 class Literal(NamedTuple):
@@ -71,6 +80,63 @@ def not_starting(text: str) -> str:
         ValueError: it is too long.
     """
     return f"^(?:{_others([text], starts=True)})$"
+
+
+def quotable(pattern: str) -> str:
+    """Return an expression of which llguidance takes no string that it does not match.
+
+    In JSON strings, its classes of all control characters take a quote and a backslash, too. So
+    those that have not both take no NUL.
+    """
+    found, start, end = [], 0, 0
+    while end < len(pattern):
+        begin, end = end, _end_of_item(pattern, end)
+        if end - begin > 1 and _is_misread(pattern[begin:end]):
+            found += (pattern[start:begin], f"[{pattern[begin:end]}&&[^\\x00]]")
+            start = end
+    return "".join((*found, pattern[start:]))
+
+
+def _end_of_item(pattern: str, start: int) -> int:
+    """Return the end of a letter, an escape or a class, in which others may nest."""
+    depth, place = 0, start
+    while place < len(pattern):
+        if pattern[place] == "\\":
+            escape = _ESCAPE.match(pattern, place)
+            place = escape.end() if escape else len(pattern)
+        elif pattern[place] == "[":
+            depth += 1
+            place += 2 if pattern.startswith("[^", place) else 1
+            place += pattern.startswith("]", place)  # a letter, where it comes first
+        else:
+            depth -= depth > 0 and pattern[place] == "]"
+            place += 1
+        if not depth:
+            break
+    return place
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_misread(item: str) -> bool:
+    """Return whether an escape or class may have all control characters, but not all of _ESCAPED.
+
+    One that cannot be read here may.
+    """
+    if item[0] == "\\" and item[1:2] not in "DPSWp":
+        return False
+    if item[0] == "[" and not _COMPOSED.search(item, 1):  # reading it costs more
+        return item.startswith("[^") and '"' in item
+    if re.search(r"\[.*\[|&&|--|~~", item, re.DOTALL):
+        return True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            letters = re.compile(_BRACED.sub(lambda code: rf"\U{int(code[1], 16):08x}", item))
+    except (re.error, Warning):
+        return True
+    if all(map(letters.match, _ESCAPED)):
+        return False
+    return all(map(letters.match, _CONTROLS))
 
 
 def _others(texts: list[str], *, starts: bool) -> str:

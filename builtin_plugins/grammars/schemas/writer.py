@@ -13,6 +13,7 @@ from .cases import Case, Cases
 from .facts import Proofs
 from .formats import FORMATS
 from .names import named, unevaluated, without_escapes
+from .patterns import quotable
 from .views import SIZES, Made, Schema, View, Views
 
 _IN_CASES = (
@@ -253,8 +254,9 @@ class SchemaWriter:
         match name:
             case "properties" | "patternProperties":
                 if name == "properties" or not self._is_refused(name, value, path):
+                    spelled = quotable if name == "patternProperties" else str
                     result[name] = {
-                        inner: self._write(part, f"{where}.{inner}", is_within=is_within)
+                        spelled(inner): self._write(part, f"{where}.{inner}", is_within=is_within)
                         for inner, part in value.items()
                     }
             case "prefixItems":
@@ -269,7 +271,7 @@ class SchemaWriter:
             case "format":
                 pass  # see _texts
             case _ if not self._is_refused(name, value, path):
-                result[name] = value
+                result[name] = quotable(value) if name == "pattern" else value
 
     def _is_refused(self, name: str, value: Any, path: str) -> bool:
         """Return whether a keyword is left out.

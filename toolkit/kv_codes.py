@@ -25,13 +25,13 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
     is large in few elements is spread over all, and twice rotated is as it was. Keys are rotated
     before they are coded, and the queries that meet them.
     """
-    size = x.shape[-1]
-    n, half, rotated = size & -size, 1, x.float()
+    rotated, size, half = x.float(), x.shape[-1], 1
+    n = size & -size
     while half < n:
-        a, b = rotated.unflatten(-1, (-1, 2, half)).unbind(-2)
-        rotated = torch.stack((a + b, a - b), -2).flatten(-3)
+        a, b = rotated.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        rotated = torch.stack((a + b, a - b), -2).reshape(x.shape)
         half *= 2
-    return rotated * n**-0.5
+    return rotated * float(n**-0.5)
 
 
 def quantize_heads(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

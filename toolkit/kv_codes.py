@@ -28,7 +28,7 @@ def rotate_heads(x: torch.Tensor) -> torch.Tensor:
     rotated, size, half = x.float(), x.shape[-1], 1
     n = size & -size
     while half < n:
-        a, b = rotated.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        a, b = rotated.reshape(*x.shape[:-1], size // (2 * half), 2, half).unbind(-2)
         rotated = torch.stack((a + b, a - b), -2).reshape(x.shape)
         half *= 2
     return rotated * float(n**-0.5)

@@ -155,6 +155,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     each element and a float32 scale for each token, key head and side, keys or values. With the
     limit 127 for int8, 448 for fp8:
 
+    * Keys, and queries in each step, are rotated first, in float32: `rotate_heads` has the
+      additions in their order. It spreads what is large in few elements.
     * scale = (largest magnitude of the head's elements, in float32) / limit. A head whose largest
       magnitude is below 2^-100 has scale 0 and codes 0; one with a number that is not finite has
       scale NaN and codes 0.

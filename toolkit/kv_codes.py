@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["CODE_DTYPES", "dequantize_heads", "quantize_heads"]
+__all__ = ["CODE_DTYPES", "dequantize_heads", "quantize_heads", "rotate_heads"]
 
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """The dtype of codes, by `kv_cache.dtype`."""
@@ -15,6 +15,23 @@ CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LIMITS = {"int8": 127.0, "fp8": 448.0}
 _SMALLEST_HEAD = 2.0**-100  # largest magnitude: products of scales and codes stay normal numbers
 _SMALLEST_FP8 = 2.0**-6
+
+
+def rotate_heads(x: torch.Tensor) -> torch.Tensor:
+    """Return heads, rotated: float32, as x [..., heads, head_size].
+
+    Each run of n elements of a head, n the largest power of 2 that divides its size, is multiplied
+    by the orthogonal, symmetric matrix of Hadamard (as in Ashkboos et al., arXiv:2404.00456): what
+    is large in few elements is spread over all, and twice rotated is as it was. Keys are rotated
+    before they are coded, and the queries that meet them.
+    """
+    rotated, size, half = x.float(), x.shape[-1], 1
+    n = size & -size
+    while half < n:
+        a, b = rotated.reshape(*x.shape[:-1], size // (2 * half), 2, half).unbind(-2)
+        rotated = torch.stack((a + b, a - b), -2).reshape(x.shape)
+        half *= 2
+    return rotated * float(n**-0.5)
 
 
 def quantize_heads(x: torch.Tensor, cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

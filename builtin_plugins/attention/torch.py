@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import AttentionBackend, AttentionContext, AttentionStep, KVSpec
-from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 
 from .plan import AttentionPlan, Group, Piece, Rows, WindowPlan
 
@@ -154,6 +154,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
+        if self._is_coded:
+            q, k = rotate_heads(q).to(q.dtype), rotate_heads(k)
         k, v = self._write(cache, plan.slots, k, v)
         work = plan.for_window(spec.window)
         heads = spec.num_heads // spec.num_kv_heads
@@ -183,7 +185,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             written: tuple[torch.Tensor, ...] = (k, v)
         else:
             sides = [quantize_heads(side, self.context.cache_dtype) for side in (k, v)]
-            k, v = (dequantize_heads(*side, k.dtype) for side in sides)
+            k, v = (dequantize_heads(*side, self.context.dtype) for side in sides)
             # torch copies rows of float8 only as bytes.
             written = (*(codes.view(torch.int8) for codes, _ in sides), *(s for _, s in sides))
         for part, rows in zip(cache, written, strict=True):

@@ -5,7 +5,8 @@
 // [block][kv head][group][16 elements of the head] of a panel whose columns are the elements and
 // whose depth is the tokens. So both products are those of gemm.h. What pads a group or a head is
 // never read as a result. A cache of codes (S is not T) has those of kv_codes.h, and scales, in the
-// place of panels: scores are multiplied by the scales of keys, weights by those of values.
+// place of panels: scores are multiplied by the scales of keys, weights by those of values. Keys are
+// rotated before they are coded, and queries are.
 //
 // A sequence is cut into parts of GROUPS groups at fixed borders. The maximum, the sum and the
 // weighted sum of values of each part are computed in a fixed order, by what a query sees of it
@@ -337,12 +338,16 @@ template <class T, class S>
 void write_head(const Heads<T>& heads, const T* k, const T* v, long lane, S* key, S* value) {
   long size = heads.head_size;
   alignas(64) S codes[SLICE];
-  float key_scale = kv_codes::find_scale<S>(k, size), scale = kv_codes::find_scale<S>(v, size);
+  static thread_local Scratch<float> scratch;
+  float* rotated = scratch.get(size);
+  for (long d = 0; d < size; d++) rotated[d] = to_float(k[d]);
+  kv_codes::rotate_head(rotated, size);
+  float key_scale = kv_codes::find_scale<S>(rotated, size), scale = kv_codes::find_scale<S>(v, size);
   memcpy(key + size * PANEL + lane * sizeof(float), &key_scale, sizeof(float));
   memcpy(value + heads.panels * PANEL * PANEL + lane * sizeof(float), &scale, sizeof(float));
   for (long from = 0; from < size; from += SLICE) {
     long count = std::min<long>(SLICE, size - from);
-    kv_codes::encode(k + from, count, key_scale, codes);
+    kv_codes::encode(rotated + from, count, key_scale, codes);
     for (long d = 0; d < count; d++) key[(from + d) * PANEL + lane] = codes[d];
     kv_codes::encode(v + from, count, scale, codes);
     std::fill(codes + count, codes + (count + PANEL - 1) / PANEL * PANEL, S{});
@@ -465,6 +470,7 @@ struct Workspace {
   Scratch<float> results;
   alignas(64) float scores[MAX_ROWS * PART];
   alignas(64) gemm::Operand<T> weights[MAX_ROWS * PART];
+  Scratch<float> rotated;
   Scratch<T> edges;
   Scratch<float> partials;
 };
@@ -661,9 +667,23 @@ class Attended {
   long row(int i) const { return layer_.plan.row_list()[item_.first + i / group_]; }
 
   void take_query(int i) {
-    const T* from = i < count_ ? layer_.q + row(i) * layer_.q_stride +
-                                     (kv_head_ * group_ + i % group_) * heads_.head_size
-                               : nullptr;
+    const T* q = i < count_ ? layer_.q + row(i) * layer_.q_stride +
+                                  (kv_head_ * group_ + i % group_) * heads_.head_size
+                            : nullptr;
+    if constexpr (CODED<T, S>) {
+      float* rotated = work_.rotated.get(heads_.head_size);
+      if (q) {
+        for (long d = 0; d < heads_.head_size; d++) rotated[d] = to_float(q[d]);
+        kv_codes::rotate_head(rotated, heads_.head_size);
+      }
+      put_query(i, q ? rotated : nullptr);
+    } else {
+      put_query(i, q);
+    }
+  }
+
+  template <class Q>
+  void put_query(int i, const Q* from) {
     for (long slice = 0; slice < slices_; slice++) {
       gemm::Operand<T>* to = queries_ + (slice * padded_ + i) * SLICE;
       long size = from ? std::min<long>(SLICE, heads_.head_size - slice * SLICE) : 0, d = 0;

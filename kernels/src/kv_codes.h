@@ -62,6 +62,21 @@ INLINE Words encode(Floats x, Float8) {
   return size < 0x3c800000u ? Words{} : code;
 }
 
+// Rotate a head: each run of n elements, the largest power of 2 that divides its size, is multiplied
+// by the symmetric orthogonal matrix of Hadamard. Additions are in the order of toolkit/kv_codes.py.
+inline void rotate_head(float* x, long size) {
+  long n = size & -size;
+  for (long half = 1; half < n; half *= 2)
+    for (long from = 0; from < size; from += 2 * half)
+      for (long i = from; i < from + half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+  float factor = (float)(1.0 / std::sqrt((double)n));
+  for (long i = 0; i < size; i++) x[i] *= factor;
+}
+
 template <class T>
 INLINE Floats load_up_to(const T* from, long count) {
   return count >= LANES ? load(from) : load_part(from, (int)count);

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import AttentionStep, KVSpec
-from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 
 Counts = Sequence[tuple[str, int]]
 """The sequences of a step and how many tokens each has in it; those with a single token first."""
@@ -133,9 +133,9 @@ def read_coded(cache_dtype: str) -> Read:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         decoded = (
             dequantize_heads(*quantize_heads(side, cache_dtype), torch.float64)
-            for side in (keys, values)
+            for side in (rotate_heads(keys), values)
         )
-        return next(decoded), next(decoded)
+        return rotate_heads(next(decoded)).double(), next(decoded)
 
     return read
 
@@ -156,10 +156,15 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
     yield "that of codes of earlier steps, and of this step's keys and values", read_own_uncoded
 
     def read_whole_tokens(
-        keys: torch.Tensor, values: torch.Tensor, num_new: int
+        keys: torch.Tensor, values: torch.Tensor, _num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = read(keys.flatten(1)[:, None], values.flatten(1)[:, None], num_new)
-        return tokens[0].view_as(keys), tokens[1].view_as(values)
+        whole = (
+            dequantize_heads(
+                *quantize_heads(side.flatten(1)[:, None], cache_dtype), torch.float64
+            ).view_as(side)
+            for side in (rotate_heads(keys), values)
+        )
+        return rotate_heads(next(whole)).double(), next(whole)
 
     yield "that of one scale for all heads of a token", read_whole_tokens
 
@@ -167,9 +172,19 @@ def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
         keys: torch.Tensor, values: torch.Tensor, _num_new: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = zip(
-            *(quantize_heads(side, cache_dtype) for side in (keys, values)), strict=True
+            *(quantize_heads(side, cache_dtype) for side in (rotate_heads(keys), values)),
+            strict=True,
         )
-        return dequantize_heads(codes[0], scales[1], torch.float64), read(keys, values, 0)[1]
+        misread = rotate_heads(dequantize_heads(codes[0], scales[1], torch.float64)).double()
+        return misread, read(keys, values, 0)[1]
+
+    def read_unrotated(
+        keys: torch.Tensor, values: torch.Tensor, _num_new: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        unrotated = dequantize_heads(*quantize_heads(keys, cache_dtype), torch.float64)
+        return unrotated, read(keys, values, 0)[1]
+
+    yield "that of keys that are not rotated before they are coded", read_unrotated
 
     yield "that of keys with the scales of values", read_swapped
 

@@ -17,7 +17,7 @@ from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.kernels import cpu
 from hardpoint.kernels.twins import PagedSequences, paged_attention
 from hardpoint.plugins import AttentionStep, KVSpec, ModelError
-from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 
 NUM_TOKENS = 6000
 """Of a cache, about."""
@@ -196,6 +196,7 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(
         q, k, v = (
             torch.cat([s.qkv[i][starts[id(s)] : s.done] for s, _ in given_counts]) for i in range(3)
         )
+        q, k = rotate_heads(q), rotate_heads(k)
         k, v = (
             dequantize_heads(*quantize_heads(side, cache_dtype), torch.float32) for side in (k, v)
         )
@@ -230,8 +231,9 @@ def test_codes_and_scales_are_those_of_torch(library, cache_dtype) -> None:
         values[:, :-64].view(kv_heads, 2, tokens, 16).permute(2, 0, 1, 3).flatten(2)[..., :size],
     )
     scales = [side[:, -64:].contiguous().view(torch.float32).T for side in (keys, values)]
-    for codes, found, given_side in zip(stored, scales, sequence.qkv[1:], strict=True):
-        expected, expected_scales = quantize_heads(given_side, cache_dtype)
+    sides = rotate_heads(sequence.qkv[1]), sequence.qkv[2]
+    for codes, found, side in zip(stored, scales, sides, strict=True):
+        expected, expected_scales = quantize_heads(side, cache_dtype)
         assert torch.equal(codes, expected.view(torch.uint8))
         assert torch.equal(found, expected_scales)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
 
-from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 
 
 def codes_of(values: list[float], cache_dtype: str) -> tuple[list[float], float]:
@@ -73,3 +73,25 @@ def test_what_is_read_is_near_what_was_written(cache_dtype, dtype, size, head_si
     assert ((read - x.float()).abs() <= half_step[cache_dtype] * 1.001).all()
     again = dequantize_heads(*quantize_heads(read, cache_dtype), torch.float32)
     assert (again - read).abs().max() <= largest.max() * 1e-6
+
+
+@pytest.mark.parametrize(("size", "n"), [(1, 1), (17, 1), (24, 8), (64, 64), (96, 32)])
+def test_rotation_is_by_the_matrix_of_hadamard(size, n) -> None:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < n:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    x = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(0))
+    rotated = rotate_heads(x)
+    expected = (x.unflatten(-1, (-1, n)) @ matrix / n**0.5).flatten(-2)
+    assert (rotated - expected).abs().max() < 1e-5
+    assert (rotate_heads(rotated) - x).abs().max() < 1e-5
+
+
+def test_rotated_heads_are_nearer_if_few_elements_are_large() -> None:
+    x = torch.randn(50, 1, 64, generator=torch.Generator().manual_seed(0))
+    x[..., 3] *= 40
+    plain = dequantize_heads(*quantize_heads(x, "int8"), torch.float32)
+    rotated = rotate_heads(
+        dequantize_heads(*quantize_heads(rotate_heads(x), "int8"), torch.float32)
+    )
+    assert (rotated - x).square().mean() < (plain - x).square().mean() / 2

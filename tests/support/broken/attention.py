@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from hardpoint.plugins import AttentionBackend
-from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads
+from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
 
 
 class Plain(AttentionBackend):
@@ -496,7 +496,7 @@ class Coded(Viewed):
     def write(self, cache, plan, k, v):
         if not self.is_coded:
             return super().write(cache, plan, k, v)
-        for side, x in enumerate((k, v)):
+        for side, x in enumerate((rotate_heads(k), v)):
             codes, scales = self.quantize(x)
             cache[0][side, plan.slots] = codes.view(torch.uint8)
             self.write_scales(cache[1][side], plan.slots, scales)
@@ -511,7 +511,9 @@ class Coded(Viewed):
         if not self.is_coded:
             return super().read(cache, slots)
         codes = cache[0][:, slots].view(CODE_DTYPES[self.context.cache_dtype])
-        return dequantize_heads(codes, self.read_scales(cache[1], slots), torch.float32)
+        found = dequantize_heads(codes, self.read_scales(cache[1], slots), torch.float32)
+        found[0] = rotate_heads(found[0])
+        return found
 
     def read_scales(self, scales, slots):
         return scales[:, slots]

@@ -108,6 +108,7 @@ def measure(size: ModelSize) -> Machine:
 
 
 def read_rate() -> float:
+    """Return the bytes per second that torch's threads read."""
     data = torch.ones(_READ_BYTES // 4)
     table, vector = data.view(-1, 8192), torch.ones(8192)
     ways: list[Callable[[], object]] = [data.sum, data.max, lambda: table @ vector]

@@ -34,7 +34,7 @@ class Format:
     """How weights are stored.
 
     Attributes:
-        bits: of a code; 16 is bf16.
+        bits: number of bits of a code; 16 is bf16.
         group: columns that share a scale.
         offsets: whether groups have offsets.
     """

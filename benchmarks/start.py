@@ -4,6 +4,7 @@
     python benchmarks/start.py --load mixed      # the peak after this load of benchmarks/offline.py
 
 The engine is in the caller's process, then in one of its own. Printed are medians of the rounds.
+"of import torch" is all of it divided by the time of `python -c "import torch"` in the same run.
 Peak memory is VmHWM, the most that was resident at once, of the caller and of the engine's process.
 """
 
@@ -86,6 +87,13 @@ def start(model: str, in_process: bool, load: dict[str, Any] | None) -> dict[str
     return found
 
 
+def import_torch() -> float:
+    """Return the seconds of a process that imports torch and ends."""
+    launched = time.time()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.time() - launched
+
+
 def show(result: dict[str, dict[str, float]], title: str) -> None:
     """Print the table."""
     table = Table(title=title)
@@ -118,10 +126,13 @@ def main() -> None:
         {mode: start(options.model, inside, load) for mode, inside in MODES.items()}
         for _ in range(options.rounds)
     ]
+    torch = statistics.median(import_torch() for _ in range(options.rounds))
     result = {
         mode: {name: statistics.median(r[mode][name] for r in rounds) for name in rounds[0][mode]}
         for mode in MODES
     }
+    for found in result.values():
+        found["of import torch"] = found["all together"] / torch
     after = f"; peaks after {LOADS[options.load]}" if options.load else ""
     show(result, f"to the first token of {options.model}, medians of {options.rounds}{after}")
     if options.json:

@@ -48,6 +48,7 @@ SMALL_MODULES = {
     "hardpoint.system.process.parent_death": "signals of the system; has tests of its own",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
+    "hardpoint.core.kv_cache.block_hashes": "an algorithm with tests of its own",
     "hardpoint.system.rank_store": "a server, which runs only while ranks of hosts meet",
     "hardpoint.system.profiling": "torch's profiler, which nothing else of a worker needs",
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",

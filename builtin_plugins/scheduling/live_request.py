@@ -80,7 +80,7 @@ class LiveRequest(Request):
         self.num_cached_tokens -= lost
         self.num_external_tokens = max(self.num_external_tokens - lost, 0)
 
-    def take(self, token: int) -> FinishReason | None:
+    def append_sampled(self, token: int) -> FinishReason | None:
         """Append a sampled token; return why the request ends with it, None if it goes on."""
         list.append(self.output_token_ids, token)
         self.num_tokens = length = self.num_tokens + 1

@@ -148,7 +148,7 @@ def _append_tokens(
         _add_events(request, output)
     before = request.num_tokens
     for token in tokens:
-        if (reason := request.take(token)) is not None:
+        if (reason := request.append_sampled(token)) is not None:
             output.finish_reason = reason
             if reason is FinishReason.STOP:
                 output.stop_reason = request.stop_reason(token)

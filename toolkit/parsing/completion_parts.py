@@ -1,4 +1,4 @@
-"""What the events of a parser add up to: reasoning, content and tool calls of a completion."""
+"""Reasoning, content and tool calls of a completion, from the events of its parser."""
 
 from __future__ import annotations
 

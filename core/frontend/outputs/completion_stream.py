@@ -267,7 +267,8 @@ class CompletionStream:
             shown.reasoning, shown.content, shown.tool_calls = self.parts.pop()
             if finished:
                 shown.warning = self.parts.warning
-        self.num_shown, self._has_shown = self.num_tokens, True
+        self._has_shown = True
+        self.num_shown = len(self.token_ids) + (self.num_shown if self._delta else 0)
         if self._delta:
             self._pieces = [held] if held else []
             self.token_ids = []

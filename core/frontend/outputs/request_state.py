@@ -279,7 +279,7 @@ class RequestState:
         if (stream := self._stream) is None:
             stream = self._stream = self._new_stream()
             self._parse_by(stream)
-            if self._is_plain():
+            if output.finish_reason is None and self._is_plain():
                 self.plain = stream
         new = stream.push(output.new_token_ids, output.finish_reason)
         if stream.stop_string is not None:

@@ -295,7 +295,7 @@ def checked_weights(
     if not isinstance(weights, Iterable):
         raise wrong_result(source, "weights", weights, "weights one after the other")
     seen: set[str] = set()
-    for item in _kept(source, weights):
+    for item in torch_state.kept_within(weights, source, "weights"):
         if not _is_weight(item):
             expected = "a name and a dense CPU tensor, or a QuantizedWeight of such"
             if isinstance(item, tuple) and len(item) == 2:  # of tensors without their numbers
@@ -309,17 +309,6 @@ def checked_weights(
             raise PluginFaultError(f"{source}: its weights() gave {name!r} twice")
         seen.add(name)
         yield name, tensor
-
-
-def _kept(source: Source, weights: Iterable[Any]) -> Iterator[Any]:
-    """Yield what a loader yields; put back what it changes in torch's settings."""
-    items, end = iter(weights), object()
-    while True:
-        with torch_state.kept(source, "weights"):
-            item = next(items, end)
-        if item is end:
-            return
-        yield item
 
 
 def cut_weights(

@@ -19,6 +19,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
+from hardpoint.system.forks import FORKS, end_if_copied
 from hardpoint.system.plugin_settings import READ, changed
 
 T = TypeVar("T")
@@ -175,7 +176,7 @@ def _range(limit: int) -> str:
 
 
 class StepSettings:
-    """Puts back what a scheduler, policy or executor of a third party has changed, and names it."""
+    """Puts back what a scheduler, policy or executor of a third party has changed; ends copies."""
 
     def __init__(
         self,
@@ -193,6 +194,7 @@ class StepSettings:
             policy: returns the source of the policy now.
         """
         self._label, self._policy = label, policy
+        self._forks = FORKS[0]
         self._scheduler_is_ours = _third_party(scheduler) is None
         self._executor = _third_party(executor)
 
@@ -210,6 +212,7 @@ class StepSettings:
         The calls of a policy are compared themselves, but for `scheduled`, which is called for each
         request: where the scheduler is a built-in, that must have changed them.
         """
+        end_if_copied(self._forks)
         if before is None or READ[0]() == before:
             return
         if self._scheduler_is_ours:
@@ -226,6 +229,7 @@ class StepSettings:
 
         The engine's own worker may set the number of threads in it.
         """
+        end_if_copied(self._forks)
         if before is not None and READ[0]() != before:
             changed(before, self._executor, method, threads=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,6 +106,23 @@ def kept(plugin: object, method: str, before: State | None = None) -> Iterator[N
     finally:
         if read() != before:
             put_back(before, plugin, method)
+
+
+def kept_within(items: Iterable[Any], plugin: object, method: str) -> Iterator[Any]:
+    """Yield items that a plugin makes; put back what it changes while it makes each.
+
+    Args:
+        items: the plugin's.
+        plugin: names it.
+        method: method that returned them.
+    """
+    left, end = iter(items), object()
+    while True:
+        with kept(plugin, method):
+            item = next(left, end)
+        if item is end:
+            return
+        yield item
 
 
 def _device(context: Any) -> str:

@@ -317,6 +317,40 @@ def test_properties_keep_their_order():
 
 
 @pytest.mark.parametrize(
+    "limit",
+    [
+        {"type": "integer", "minimum": 2},
+        {"type": "integer", "maximum": 2},
+        {"type": "integer", "exclusiveMinimum": 2},
+        {"type": "integer", "exclusiveMaximum": 2},
+        {"type": "string", "minLength": 2},
+        {"type": "string", "maxLength": 2},
+        {"type": "array", "minItems": 2},
+        {"type": "array", "maxItems": 2},
+        {"type": "object", "minProperties": 2},
+        {"type": "object", "required": ["a", "c"]},
+        {"type": "object", "dependentRequired": {"a": ["b", "c"]}},
+    ],
+    ids=lambda limit: [*limit][1],
+)
+def test_what_is_not_within_a_limit(limit):
+    kind = limit["type"]
+    names = {name: {} for name in NAMES}
+    listed = {"properties": names, "additionalProperties": False} if kind == "object" else {}
+    schema = {"type": kind, **listed, "not": limit}
+    values = {
+        "integer": [1, 2, 3],
+        "string": ["", "x", "yy", "xyx"],
+        "array": [[], [1], [1, 2], [1, 2, 3]],
+        "object": [dict.fromkeys(NAMES[:count], 1) for count in range(4)] + [{"c": 1}],
+    }[kind]
+    state, validator = compiled(schema), Draft202012Validator(schema)
+    assert [takes_value(state, value) for value in values] == [
+        validator.is_valid(value) for value in values
+    ]
+
+
+@pytest.mark.parametrize(
     ("pattern", "start"),
     [("^ab", "ab"), ("ab", ""), ("^ab*", "a"), ("^ab|c", ""), (r"^a\.b[|]", "a.b"), ("^(a)", "")],
 )

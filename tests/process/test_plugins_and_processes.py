@@ -19,6 +19,8 @@ from support.process.harness import pid_of, process_config
 from support.waiting import alive, wait_until
 
 from hardpoint import LLM, SamplingParams, plugins
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import LogitsProcessor, Phase, hookimpl
 from hardpoint.system.process.children import kill_children
 from hardpoint.system.process.process import ChildProcess
@@ -153,6 +155,82 @@ class Ends(Forks):
         process.terminate()
         process.join()
         Path(self.options.path).write_text(str(process.exitcode))
+
+
+def copy_process(method):
+    """Fork at the first call of the method, if the environment names it."""
+    path = Path(os.environ["COPIES"])
+    if path.name == method and not path.exists():
+        path.touch()
+        if (pid := os.fork()) != 0:
+            path.write_text(str(pid))
+
+
+class Scheduler(DefaultScheduler):
+    """Is copied in one of its methods."""
+
+    contract = 2
+
+    def add_request(self, request):
+        super().add_request(request)
+        copy_process("add_request")
+
+    def schedule(self):
+        plan = super().schedule()
+        copy_process("schedule")
+        return plan
+
+    def update(self, plan, result):
+        outputs = super().update(plan, result)
+        copy_process("update")
+        return outputs
+
+    def has_requests(self):
+        copy_process("has_requests")
+        return super().has_requests()
+
+    def finish_requests(self, request_ids, reason):
+        copy_process("finish_requests")
+        return super().finish_requests(request_ids, reason)
+
+
+class Executor(UniprocExecutor):
+    """Is copied in one of its methods."""
+
+    contract = 2
+
+    def execute_model(self, plan):
+        copy_process("execute_model")
+        return super().execute_model(plan)
+
+    def sample_tokens(self, plan, bitmask=None):
+        copy_process("sample_tokens")
+        return super().sample_tokens(plan, bitmask)
+
+
+COPYING = [
+    *[("scheduler", name) for name in ("add_request", "schedule", "update", "has_requests")],
+    ("scheduler", "finish_requests"),
+    *[("executor", name) for name in ("execute_model", "sample_tokens")],
+]
+
+
+@pytest.mark.parametrize(("kind", "method"), COPYING)
+def test_a_copy_that_a_scheduler_or_executor_makes_ends(
+    scripted, tmp_path, monkeypatch, kind, method
+):
+    path = tmp_path / method
+    monkeypatch.setenv("COPIES", str(path))
+    config = {kind: {"use": f"{HERE}:{kind.title()}"}}
+    with LLM(config=process_config(scripted, config)) as llm:
+        stream = llm.stream("say abc", GREEDY)
+        next(stream)
+        stream.close()
+        for _ in range(2):
+            assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
+        wait_until(lambda: path.exists() and path.read_text(), what="the copy")
+        copy = int(path.read_text())
+        wait_until(lambda: not alive(copy), what="the end of the copy")
 
 
 def forking(name, method, path):

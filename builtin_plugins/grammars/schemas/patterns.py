@@ -88,7 +88,8 @@ def quotable(pattern: str) -> str:
     In JSON strings, its classes of all control characters take a quote and a backslash, too. So
     those that have not both take no NUL.
     """
-    found, start, end = [], 0, 0
+    found: list[str] = []
+    start = end = 0
     while end < len(pattern):
         begin, end = end, _end_of_item(pattern, end)
         if end - begin > 1 and _is_misread(pattern[begin:end]):

@@ -475,6 +475,19 @@ def test_another_name_is_no_listed_one_with_escapes(schema):
         assert not takes(state, f'{{"a": 1, "{name}": "y"}}')
 
 
+@pytest.mark.parametrize("rest", [{"type": "integer"}, True])
+@pytest.mark.parametrize("branch", [{"type": "object"}, {"maximum": 5}, {"required": ["a"]}])
+def test_branches_that_list_no_names_take_others(rest, branch):
+    listed = {"properties": {"a": {"type": "string"}}, "additionalProperties": rest}
+    patterns = {"patternProperties": {"^a$": {"type": "string"}, "^c": rest}}
+    for schema in (listed, {**patterns, "additionalProperties": False}):
+        state = compiled({**schema, "anyOf": [branch, {"const": None}]})
+        assert takes_value(state, {"a": "x", "c": 1})
+        assert takes_value(state, {"c": 1}) == ("required" not in branch)
+        assert takes_value(state, {"a": 1}) is False
+        assert takes_value(state, {"a": "x", "c": "x"}) == (rest is True)
+
+
 def test_many_long_names_compile_fast():
     listed = {f"property_{index}_of_many": INTEGER for index in range(1000)}
     start = time.perf_counter()

@@ -145,6 +145,9 @@ class SchemaWriter:
         if "patternProperties" in base and "patternProperties" not in result:
             result.pop("additionalProperties", None)  # of a lenient request
         more += (*self._texts(result, base), *self._named(result, view, path))
+        if "anyOf" in result and "patternProperties" in result:
+            # Side by side, llguidance takes no name that a branch does not list.
+            more.append({"anyOf": result.pop("anyOf")})
         more += self._combined(base, view, lists, path)
         if more and "allOf" in result:
             return {"allOf": [result, *more]}

@@ -19,7 +19,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
-from hardpoint.system.forks import FORKS, end_if_copied
+from hardpoint.system.forks import FORKS, end_copy
 from hardpoint.system.plugin_settings import READ, changed
 
 T = TypeVar("T")
@@ -212,7 +212,8 @@ class StepSettings:
         The calls of a policy are compared themselves, but for `scheduled`, which is called for each
         request: where the scheduler is a built-in, that must have changed them.
         """
-        end_if_copied(self._forks)
+        if FORKS[0] != self._forks:
+            end_copy()
         if before is None or READ[0]() == before:
             return
         if self._scheduler_is_ours:
@@ -229,7 +230,8 @@ class StepSettings:
 
         The engine's own worker may set the number of threads in it.
         """
-        end_if_copied(self._forks)
+        if FORKS[0] != self._forks:
+            end_copy()
         if before is not None and READ[0]() != before:
             changed(before, self._executor, method, threads=False)
 

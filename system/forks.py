@@ -17,12 +17,6 @@ def end_copy() -> None:
     os._exit(0)
 
 
-def end_if_copied(forks: int) -> None:
-    """End this process if it has become a copy since `FORKS[0]` was `forks`."""
-    if FORKS[0] != forks:
-        end_copy()
-
-
 def reset_signals(*numbers: int) -> None:
     """Restore the default handlers: these signals end the process at once."""
     for number in numbers:

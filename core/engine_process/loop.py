@@ -17,7 +17,7 @@ from hardpoint.core.engine.utility_calls import call_utility, failed_call
 from hardpoint.core.protocol import ShutdownState, UtilityCall
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
-from hardpoint.system.forks import FORKS, end_if_copied
+from hardpoint.system.forks import FORKS, end_copy
 
 from .sender import ClientSendQueues
 
@@ -268,7 +268,8 @@ class EngineLoop:
 
     def _wait_for_input(self) -> None:
         """Wait for a message, or until a paused request may have timed out."""
-        end_if_copied(self._forks)  # by a scheduler
+        if FORKS[0] != self._forks:  # by a scheduler
+            end_copy()
         self._late_aborts()  # drops them; the input queue has them too
         while self._queues.input.empty() and self._core.work_when_idle():
             pass  # one at a time, so that a request waits for one at most

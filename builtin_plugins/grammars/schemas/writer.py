@@ -145,9 +145,6 @@ class SchemaWriter:
         if "patternProperties" in base and "patternProperties" not in result:
             result.pop("additionalProperties", None)  # of a lenient request
         more += (*self._texts(result, base), *self._named(result, view, path))
-        if "anyOf" in result and "patternProperties" in result:
-            # Side by side, llguidance takes no name that a branch does not list.
-            more.append({"anyOf": result.pop("anyOf")})
         more += self._combined(base, view, lists, path)
         if more and "allOf" in result:
             return {"allOf": [result, *more]}
@@ -240,13 +237,16 @@ class SchemaWriter:
             found = named(result, view, self._proofs)
         except ValueError as cause:
             self._refuse(path, "propertyNames", str(cause))
-            return []
+            found = []
         for one in (result, *found) if "propertyNames" in view else ():
             for pattern in one.get("patternProperties", ()):
                 if self._is_wrong({"pattern": pattern}):
                     self._refuse(path, "propertyNames", _PATTERN)
         if not self._is_inline:  # the second try, since patterns of schemas that join may overlap
             without_escapes(result)
+        if "anyOf" in result and "patternProperties" in result:
+            # Side by side, llguidance takes no name that a branch does not list.
+            found.append({"anyOf": result.pop("anyOf")})
         return found
 
     def _add(

@@ -36,6 +36,7 @@ PUBLIC = (
     "hardpoint.toolkit.encoder_cache",
     "hardpoint.toolkit.hf_config",
     "hardpoint.toolkit.http_heads",
+    "hardpoint.toolkit.kv_codes",
     "hardpoint.toolkit.layers",
     "hardpoint.toolkit.parsing.format_parser",
     "hardpoint.toolkit.parsing.json_text",

@@ -44,11 +44,12 @@ class NoErrors(LogitsProcessor):
 @pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
 def test_an_engine_without_stderr_goes_on(scripted, extra):
     plugins = {"plugins": {"enable": [f"{HERE}:NoErrors"]}}
-    # Set again every 50 ms or so; shorter, it prints stacks of a thread that imports modules, in
-    # which Python may crash.
-    watched = {"engine": {"watchdog_seconds": 0.2}}
+    # Set again every 0.3 s; one that fires prints stacks of a thread that imports modules, in which
+    # Python may crash.
+    watched = {"engine": {"watchdog_seconds": 3}}
     with LLM(config=process_config(scripted, plugins | extra | watched)) as llm:
-        for _ in range(40):
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
             assert llm.generate("say abc", GREEDY)[0].outputs[0].text == " abc a"
 
 

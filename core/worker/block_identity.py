@@ -46,7 +46,8 @@ def block_identity(
             f"{user} moves blocks of the KV cache, and stage {parallel.stage} of "
             f"{spec.model_config.architecture} has none"
         )
-    if windows := [group.window for group in attention.groups if group.window is not None]:
+    windows = [group.window for group in attention.groups if group.window is not None]
+    if windows:
         raise ConfigError(
             f"{user} moves blocks that are kept, and {spec.model_config.architecture} has KV cache "
             f"groups that release those which a sliding window of {windows[0]} tokens has passed; "

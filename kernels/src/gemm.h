@@ -103,6 +103,21 @@ INLINE void multiply(const float* x, long stride, const bf16* const (&weights)[V
   }
 }
 #else
+// The depths k and k + 1 alone. W is what `load_pairs` reads.
+template <int R, int V, class W>
+INLINE void multiply_pair(const bf16* x, long stride, const W* const (&weights)[V], int k,
+                          Floats (&sums)[R][V]) {
+  Pairs pairs[V];
+#pragma GCC unroll 16
+  for (int v = 0; v < V; v++) pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    Pairs value = splat_pair(x + r * stride + k);
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
+  }
+}
+
 template <int R, int V, bool STREAM = (R <= STREAM_ROWS)>
 INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V], int depth,
                      Floats (&sums)[R][V], const bf16* const* ahead = nullptr,
@@ -110,15 +125,7 @@ INLINE void multiply(const bf16* x, long stride, const bf16* const (&weights)[V]
   for (int k = 0; k < depth; k += 2) {
     prefetch<STREAM, V>(weights, ahead, k, 2);
     if (!STREAM) later.prefetch(k, 2);
-    Pairs pairs[V];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      Pairs value = splat_pair(x + r * stride + k);
-#pragma GCC unroll 16
-      for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
-    }
+    multiply_pair<R, V>(x, stride, weights, k, sums);
   }
 }
 #endif

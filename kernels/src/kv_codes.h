@@ -140,15 +140,7 @@ INLINE void multiply(const bf16* x, long stride, const S* const (&weights)[V], i
                      Floats (&sums)[R][V], const S* const* ahead) {
   for (int k = 0; k < depth; k += 2) {
     if (k % 4 == 0) prefetch<V>(ahead, k);
-    Pairs pairs[V];
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) pairs[v] = load_pairs(weights[v] + (size_t)k * PANEL);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      Pairs value = splat_pair(x + r * stride + k);
-#pragma GCC unroll 16
-      for (int v = 0; v < V; v++) sums[r][v] = add_products(sums[r][v], value, pairs[v]);
-    }
+    gemm::multiply_pair<R, V>(x, stride, weights, k, sums);
   }
 }
 #endif

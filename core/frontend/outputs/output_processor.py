@@ -267,10 +267,11 @@ class OutputProcessor:
         self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs
     ) -> None:
         if output.error_kind is not None:
-            return self._reject(state, output, processed)
+            self._reject(state, output, processed)
+            return
         parts = state.parts
         if parts is not None and parts.skips(output):
-            return None
+            return
         state.update(output)
         if self._statistics is not None and state.figures is not None:
             self._statistics.record_output(state.figures, output, state.num_tokens)
@@ -282,7 +283,6 @@ class OutputProcessor:
             processed.request_outputs.append((state.parent, request_output))
         if reason is not None and parts is not None:
             parts.finish(in_engine=output.finished)
-        return None
 
     def _finish(
         self,

@@ -30,7 +30,7 @@ PATHS = {
     "plain": [],
     "avx2": AVX2,
     "avx512": [*AVX512, "-mprefer-vector-width=512"],
-    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mprefer-vector-width=512"],
+    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"],
 }
 # Errors of mathematical functions are not reported, so that square roots are one instruction. What
 # Python is built with comes first: its -fwrapv makes the matrix product 4 % slower, and no signed

@@ -342,7 +342,7 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
   long row_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
   long per_item = std::clamp<long>(strips / (4 * omp_get_max_threads()), 1, 8);
   long items = (strips + per_item - 1) / per_item;
-  for_each_item(row_blocks * items, [&](long index) {
+  auto multiply_item = [&](long index) {
     long row = index / items * MAX_ROWS, first = index % items * per_item, column = 0;
     int count = (int)std::min<long>(MAX_ROWS, rows - row);
     operands.get(x + row * x_stride, x_stride, count, depth, padded, call);
@@ -360,7 +360,9 @@ void linear(const T* x, long x_stride, const uint8_t* packed, const T* bias, Y* 
       column += segment.rows;
       first -= own;
     }
-  });
+  };
+  // Blocks of rows that are multiplied at the same time share what they read of W.
+  for_each_item(row_blocks * items, multiply_item, omp_get_max_threads(), row_blocks == 1);
 }
 
 }  // namespace codes

@@ -12,7 +12,7 @@
 
 namespace codes {
 
-constexpr long AHEAD = 4096;   // bytes of codes that the second cache asks for ahead of their use
+constexpr long AHEAD = 8192;   // bytes of codes that the second cache asks for ahead of their use
 constexpr int PAIRS = 8;       // of depths in a unit
 constexpr long PAIR_BYTES = 64;  // of a panel, as bf16
 
@@ -68,6 +68,48 @@ INLINE Words merge(uint32_t mask, Words yes, Words no) {
 constexpr bool PERMUTES = true;  // values are looked up in registers
 #else
 constexpr bool PERMUTES = false;
+#endif
+
+#if defined(__AVX512VBMI__)
+constexpr int FOUR_ROWS = 4;  // that are multiplied with codes of 8 bits of four depths at a time
+
+// How codes of 8 bits become bf16: where those of 4 depths and 16 columns go to lie in pairs, and the
+// two bytes of the sizes from 0 to 128. What is at 0 is for 128.
+struct alignas(64) ByteTables {
+  uint8_t order[64]{}, low[128]{}, high[128]{};
+
+  constexpr ByteTables() {
+    for (int i = 0; i < 64; i++) {
+      int depth = i % 16 / 8 * 2 + i % 2, column = i / 16 * 4 + i % 8 / 2;
+      order[i] = (uint8_t)(depth * PANEL + column);
+    }
+    for (int size = 1, exponent = 0; size <= 128; size++) {
+      if (size == 2 << exponent) exponent++;
+      int bits = (127 + exponent) << 7 | (size << (7 - exponent) & 127);
+      low[size % 128] = (uint8_t)bits;
+      high[size % 128] = (uint8_t)(bits >> 8);
+    }
+  }
+};
+constexpr ByteTables BYTE_TABLES;
+
+// Look up bytes by their lower 7 bits; 0 where `mask` is.
+INLINE __m512i look_up(const uint8_t (&table)[128], __m512i bytes, __mmask64 mask) {
+  return _mm512_maskz_permutex2var_epi8(mask, _mm512_load_si512(table), bytes,
+                                        _mm512_load_si512(table + 64));
+}
+
+// Codes of 8 bits of 4 depths, as pairs of bf16.
+INLINE void read_pairs(const uint8_t* from, Words& first, Words& second) {
+  __m512i order = _mm512_load_si512(BYTE_TABLES.order);
+  __m512i codes = _mm512_permutexvar_epi8(order, _mm512_loadu_si512(from));
+  __m512i sizes = _mm512_abs_epi8(codes), signs = _mm512_set1_epi8(-128);
+  __m512i low = look_up(BYTE_TABLES.low, sizes, ~0ull);
+  __m512i high = look_up(BYTE_TABLES.high, sizes, _mm512_test_epi8_mask(codes, codes));
+  high = _mm512_ternarylogic_epi32(high, codes, signs, 0xf8);  // high | (codes & signs)
+  first = (Words)_mm512_unpacklo_epi8(low, high);
+  second = (Words)_mm512_unpackhi_epi8(low, high);
+}
 #endif
 
 // Codes of panels in packed memory. TABLE: their values are looked up, else they are the codes plus
@@ -272,6 +314,22 @@ INLINE void add_pair(const Source& source, const Unit& unit, int p, const float*
 template <int R, int V, class Source, class Unit>
 INLINE void add_pair(const Source& source, const Unit& unit, int p, const bf16* const (&at)[R],
                      int k, Floats (&sums)[R][V]) {
+#if defined(__AVX512VBMI__)
+  if constexpr (R <= FOUR_ROWS && std::is_same_v<Source, Packed<8, true>>) {
+    if (p % 2) return;  // was added with the pair before it
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) {
+      Words first, second;
+      read_pairs(unit.low[v] + k * PANEL, first, second);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        sums[r][v] = add_products(sums[r][v], splat_pair(at[r] + k), (Pairs)first);
+        sums[r][v] = add_products(sums[r][v], splat_pair(at[r] + k + 2), (Pairs)second);
+      }
+    }
+    return;
+  }
+#endif
   Pairs pairs[V];
 #pragma GCC unroll 16
   for (int v = 0; v < V; v++) pairs[v] = (Pairs)source.pair(unit, v, p);

@@ -315,7 +315,7 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   // little beside multiplying them.
   long per_item = std::max<long>(1, std::min<long>(groups / (4 * omp_get_max_threads()), 8));
   long items = (groups + per_item - 1) / per_item;
-  for_each_item(row_blocks * items, [&](long index) {
+  auto multiply_item = [&](long index) {
     long row = index / items * at_once, first = index % items * per_item;
     int count = (int)std::min<long>(at_once, rows - row);
     // A thread's items are mostly of the same rows.
@@ -332,7 +332,9 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
       else
         blocks<TILE_ROWS, TILE_PANELS>(product, operand, stride, row, count, g * group, width, next);
     }
-  });
+  };
+  // Blocks of rows that are multiplied at the same time share what they read of W.
+  for_each_item(row_blocks * items, multiply_item, omp_get_max_threads(), row_blocks == 1);
 }
 
 // Pack W [columns, depth], rows contiguous; what is padded is 0.

@@ -61,7 +61,8 @@ int hp_supports(const char* path) {
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!strcmp(path, "avx2")) return avx2;
   if (!strcmp(path, "avx512")) return avx512;
-  if (!strcmp(path, "avx512_bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (!strcmp(path, "avx512_bf16"))
+    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #endif
   return !strcmp(path, "plain");
 }

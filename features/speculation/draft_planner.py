@@ -1,0 +1,125 @@
+"""The engine half of speculation: which requests get how many drafts, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    ModelRunnerOutput,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+)
+from hardpoint.plugins.config_tables import SpeculationConfig
+from hardpoint.plugins.step_part import EngineHalfContext
+
+from .messages import DraftData, DraftReport
+from .requests import NONE
+
+_CONSEQUENCE = "its requests go on without drafts"
+
+
+@dataclass
+class _Live:
+    """A request that has a speculator.
+
+    Attributes:
+        num_known: tokens of its output that the worker has; None if it does not know the request.
+        is_off: whether its speculator has failed for it.
+    """
+
+    request: Request
+    speculator: str
+    num_known: int | None = None
+    is_off: bool = False
+
+
+class DraftPlanner(EngineHalf):
+    """Chooses limits of drafts, and hands on what the worker has drafted."""
+
+    def __init__(self, name: str, config: SpeculationConfig, context: EngineHalfContext) -> None:
+        """Store both.
+
+        Args:
+            name: name of the part.
+            config: configuration of speculation.
+            context: context of the half.
+        """
+        self._name = name
+        self._default = context.components.enabled("speculators")[0]
+        self._faults = context.faults
+        self.num_draft_tokens = config.num_draft_tokens
+        self._live: dict[str, _Live] = {}
+        self._drafts: dict[str, list[int]] = {}
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        """Return whether a request may have drafts."""
+        return request.params.speculator != NONE and request.pooling_params is None
+
+    def gate(self, request: Request) -> None:
+        """Keep the request, whose output grows."""
+        speculator = request.source.params.speculator or self._default
+        self._live[request.request_id] = _Live(request, speculator)
+
+    def begin(self, plan: SchedulerOutput) -> bytes | None:
+        """Return the limits of drafts after this step; None if there are to be none."""
+        data = DraftData({})
+        for new in plan.new_requests:
+            if live := self._live.get(new.source.request_id):
+                live.num_known = len(live.request.output_token_ids)
+                data.started[new.source.request_id] = live.speculator
+        for name in plan.num_scheduled_tokens:
+            live = self._live.get(name)
+            if live is None or live.num_known is None or (limit := self._limit(live)) <= 0:
+                continue
+            data.limits[name] = limit
+            output = live.request.output_token_ids
+            if live.num_known < len(output):
+                data.missed[name] = list(output[live.num_known :])
+                live.num_known = len(output)
+        if not data.limits and not data.started:
+            return None
+        data.budget = sum(data.limits.values())
+        return msgspec.msgpack.encode(data)
+
+    def _limit(self, live: _Live) -> int:
+        """Return how many drafts of a request the next step is to verify, at most."""
+        if live.is_off:
+            return 0
+        request = live.request
+        # This step gives a token, and the next one a token more than its drafts.
+        left = (request.source.params.max_tokens or 1) - len(request.output_token_ids) - 2
+        return min(self.num_draft_tokens, left)
+
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> Mapping[str, RequestFault]:
+        """Read what the worker has drafted."""
+        for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
+            report = msgspec.msgpack.decode(data, type=DraftReport)
+            for name, tokens in result.sampled_token_ids.items():
+                live = self._live.get(name)
+                if live is not None and live.num_known is not None:
+                    live.num_known += len(tokens)
+            self._drafts = report.drafts
+            for name in report.failed:
+                if name in self._live:
+                    self._live[name].is_off = True
+            for speculator, message in report.faults:
+                self._faults.record(speculator, message, _CONSEQUENCE)
+        return {}
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return what the worker has drafted after the last step."""
+        drafts, self._drafts = self._drafts, {}
+        return {name: tokens for name, tokens in drafts.items() if name in self._live}
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request."""
+        self._live.pop(request_id, None)
+        self._drafts.pop(request_id, None)

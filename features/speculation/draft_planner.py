@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -18,9 +18,11 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config_tables import SpeculationConfig
 from hardpoint.plugins.step_part import EngineHalfContext
 
+from .draft_lengths import PROBE_EVERY, AcceptanceRate, draft_lengths
 from .messages import DraftData, DraftReport
 from .requests import NONE
 
+_KIND = "speculators"
 _CONSEQUENCE = "its requests go on without drafts"
 
 
@@ -31,12 +33,14 @@ class _Live:
     Attributes:
         num_known: tokens of its output that the worker has; None if it does not know the request.
         is_off: whether its speculator has failed for it.
+        rate: share of its drafts that were accepted.
     """
 
     request: Request
     speculator: str
     num_known: int | None = None
     is_off: bool = False
+    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
 
 
 class DraftPlanner(EngineHalf):
@@ -51,8 +55,9 @@ class DraftPlanner(EngineHalf):
             context: context of the half.
         """
         self._name = name
-        self._default = context.components.enabled("speculators")[0]
-        self._faults = context.faults
+        self._default = context.components.enabled(_KIND)[0]
+        self._faults, self._step_cost = context.faults, context.step_cost
+        self._rates = {name: AcceptanceRate() for name in context.components.enabled(_KIND)}
         self.num_draft_tokens = config.num_draft_tokens
         self._live: dict[str, _Live] = {}
         self._drafts: dict[str, list[int]] = {}
@@ -73,10 +78,9 @@ class DraftPlanner(EngineHalf):
             if live := self._live.get(new.source.request_id):
                 live.num_known = len(live.request.output_token_ids)
                 data.started[new.source.request_id] = live.speculator
-        for name in plan.num_scheduled_tokens:
-            live = self._live.get(name)
-            if live is None or live.num_known is None or (limit := self._limit(live)) <= 0:
-                continue
+        for name, limit in self._limits(plan).items():
+            live = self._live[name]
+            assert live.num_known is not None, "else it has no limit"
             data.limits[name] = limit
             output = live.request.output_token_ids
             if live.num_known < len(output):
@@ -87,19 +91,40 @@ class DraftPlanner(EngineHalf):
         data.budget = sum(data.limits.values())
         return msgspec.msgpack.encode(data)
 
-    def _limit(self, live: _Live) -> int:
-        """Return how many drafts of a request the next step is to verify, at most."""
-        if live.is_off:
-            return 0
-        request = live.request
-        # This step gives a token, and the next one a token more than its drafts.
-        left = (request.source.params.max_tokens or 1) - len(request.output_token_ids) - 2
-        return min(self.num_draft_tokens, left)
+    def _limits(self, plan: SchedulerOutput) -> dict[str, int]:
+        """Return how many drafts of each request the step after a plan is to verify, at most."""
+        most: dict[str, int] = {}
+        rates: dict[str, float] = {}
+        context = 0
+        for name in plan.num_scheduled_tokens:
+            live = self._live.get(name)
+            if live is None or live.is_off or live.num_known is None:
+                continue
+            request = live.request
+            context += request.num_tokens
+            # This step gives a token, and the next one a token more than its drafts.
+            left = (request.source.params.max_tokens or 1) - len(request.output_token_ids) - 2
+            if left > 0:
+                most[name] = min(self.num_draft_tokens, left)
+                rates[name] = live.rate.estimate(self._rates[live.speculator])
+        if not most:
+            return most
+        count = len(plan.num_scheduled_tokens)
+        lengths = draft_lengths(most, rates, self._step_cost(), count, context)
+        for name, length in lengths.items():
+            if length == 0 and len(self._live[name].request.output_token_ids) % PROBE_EVERY == 0:
+                lengths[name] = 1
+        return {name: length for name, length in lengths.items() if length}
 
     def result(
         self, plan: SchedulerOutput, result: ModelRunnerOutput
     ) -> Mapping[str, RequestFault]:
-        """Read what the worker has drafted."""
+        """Count what was accepted, and read what the worker has drafted."""
+        for name, drafts in plan.draft_token_ids.items():
+            tokens, live = result.sampled_token_ids.get(name), self._live.get(name)
+            if live is not None and tokens:
+                live.rate.add(len(drafts), len(tokens) - 1)
+                self._rates[live.speculator].add(len(drafts), len(tokens) - 1)
         for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             report = msgspec.msgpack.decode(data, type=DraftReport)
             for name, tokens in result.sampled_token_ids.items():

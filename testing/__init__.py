@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
+    from hardpoint.testing.speculator_suite import SpeculatorSuite
     from hardpoint.testing.text.grammar_suite import GrammarSample, GrammarSuite
     from hardpoint.testing.text.output_parser_suite import OutputParserSuite, OutputSample
     from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
@@ -90,6 +91,7 @@ __all__ = [
     "ScriptedEmbeddings",
     "ScriptedModel",
     "ServerAnswer",
+    "SpeculatorSuite",
     "StatSinkSuite",
     "StepPartSuite",
     "TestServer",
@@ -136,6 +138,7 @@ _LAZY = {
     "ScriptedEmbeddings": "running.scripted_parts",
     "ScriptedDrafts": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
+    "SpeculatorSuite": "speculator_suite",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_parts.suite",
     "TestServer": "running.serving",

@@ -14,7 +14,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .arguments import ComponentWithArguments
-from .behaviour import NOTHING, Default, Returned, notifies, returns, unusable
+from .behaviour import LONG, NOTHING, Default, Returned, notifies, returns, unusable
 from .component import Context
 from .params import SamplingParams
 from .type_variables import ArgumentsT_co, StateT_co
@@ -84,13 +84,11 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
 def _drafts(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[list[int]]:  # noqa: ARG001
     requests = given[0]
     try:
-        found = [
-            [index(token) for token in islice(tokens, request.limit + 1)]
-            for request, tokens in zip(requests, value, strict=True)
-        ]
+        found = [[index(token) for token in islice(tokens, LONG)] for tokens in value]
     except BaseException as error:
-        expected = f"token ids for each of {len(requests)} requests"
-        raise unusable(value, f", expected {expected}") from error
+        raise unusable(value, ", expected token ids for each request") from error
+    if len(found) != len(requests):
+        raise unusable(value, f", expected token ids for each of {len(requests)} requests")
     for request, tokens in zip(requests, found, strict=True):
         if len(tokens) > request.limit:
             raise unusable(tokens, f", expected at most {request.limit} drafts of a request")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.communicator_suite import CommunicatorSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
-    from hardpoint.testing.running.scripted_drafts import ScriptedDrafts
+    from hardpoint.testing.running.scripted_drafts import ScriptedDrafts, ScriptedSpeculator
     from hardpoint.testing.running.scripted_parts import ScriptedAdapters, ScriptedEmbeddings
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
     from hardpoint.testing.running.step_parts.suite import StepPartSuite
@@ -90,6 +90,7 @@ __all__ = [
     "ScriptedDrafts",
     "ScriptedEmbeddings",
     "ScriptedModel",
+    "ScriptedSpeculator",
     "ServerAnswer",
     "SpeculatorSuite",
     "StatSinkSuite",
@@ -137,6 +138,7 @@ _LAZY = {
     "ScriptedAdapters": "running.scripted_parts",
     "ScriptedEmbeddings": "running.scripted_parts",
     "ScriptedDrafts": "running.scripted_drafts",
+    "ScriptedSpeculator": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
     "SpeculatorSuite": "speculator_suite",
     "StatSinkSuite": "reporting.sink_suite",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from hardpoint.plugins import StepCost
 
 PROBE_EVERY = 32
-"""Tokens after which a request whose drafts do not pay off gets one again: at most 3 % more rows."""
+"""Tokens after which a request whose drafts do not pay off gets one again: 3 % more rows."""
 
-_MEMORY = 20.0
+_MEMORY = 12.0
 """Drafts that count; those verified longer ago are forgotten."""
 _PRIOR = 4.0
 """Drafts that the rate of all requests counts as, for a request with few of its own."""

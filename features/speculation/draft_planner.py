@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hardpoint.plugins import (
+    EngineConfig,
     EngineCoreRequest,
     EngineHalf,
     ModelRunnerOutput,
@@ -15,7 +16,6 @@ from hardpoint.plugins import (
     RequestFault,
     SchedulerOutput,
 )
-from hardpoint.plugins.config_tables import SpeculationConfig
 from hardpoint.plugins.step_part import EngineHalfContext
 
 from .draft_lengths import PROBE_EVERY, AcceptanceRate, draft_lengths
@@ -46,19 +46,20 @@ class _Live:
 class DraftPlanner(EngineHalf):
     """Chooses limits of drafts, and hands on what the worker has drafted."""
 
-    def __init__(self, name: str, config: SpeculationConfig, context: EngineHalfContext) -> None:
+    def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
         """Store both.
 
         Args:
             name: name of the part.
-            config: configuration of speculation.
+            config: configuration of the engine.
             context: context of the half.
         """
         self._name = name
         self._default = context.components.enabled(_KIND)[0]
         self._faults, self._step_cost = context.faults, context.step_cost
         self._rates = {name: AcceptanceRate() for name in context.components.enabled(_KIND)}
-        self.num_draft_tokens = config.num_draft_tokens
+        self.num_draft_tokens = config.speculation.num_draft_tokens
+        self._most_tokens = config.scheduler.max_num_batched_tokens
         self._live: dict[str, _Live] = {}
         self._drafts: dict[str, list[int]] = {}
 
@@ -72,24 +73,25 @@ class DraftPlanner(EngineHalf):
         self._live[request.request_id] = _Live(request, speculator)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
-        """Return the limits of drafts after this step; None if there are to be none."""
-        data = DraftData({})
+        """Return the limits of drafts after this step; None if the worker has nothing to do."""
+        started: dict[str, str] = {}
         for new in plan.new_requests:
             if live := self._live.get(new.source.request_id):
                 live.num_known = len(live.request.output_token_ids)
-                data.started[new.source.request_id] = live.speculator
-        for name, limit in self._limits(plan).items():
-            live = self._live[name]
-            assert live.num_known is not None, "else it has no limit"
-            data.limits[name] = limit
-            output = live.request.output_token_ids
-            if live.num_known < len(output):
-                data.missed[name] = list(output[live.num_known :])
-                live.num_known = len(output)
-        if not data.limits and not data.started:
+                started[new.source.request_id] = live.speculator
+        limits = self._limits(plan)
+        if not limits and not started and self._live.keys().isdisjoint(plan.draft_token_ids):
             return None
-        data.budget = sum(data.limits.values())
-        return msgspec.msgpack.encode(data)
+        missed: dict[str, list[int]] = {}
+        for name in plan.num_scheduled_tokens:  # those that may get tokens, which follow these
+            live = self._live.get(name)
+            if live is not None and live.num_known is not None:
+                output = live.request.output_token_ids
+                if live.num_known < len(output):
+                    missed[name] = list(output[live.num_known :])
+                    live.num_known = len(output)
+        budget = max(0, self._most_tokens - len(plan.num_scheduled_tokens))
+        return msgspec.msgpack.encode(DraftData(limits, missed, started, budget))
 
     def _limits(self, plan: SchedulerOutput) -> dict[str, int]:
         """Return how many drafts of each request the step after a plan is to verify, at most."""

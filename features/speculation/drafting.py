@@ -91,7 +91,7 @@ class Drafting(WorkerHalf):
         self._failing.add(name)
         if cause is not None:
             message += f": {self._describe(cause)}"
-        self._faults.append((name, message))
+        self._faults.append((name, f"{self._components.source(_KIND, name)}: its {message}"))
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the speculators are going to allocate."""
@@ -139,13 +139,18 @@ class Drafting(WorkerHalf):
             if limit := self._data.limits.get(name):
                 known.request.limit = limit
                 asked.setdefault(known.speculator, []).append(known.request)
+        left = self._data.budget
         for speculator_name, requests in asked.items():
-            self._propose(speculator_name, requests)
+            budget = min(left, sum(request.limit for request in requests))
+            left -= self._propose(speculator_name, requests, budget)
 
-    def _propose(self, name: str, requests: list[DraftRequest]) -> None:
-        """Let a speculator draft for some requests; a fault leaves them without drafts for good."""
+    def _propose(self, name: str, requests: list[DraftRequest], budget: int) -> int:
+        """Let a speculator draft for some requests; a fault leaves them without drafts for good.
+
+        Returns:
+            The number of drafts.
+        """
         self._failing.discard(name)
-        budget = self._data.budget
         found = self._speculators[name].propose(requests, budget)
         for token in itertools.chain.from_iterable(found):
             if not 0 <= token < self._vocab_size:
@@ -154,11 +159,13 @@ class Drafting(WorkerHalf):
                 break
         if name in self._failing:
             self._report.failed += [request.request_id for request in requests]
-            return
+            return 0
+        left = budget
         for request, drafts in zip(requests, found, strict=True):
-            if drafts := list(drafts[:budget]):
-                budget -= len(drafts)
+            if drafts := list(drafts[:left]):
+                left -= len(drafts)
                 self._report.drafts[request.request_id] = drafts
+        return budget - left
 
     def report(self) -> bytes:
         """Return the drafts and the faults."""

@@ -29,7 +29,7 @@ class Speculation(StepPart):
         """Return the half that plans drafts; None without a speculator."""
         if not context.components.enabled("speculators"):
             return None
-        return DraftPlanner(self.name, self.context.config.speculation, context)
+        return DraftPlanner(self.name, self.context.config, context)
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that drafts, in the rank that samples."""

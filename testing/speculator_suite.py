@@ -114,7 +114,7 @@ class SpeculatorSuite(ComponentSuite):
         self._search(DRAFTS.text, 60, check, texts=self._texts(), budget=st.integers(1, 40))
 
     def test_alone(self) -> None:
-        """A request is drafted alike alone, and beside requests of other scopes."""
+        """A request is drafted alike alone, and next to requests of other scopes."""
 
         def check(texts: list[_Text]) -> None:
             together = self._drafts_of(self._make(), texts)
@@ -213,11 +213,11 @@ class SpeculatorSuite(ComponentSuite):
                 f"is {budget:.0f}",
                 "keep an index that each new token extends; or set budget_us_per_request",
             )
-        long, most = self._cost(_LONG, budget), _SLOWER * max(short, budget / 10)
-        if long > most:
+        long, limit = self._cost(_LONG, budget), _SLOWER * max(short, budget / 10)
+        if long > limit:
             raise Violation(
                 f"drafts of a request of {_LONG} tokens cost {long:.0f} microseconds, of one of "
-                f"{_SHORT} {short:.0f}; at most {most:.0f} would not grow with the text",
+                f"{_SHORT} {short:.0f}; at most {limit:.0f} would not grow with the text",
                 "search an index, and not the text",
             )
 
@@ -264,7 +264,7 @@ class SpeculatorSuite(ComponentSuite):
         """Run requests to their ends; return the drafts of each after each of its steps.
 
         Args:
-            scope: of all of them; None is one of its own for each.
+            scope: scope of all of them; None is one of its own for each.
             first: number of the first request.
         """
         found: list[list[list[int]]] = [[] for _ in texts]
@@ -339,6 +339,6 @@ class SpeculatorSuite(ComponentSuite):
 
 
 def _fields(request: DraftRequest) -> dict[str, Any]:
-    """Return what a speculator must leave as it is."""
+    """Return the fields that a speculator must not change."""
     names = ("prompt_token_ids", "output_token_ids", "params", "arguments", "scope", "state")
     return {name: getattr(request, name) for name in names}

@@ -81,7 +81,7 @@ def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], ste
 def _extend(tracker: RequestTracker, request: LiveRequest, tokens: int, step: Step) -> int:
     """Get the blocks of a running request for tokens; return how many it gets blocks for.
 
-    Drafts preempt nobody: without free blocks, there are none in this step.
+    No request is preempted for drafts: without free blocks, there are none in this step.
     """
     lookahead = 0
     if tracker.limits.num_lookahead_tokens:

@@ -47,7 +47,7 @@ class NGram(Speculator):
         return index
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:  # noqa: ARG002
-        """Return what followed the newest tokens of each request."""
+        """Return the tokens that followed the newest ones of each request before."""
         return [self._after(request) for request in requests]
 
     def _after(self, request: DraftRequest) -> list[int]:

@@ -106,16 +106,15 @@ def build_core(
         opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
-        step_parts = opened.step_parts
-        executor = _executor(spec, launcher, step_parts, undo)
-        start = _parts_start(spec, executor, step_parts, undo)
-        info, size, config = _start(executor, spec, config_sources, step_parts.moves_blocks)
+        executor = _executor(spec, launcher, opened.step_parts, undo)
+        start = _parts_start(spec, executor, opened.step_parts, undo)
+        info, size, config = _start(executor, spec, config_sources, opened.step_parts.moves_blocks)
         launcher.close()
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
-        is_fitted = bool(config.scheduler.step_milliseconds or step_parts.num_draft_tokens)
+        is_fitted = bool(config.scheduler.step_milliseconds or spec.num_draft_tokens)
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,

@@ -40,7 +40,7 @@ class _Drafted:
 
 
 def _scope_of(source: EngineCoreRequest) -> str:
-    """Return what requests must share to learn from each other's text; see `DraftRequest`."""
+    """Return the scope of a request, see `DraftRequest`."""
     adapter = source.lora and (source.lora.content_hash or (source.lora.name, source.lora.id))
     return repr((source.cache_salt, adapter))
 

@@ -1,4 +1,4 @@
-"""What the halves of speculation tell each other, as msgpack."""
+"""The messages between the halves of speculation, as msgpack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class DraftData(msgspec.Struct, array_like=True):
-    """What a plan has for the worker.
+    """The data of a plan for the worker.
 
     Attributes:
         limits: most drafts of each request after this step; those without drafts have none.
@@ -22,7 +22,7 @@ class DraftData(msgspec.Struct, array_like=True):
 
 
 class DraftReport(msgspec.Struct, array_like=True):
-    """What the worker has drafted.
+    """The drafts of the worker after a step.
 
     Attributes:
         drafts: token ids that may follow the output of requests.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.features.speculation.draft_lengths import AcceptanceRate, draft_lengths
+from hardpoint.features.speculation.draft_planner import AcceptanceRate, draft_lengths
 from hardpoint.plugins import StepCost
 
 COST = StepCost(step=10.0, single_query=0.1, draft=1.0, is_trained=True)

@@ -9,7 +9,7 @@ from support.driving import FINAL, alone, run, varied_jobs
 from support.plugins import speculating
 
 from hardpoint import LLM, RequestError, SamplingParams
-from hardpoint.core.frontend.requests.submission import RequestExtras
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = "support.plugins.speculating"

@@ -89,7 +89,7 @@ class Fails(LastPair):
 
 
 class Remembers(Learns):
-    """Keeps pairs of ended requests, though its suite says that it learns nothing."""
+    """Keeps pairs of ended requests, though its suite has `learns = False`."""
 
     contract = 1
 

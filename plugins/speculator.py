@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from .arguments import ComponentWithArguments
 from .behaviour import LONG, NOTHING, Default, Returned, notifies, returns, unusable
 from .component import Context
+from .logits_ops import LogitsOps
 from .params import SamplingParams
 from .type_variables import ArgumentsT_co, StateT_co
-from .worker_half import LoadedModel
+from .worker_half import LoadedModel, ModelOpener
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,10 @@ class SpeculatorContext(Context["Speculator"]):
         max_num_seqs: requests of a step, at most.
         max_model_len: tokens of a request, at most.
         num_draft_tokens: drafts of a request and a step, at most.
+        ops: operations on logits, quick ones on this device.
         loaded: the model itself; None if the context was made by hand.
+        open_model: opens a further model, such as a small one that drafts; None if the context was
+            made by hand.
     """
 
     device: Any
@@ -46,7 +50,9 @@ class SpeculatorContext(Context["Speculator"]):
     max_num_seqs: int
     max_model_len: int
     num_draft_tokens: int
+    ops: LogitsOps = field(default_factory=LogitsOps)
     loaded: LoadedModel | None = None
+    open_model: ModelOpener | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +68,9 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
         arguments: its arguments for the speculator; the defaults for a request that gives none.
         scope: requests of other scopes have another cache salt or adapter: what is learnt from
             one must not show in the drafts of another.
-        child_index: index among the prompt's `n` completions, on which its noise depends.
+        seed: its seed, mixed with the index of its completion, as `SamplingRows.seeds` has it: with
+            it and the output position, `LogitsOps.draw` has the noise that the request's own
+            tokens are drawn with.
         state: what `start` returned.
         limit: most drafts of it, now.
         hidden: hidden states [tokens, hidden_size] of the newest tokens but the last, in their
@@ -75,7 +83,7 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
     params: SamplingParams
     arguments: ArgumentsT_co
     scope: str = ""
-    child_index: int = 0
+    seed: int = 0
     state: StateT_co = field(default=None, kw_only=True)  # type: ignore[assignment]
     limit: int = 0
     hidden: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, ClassVar
@@ -85,6 +85,10 @@ class SpeculatorSuite(ComponentSuite):
     num_draft_tokens: ClassVar[int] = 5
     budget_us_per_request: ClassVar[float | None] = 200.0
 
+    def context(self) -> Mapping[str, Any]:
+        """Return further fields of the context, such as `open_model`; override it for some."""
+        return {}
+
     def _component(self) -> type[Component]:
         return self.speculator
 
@@ -97,6 +101,7 @@ class SpeculatorSuite(ComponentSuite):
             max_num_seqs=64,
             max_model_len=4 * _LONG,
             num_draft_tokens=self.num_draft_tokens,
+            **self.context(),
         )
         return speculator
 

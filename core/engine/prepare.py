@@ -177,6 +177,7 @@ def prepare_worker(
         device=device,
         max_model_len=max_model_len,
         progress=progress,
+        prepare=lambda other: prepare_worker(other, plugins, config_sources, progress),
     )
 
 

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     DraftRequest,
     EngineConfig,
     EngineCoreRequest,
+    LogitsOps,
     NewRequest,
     SchedulerOutput,
     Speculator,
@@ -23,6 +24,7 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .messages import DraftData, DraftReport
@@ -75,7 +77,9 @@ class Drafting(WorkerHalf):
                     max_num_seqs=config.scheduler.max_num_seqs,
                     max_model_len=config.max_model_len,
                     num_draft_tokens=config.speculation.num_draft_tokens,
+                    ops=LogitsOps() if context.loaded is None else context.loaded.ops,
                     loaded=context.loaded,
+                    open_model=context.open_model,
                 )
                 undo.callback(self._components.close, speculator)
                 self._speculators[name] = speculator
@@ -120,7 +124,7 @@ class Drafting(WorkerHalf):
             source.params,
             msgspec.convert(arguments, self._arguments[name]),
             _scope_of(source),
-            source.child_index,
+            mixed_seed(source.params.seed, source.child_index),
         )
         request.state = speculator.start(request)
         self._known[source.request_id] = _Drafted(request, name, output)

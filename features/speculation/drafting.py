@@ -58,6 +58,7 @@ class Drafting(WorkerHalf):
         """
         self._components = context.components
         self._describe = context.describe_fault
+        longest = 1 if context.loaded is None else context.loaded.max_model_len
         self._faults: list[tuple[str, str]] = []
         self._failing: set[str] = set()  # speculators that had a fault in this call
         self._speculators: dict[str, Speculator] = {}
@@ -75,7 +76,7 @@ class Drafting(WorkerHalf):
                     vocab_size=context.vocab_size,
                     hidden_size=context.hidden_size,
                     max_num_seqs=config.scheduler.max_num_seqs,
-                    max_model_len=config.max_model_len,
+                    max_model_len=longest,
                     num_draft_tokens=config.speculation.num_draft_tokens,
                     ops=LogitsOps() if context.loaded is None else context.loaded.ops,
                     loaded=context.loaded,

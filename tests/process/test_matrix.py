@@ -48,6 +48,7 @@ ENGINE: dict[str, dict[str, Level]] = {
             "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]},
             "plugin": {"scripted_speculator": {"right": 0.3}},
         },
+        "model": {"speculation": {"use": ["draft_model"]}},
     },
     "stores": {
         "none": {},
@@ -239,7 +240,9 @@ def result_of(output: Any) -> Any:
     return summary(output), prompt
 
 
-def config_of(row: Mapping[str, str], jobs: list[Job], expected: Mapping[str, Any]) -> dict:
+def config_of(
+    row: Mapping[str, str], jobs: list[Job], expected: Mapping[str, Any], model: object
+) -> dict:
     """Return the configuration of a row; scripted drafts are what the requests came to alone."""
     enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
     base = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT)
@@ -251,6 +254,8 @@ def config_of(row: Mapping[str, str], jobs: list[Job], expected: Mapping[str, An
             for _, tokens, *_ in expected[request_id][0]
         ]
         config = merged(config, {"plugin": {"scripted_speculator": {"replies": replies}}})
+    if row["speculator"] == "model":
+        config = merged(config, {"plugin": {"draft_model": {"model": str(model)}}})
     return config
 
 
@@ -280,7 +285,7 @@ def check(scripted, plain: LLMEngine, row: Mapping[str, str], number: int) -> No
     """Assert that the requests of a row have the results that each has alone."""
     jobs = requests_of(row, number)
     expected = alone(plain, jobs)
-    with LLM(config=scripted_config(scripted, config_of(row, jobs, expected))) as llm:
+    with LLM(config=scripted_config(scripted, config_of(row, jobs, expected, scripted))) as llm:
         found = drive(engine_of(llm), jobs, row["in between"])
     wrong = [name for name in expected if found.get(name) != expected[name]]
     assert not wrong, f"{wrong} differ in row {number}: {row}"
@@ -290,7 +295,7 @@ def check(scripted, plain: LLMEngine, row: Mapping[str, str], number: int) -> No
 def test_a_refused_pair_names_what_does_not_fit(scripted, pair):
     row = {feature: next(iter(names)) for feature, names in ALL.items()} | dict(pair)
     with pytest.raises(Exception, match=f"batch_bias.*{REFUSED[pair]}.*speculation"):
-        scripted_engine(scripted, config_of(row, [], {}))
+        scripted_engine(scripted, config_of(row, [], {}, scripted))
 
 
 def test_the_rows_cover_each_pair():

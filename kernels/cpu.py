@@ -103,7 +103,7 @@ _ARGUMENTS = {
     "suffix_tree_begin": "p",
     "suffix_tree_append": "plpl",
     "suffix_tree_remove_oldest": "p",
-    "suffix_tree_draft": "ppllldldpp",
+    "suffix_tree_draft": "pplldldpp",
 }
 _COUNTS = (
     *("packed_size", "codes_size", "check_codes", "attention_block", "attention_plan"),

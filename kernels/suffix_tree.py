@@ -91,12 +91,12 @@ class SuffixTree:
         self._remove_oldest(self._tree)
         self._num_sequences -= 1
 
-    def draft(self, pattern: Sequence[int], own: int, extent: Extent) -> tuple[list[int], float]:
+    def draft(self, pattern: Sequence[int], extent: Extent) -> tuple[list[int], float]:
         """Return the tokens that followed the last ones of a pattern most often, and a score."""
         given, drafts = array("i", pattern), (ctypes.c_int32 * extent.limit)()
         score = ctypes.c_double()
         count = self._draft(
-            *(self._tree, given.buffer_info()[0], len(given), own),
+            *(self._tree, given.buffer_info()[0], len(given)),
             *(extent.limit, extent.factor, extent.offset, extent.probability),
             *(ctypes.addressof(drafts), ctypes.addressof(score)),
         )

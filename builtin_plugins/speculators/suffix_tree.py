@@ -34,6 +34,9 @@ class _Node:
     children: dict[int, _Node]
 
 
+_NOWHERE = _Node(0, -1, 0, 0, None, {})
+
+
 class SuffixTree:
     """The first `depth` tokens of each suffix of some sequences, path-compressed.
 
@@ -162,7 +165,7 @@ class SuffixTree:
             if child.count == node.count:
                 self._merge(node, child)
 
-    def draft(self, pattern: Sequence[int], own: int, extent: Extent) -> tuple[list[int], float]:
+    def draft(self, pattern: Sequence[int], extent: Extent) -> tuple[list[int], float]:
         """Return the tokens that followed the last ones of a pattern most often.
 
         The last 1, 2, ... tokens are looked up. What followed them most often is taken again and
@@ -171,7 +174,6 @@ class SuffixTree:
 
         Args:
             pattern: the newest tokens.
-            own: how many of them end the sequence that they are of, in the tree: nothing followed.
             extent: how far drafts go.
 
         Returns:
@@ -181,41 +183,40 @@ class SuffixTree:
         best = 0.0
         for length in range(1, min(len(pattern), self._depth) + 1):
             node, matched = self._find(pattern[len(pattern) - length :])
-            others = node.count - (length <= own)
-            if others <= 0:
+            if matched == node.length and not node.children:  # nothing followed
                 break
-            found, score = self._follow(node, matched, others, _most(extent, length), extent)
+            found, score = self._follow(node, matched, _most(extent, length), extent.probability)
             if found and score >= best:
                 drafts, best = found, score
         return drafts, best
 
     def _find(self, pattern: Sequence[int]) -> tuple[_Node, int]:
-        """Return the node in which a pattern ends and how many of its tokens; the root if none."""
+        """Return the node in which a pattern ends, and after how many of its tokens."""
         node, matched = self._root, 0
         for token in pattern:
             if matched == node.length:
                 child, matched = node.children.get(token), 0
                 if child is None:
-                    return self._root, 0
+                    return _NOWHERE, 0
                 node = child
             elif self._texts[node.sequence - self._first][node.start + matched] != token:
-                return self._root, 0
+                return _NOWHERE, 0
             matched += 1
         return node, matched
 
     def _follow(
-        self, node: _Node, matched: int, places: int, most: int, extent: Extent
+        self, node: _Node, matched: int, most: int, least: float
     ) -> tuple[list[int], float]:
         """Return the tokens that most often follow those of a node, and their score."""
         found: list[int] = []
         probability, score = 1.0, 0.0
         while len(found) < most:
             if matched == node.length:
-                node, matched = max(node.children.values(), key=_rank, default=self._root), 0
-                probability = probability * node.count / places
-                if probability < extent.probability or not node.count:
-                    break
                 places = node.count
+                node, matched = max(node.children.values(), key=_rank, default=_NOWHERE), 0
+                probability = probability * node.count / places
+                if probability < least or node is _NOWHERE:
+                    break
             found.append(self._texts[node.sequence - self._first][node.start + matched])
             score += probability
             matched += 1

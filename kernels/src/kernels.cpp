@@ -293,12 +293,11 @@ long hp_suffix_tree_append(suffix::Tree* tree, long number, const int32_t* token
 }
 void hp_suffix_tree_remove_oldest(suffix::Tree* tree) { tree->remove_oldest(); }
 // Return the number of drafts.
-long hp_suffix_tree_draft(suffix::Tree* tree, const int32_t* pattern, long count, long own,
-                          long limit, double factor, long offset, double probability,
-                          int32_t* drafts, double* score) {
+long hp_suffix_tree_draft(suffix::Tree* tree, const int32_t* pattern, long count, long limit,
+                          double factor, long offset, double probability, int32_t* drafts,
+                          double* score) {
   suffix::Extent extent{limit, offset, factor, probability};
-  return suffix::allocates(
-      [&] { return tree->draft(pattern, count, own, extent, drafts, score); });
+  return suffix::allocates([&] { return tree->draft(pattern, count, extent, drafts, score); });
 }
 
 // Repeat recorded calls.

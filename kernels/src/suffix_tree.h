@@ -94,18 +94,19 @@ class Tree {
   }
 
   // Write the drafts with the highest score, and return their number.
-  long draft(const int32_t* pattern, long count, long own, const Extent& extent, int32_t* drafts,
+  long draft(const int32_t* pattern, long count, const Extent& extent, int32_t* drafts,
              double* best) {
     long drafted = 0;
     *best = 0;
     found_.resize(extent.limit);
     for (long length = 1; length <= std::min(count, depth_); length++) {
       Place place = find(pattern + count - length, length);
-      long others = nodes_[place.node].count - (length <= own);
-      if (others <= 0) break;
+      if (place.node == NONE) break;
+      const Node& node = nodes_[place.node];
+      if (node.length == place.matched && node.first == NONE) break;  // nothing followed
       long most = std::min(extent.limit, (long)(length * extent.factor) + extent.offset);
       double score = 0;
-      long found = follow(place, others, most, extent.probability, &score);
+      long found = follow(place, most, extent.probability, &score);
       if (found && score >= *best) {
         std::copy_n(found_.data(), found, drafts);
         drafted = found;
@@ -222,35 +223,35 @@ class Tree {
       merge(i, only);
   }
 
-  // Where a pattern ends; in the root if it is nowhere.
+  // Where a pattern ends; in no node if it is nowhere.
   Place find(const int32_t* pattern, long length) {
     int32_t i = 0;
     for (long done = 0; done < length;) {
       i = child(i, pattern[done]);
-      if (i == NONE) return {0, 0};
+      if (i == NONE) return {NONE, 0};
       const Node& node = nodes_[i];
       const int32_t* tokens = at(node.sequence).tokens.data() + node.start;
       int32_t matched = (int32_t)std::min((long)node.length, length - done);
-      if (!std::equal(tokens, tokens + matched, pattern + done)) return {0, 0};
+      if (!std::equal(tokens, tokens + matched, pattern + done)) return {NONE, 0};
       if ((done += matched) == length) return {i, matched};
     }
-    return {0, 0};
+    return {NONE, 0};
   }
 
   // Find what followed most often, and return its length.
-  long follow(Place place, long places, long most, double least, double* score) {
+  long follow(Place place, long most, double least, double* score) {
     long found = 0;
     double probability = 1;
     while (found < most) {
       const Node* node = &nodes_[place.node];
       if (place.matched == node->length) {
+        int32_t places = node->count;
         place = {most_frequent(place.node), 0};
         if (place.node == NONE) break;
         node = &nodes_[place.node];
         // A division last, so that no compiler joins it to the sum.
         probability = probability * node->count / (double)places;
         if (probability < least) break;
-        places = node->count;
       }
       found_[found++] = token_at(*node, place.matched++);
       *score += probability;

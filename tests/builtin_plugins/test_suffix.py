@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
+import functools
 import random
 import tracemalloc
 
@@ -38,7 +38,7 @@ def new_tree(request):
     return compiled.SuffixTree
 
 
-def counted(texts, depth, pattern, own, extent):
+def counted(texts, depth, pattern, extent):
     """Return what `draft` says, by looking at each place of each text, again for each token."""
 
     def places(tokens):
@@ -48,11 +48,11 @@ def counted(texts, depth, pattern, own, extent):
     def follow(tokens, count, most):
         found, probability, score = [], 1.0, 0.0
         while len(found) < most and len(tokens) < depth:
-            after = {t: places([*tokens, t]) for t in {t for _, text in texts for t in text}}
+            after = {t: places([*tokens, t]) for t in range(3)}
             token = max(after, key=lambda token: (len(after[token]), max(after[token], default=())))
             here = len(after[token])
             if here != count:
-                probability = probability * here / count
+                probability = probability * here / max(count, 1)
             if not here or probability < extent.probability:
                 break
             tokens, count = [*tokens, token], here
@@ -63,11 +63,8 @@ def counted(texts, depth, pattern, own, extent):
     best = [], 0.0
     for length in range(1, min(len(pattern), depth) + 1):
         tokens = pattern[-length:]
-        others = len(places(tokens)) - (length <= own)
-        if others <= 0:
-            break
         most = min(extent.limit, int(length * extent.factor) + extent.offset)
-        found, score = follow(tokens, others, most)
+        found, score = follow(tokens, len(places(tokens)), most)
         if found and score >= best[1]:
             best = found, score
     return best
@@ -108,9 +105,9 @@ def test_drafts_are_those_of_plain_counting(new_tree, steps, extent, depth):
             texts[index] += step[1]
         numbered = list(enumerate(texts))
         for text in texts:
-            expected = counted(numbered, depth, text[-depth:], len(text), extent)
-            assert tree.draft(text[-depth:], len(text), extent) == expected
-        assert tree.draft([0, 1], 0, extent) == counted(numbered, depth, [0, 1], 0, extent)
+            expected = counted(numbered, depth, text[-depth:], extent)
+            assert tree.draft(text[-depth:], extent) == expected
+        assert tree.draft([0, 1], extent) == counted(numbered, depth, [0, 1], extent)
         assert tree.num_nodes <= 2 * sum(map(len, texts))
     for _ in texts:
         tree.remove_oldest()
@@ -138,7 +135,7 @@ def test_both_trees_draft_the_same_while_texts_come_and_go():
             assert tree.begin() == number
             tree.append(number, text[:-40])
         for end in range(len(text) - 40, len(text)):
-            ours, theirs = (tree.draft(text[end - 24 : end], end, Extent(8)) for tree in trees)
+            ours, theirs = (tree.draft(text[end - 24 : end], Extent(8)) for tree in trees)
             assert ours == theirs
             for tree in trees:
                 tree.append(number, [text[end]])
@@ -149,23 +146,30 @@ def test_both_trees_draft_the_same_while_texts_come_and_go():
         assert trees[0].num_nodes == trees[1].num_nodes
 
 
-def allocated(compiled_tree):
-    """Return the bytes that Python or the C library have handed out."""
-    if not compiled_tree:
-        return tracemalloc.get_traced_memory()[0]
+class MallInfo(ctypes.Structure):
+    """Bytes that the C library has handed out; its `struct mallinfo2`."""
 
-    class Info(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "mapped", *"fg", "used", *"ij")]
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "mapped", *"fg", "used", *"ij")]
 
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
+
+@functools.cache
+def libc():
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
         pytest.skip("the C library does not tell what it has allocated")
-    libc.mallinfo2.restype = Info
-    info = libc.mallinfo2()
+    library.mallinfo2.restype = MallInfo
+    return library
+
+
+def allocated(native):
+    """Return the bytes that Python or the C library have handed out."""
+    if not native:
+        return tracemalloc.get_traced_memory()[0]
+    info = libc().mallinfo2()
     return info.used + info.mapped
 
 
-@pytest.mark.parametrize(("count", "length"), [(2, 4000), (20, 400), (200, 8)])
+@pytest.mark.parametrize(("count", "length"), [(2, 4000), (20, 400), (300, 30)])
 def test_a_tree_occupies_at_most_what_it_says(request, new_tree, count, length):
     texts = list(long_texts(count, length))
     native = new_tree is compiled.SuffixTree
@@ -174,28 +178,27 @@ def test_a_tree_occupies_at_most_what_it_says(request, new_tree, count, length):
     if not native:
         tracemalloc.start()
         request.addfinalizer(tracemalloc.stop)
-    before = allocated(native) + 10_000  # of this test
+    before = allocated(native)
     tree = new_tree(24)
     for text in texts:
         tree.append(tree.begin(), text)
-    used = [(allocated(native) - before, tree.num_bytes)]
+    assert 0.4 * tree.num_bytes < allocated(native) - before < tree.num_bytes
+    before += 30_000  # what the test itself and the allocators keep
     for _ in texts[1:]:
         tree.remove_oldest()
-        used.append((allocated(native) - before, tree.num_bytes))
-    assert [pair for pair in used if pair[0] > pair[1]] == []
-    assert used[0][0] > 0.4 * used[0][1]  # nor does it say much more
+        assert allocated(native) - before < tree.num_bytes
     tree.remove_oldest()
-    del tree, used
-    assert allocated(native) - before < 10_000
+    del tree
+    assert allocated(native) < before
 
 
 def test_the_latest_of_equals_in_the_newest_text_is_drafted(new_tree):
     tree = new_tree(8)
     for text in ([1, 2, 3, 1, 2, 4], [1, 2, 5]):
         tree.append(tree.begin(), text)
-    assert tree.draft([1, 2], 0, FAR) == ([5], 1 / 3)
+    assert tree.draft([1, 2], FAR) == ([5], 1 / 3)
     tree.append(0, [1, 2, 4])
-    assert tree.draft([1, 2], 0, FAR)[0][0] == 4
+    assert tree.draft([1, 2], FAR)[0][0] == 4
 
 
 def asking(request_id="r", prompt=(), output=(), scope="", limit=8, **arguments):
@@ -285,11 +288,11 @@ def test_outputs_beyond_the_limits_go_the_oldest_first():
     for start, output in enumerate(outputs):
         kept.append(output, range(100 * start, 100 * start + 20))
     assert len(kept) == 3
-    found = [kept.draft(Output(s), [100 * n, 100 * n + 1], FAR)[0] for n, s in enumerate("abab")]
+    found = [kept.draft(s, [100 * n, 100 * n + 1], FAR)[0] for n, s in enumerate("abab")]
     assert [len(drafts) for drafts in found] == [0, 7, 7, 7]
     kept.append(outputs[0], [1, 2, 3])  # a running one that was removed: it begins again
-    assert (len(kept), outputs[1].sequence, outputs[0].num_tokens) == (3, None, 3)
-    assert kept.draft(Output("a"), [1], FAR)[0] == [2, 3]
+    assert (len(kept), outputs[1].sequence) == (3, None)
+    assert kept.draft("a", [1], FAR)[0] == [2, 3]
 
 
 def test_bytes_of_all_scopes_together_are_bounded():
@@ -328,7 +331,7 @@ def test_what_cannot_be_allocated_leaves_the_tree_as_it_is(monkeypatch, new_tree
     output = Output("a")
     with pytest.raises(MemoryError):
         kept.append(output, [1, 2])
-    assert (len(kept), output.num_tokens) == (1, 0)
+    assert len(kept) == 1
     assert kept.num_bytes > 0
 
 

@@ -58,8 +58,7 @@ class Tree {
 
   long nodes() const { return used_ - 1; }
   long bytes() const {
-    return TREE_BYTES + (used_ + 2 * depth_ + 64) * NODE_BYTES +
-           num_tokens_ * TOKEN_BYTES +
+    return TREE_BYTES + (used_ + 2 * depth_ + 64) * NODE_BYTES + num_tokens_ * TOKEN_BYTES +
            (long)sequences_.size() * (SEQUENCE_BYTES + depth_ * (long)sizeof(int32_t));
   }
 

@@ -114,6 +114,15 @@ def test_drafts_are_those_of_plain_counting(new_tree, steps, extent, depth):
     assert tree.num_nodes == len(tree) == 0
 
 
+def test_without_kernels_the_tree_is_that_in_python(monkeypatch):
+    monkeypatch.setenv(cpu.VARIABLE, "off")
+    cpu.load.cache_clear()
+    try:
+        assert type(make_tree(8)) is SuffixTree
+    finally:
+        cpu.load.cache_clear()
+
+
 def long_texts(count=40, length=400):
     """Texts that repeat parts of themselves and of each other."""
     rng = random.Random(5)

@@ -25,7 +25,7 @@ class Extent:
         limit: tokens, at most.
         factor: tokens for each token that is the same, at most; rounded down.
         offset: tokens more than those.
-        probability: that a token is right, at least.
+        probability: probability of a token, at least.
     """
 
     limit: int
@@ -42,7 +42,7 @@ class SuffixTree:
 
         Args:
             depth: tokens of a suffix, at most.
-            path: of the kernels, see `cpu.load`.
+            path: path of the kernels, see `cpu.load`.
 
         Raises:
             KernelsUnavailableError: they cannot run here.

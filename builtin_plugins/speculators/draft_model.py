@@ -183,7 +183,7 @@ class DraftModel(Speculator):
         self._model.sleep()
 
     def wake_up(self) -> None:
-        """Allocate the KV cache; sequences begin anew."""
+        """Allocate the KV cache; all sequences begin again."""
         self._model.wake_up()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ class Suffix(Speculator):
     """Drafts from the request's own text and from outputs of others, by a tree of suffixes each.
 
     The last 1, 2, ... tokens are looked up in both. What followed them most often is drafted while
-    its share of the places says that it is likely, and the draft with the most tokens that are
+    its share of the places is large enough, and the draft with the most tokens that are
     expected to be right is taken; of equals, that of the longest run of tokens, in the request's
     own text (G. Oliaro et al., "SuffixDecoding", NeurIPS 2025). More tokens are drafted the more
     are the same: a text that repeats another one gets many, a new one few or none.
@@ -114,9 +114,9 @@ class Suffix(Speculator):
     def _draft(self, request: DraftRequest) -> tuple[list[int], float]:
         """Return the drafts of a request, and their score."""
         text: _Text = request.state
-        most = self._depth - 1
-        pattern = request.output_token_ids[-most:]
-        if missing := most - len(pattern):
+        longest = self._depth - 1
+        pattern = request.output_token_ids[-longest:]
+        if missing := longest - len(pattern):
             pattern = [*request.prompt_token_ids[-missing:], *pattern]
         extent = self._extent(request)
         own = text.tree.draft(pattern, extent)
@@ -152,12 +152,12 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """What is known of a request.
+    """The text of a request.
 
     Attributes:
-        tree: of its prompt and output.
-        output: among the outputs.
-        num_tokens: of the tree.
+        tree: tree of its prompt and output.
+        output: its output among all.
+        num_tokens: number of tokens in the tree.
         num_kept: tokens of the output that were handed on.
     """
 
@@ -186,7 +186,7 @@ class Outputs:
         """Keep nothing yet.
 
         Args:
-            depth: of the trees.
+            depth: depth of the trees.
             max_requests: outputs, at most.
             max_bytes: bytes of all of them, at most.
         """
@@ -232,6 +232,6 @@ class Outputs:
             self.num_bytes -= before
 
     def draft(self, scope: str, pattern: Sequence[int], extent: Extent) -> tuple[list[int], float]:
-        """Return what followed a pattern most often in the outputs of a scope, and its score."""
+        """Return the tokens that followed a pattern most often in a scope, and their score."""
         tree = self._trees.get(scope)
         return tree.draft(pattern, extent) if tree else ([], 0.0)

@@ -22,7 +22,7 @@ class _Node:
         count: places where the tokens from the root to here stand.
         sequence: the last sequence of these places.
         start: the last of them in it: where the tokens of this node begin.
-        length: of its tokens.
+        length: number of its tokens.
         children: by their first tokens.
     """
 
@@ -185,7 +185,7 @@ class SuffixTree:
             node, matched = self._find(pattern[len(pattern) - length :])
             if matched == node.length and not node.children:  # nothing followed
                 break
-            found, score = self._follow(node, matched, _most(extent, length), extent.probability)
+            found, score = self._follow(node, matched, _limit(extent, length), extent.probability)
             if found and score >= best:
                 drafts, best = found, score
         return drafts, best
@@ -205,12 +205,12 @@ class SuffixTree:
         return node, matched
 
     def _follow(
-        self, node: _Node, matched: int, most: int, least: float
+        self, node: _Node, matched: int, limit: int, least: float
     ) -> tuple[list[int], float]:
         """Return the tokens that most often follow those of a node, and their score."""
         found: list[int] = []
         probability, score = 1.0, 0.0
-        while len(found) < most:
+        while len(found) < limit:
             if matched == node.length:
                 places = node.count
                 node, matched = max(node.children.values(), key=_rank, default=_NOWHERE), 0
@@ -223,7 +223,7 @@ class SuffixTree:
         return found, score
 
 
-def _most(extent: Extent, length: int) -> int:
+def _limit(extent: Extent, length: int) -> int:
     """Return how many tokens may be drafted after a pattern of a length."""
     return min(extent.limit, int(length * extent.factor) + extent.offset)
 

@@ -39,7 +39,7 @@ def new_tree(request):
 
 
 def counted(texts, depth, pattern, extent):
-    """Return what `draft` says, by looking at each place of each text, again for each token."""
+    """Return the drafts by looking at each place of each text, again for each token."""
 
     def places(tokens):
         spans = ((n, i, text[i : i + len(tokens)]) for n, text in texts for i in range(len(text)))
@@ -179,7 +179,7 @@ def allocated(native):
 
 
 @pytest.mark.parametrize(("count", "length"), [(2, 4000), (20, 400), (300, 30)])
-def test_a_tree_occupies_at_most_what_it_says(request, new_tree, count, length):
+def test_a_tree_occupies_at_most_its_num_bytes(request, new_tree, count, length):
     texts = list(long_texts(count, length))
     native = new_tree is compiled.SuffixTree
     compiled_first = make_tree(24)  # what is allocated once

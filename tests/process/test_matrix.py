@@ -43,6 +43,7 @@ ENGINE: dict[str, dict[str, Level]] = {
     "speculator": {
         "none": {},
         "ngram": {"speculation": {"use": ["ngram"]}},
+        "suffix": {"speculation": {"use": ["suffix"]}},
         "right": {"speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]}},
         "wrong": {
             "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]},

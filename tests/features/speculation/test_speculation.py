@@ -14,7 +14,7 @@ from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = "support.plugins.speculating"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **FINAL)
-BUILT_IN = ("ngram",)
+BUILT_IN = ("ngram", "suffix")
 
 
 def speculating_with(*use, options=None, **settings):

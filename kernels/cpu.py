@@ -47,7 +47,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 # How scales and offsets of low-bit codes are stored, in the libraries' words; 0 is not at all.
 _STORED = {torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
 _FOLDER = Path(__file__).parent
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
 _CALL_WORDS = 16  # of a recorded call: the function that repeats it, and its arguments
 # The arguments of each function, by the letters above.
 _ARGUMENTS = {
@@ -96,13 +96,25 @@ _ARGUMENTS = {
     "broadcast_ring_create": "pll",
     "broadcast_ring_write": "ppll",
     "broadcast_ring_read": "ppll",
+    "suffix_tree_create": "l",
+    "suffix_tree_free": "p",
+    "suffix_tree_nodes": "p",
+    "suffix_tree_bytes": "p",
+    "suffix_tree_begin": "p",
+    "suffix_tree_append": "plpl",
+    "suffix_tree_remove_oldest": "p",
+    "suffix_tree_draft": "pplldldpp",
 }
 _COUNTS = (
     *("packed_size", "codes_size", "check_codes", "attention_block", "attention_plan"),
     *("shared_reason", "shared_dead_member"),
-    *(name for name in _ARGUMENTS if name.startswith(("group_", "broadcast_ring_"))),
+    *(name for name in _ARGUMENTS if name.startswith(("group_", "broadcast_ring_", "suffix_"))),
 )
-_RETURNS = {**dict.fromkeys(_COUNTS, ctypes.c_long), "shared_join": ctypes.c_void_p}
+_POINTERS = ("shared_join", "suffix_tree_create")
+_RETURNS = {
+    **dict.fromkeys(_COUNTS, ctypes.c_long),
+    **dict.fromkeys(_POINTERS, ctypes.c_void_p),
+}
 
 
 class KernelsUnavailableError(RuntimeError):

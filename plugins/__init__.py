@@ -91,6 +91,7 @@ from .requests import (
 from .sampler import Sampler, SamplerContext, SamplingRows
 from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
 from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
+from .speculator import DraftRequest, Speculator, SpeculatorContext
 from .stats import (
     IterationStats,
     KVTierStats,
@@ -155,6 +156,10 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Sampler",
     "SamplerContext",
     "SamplingRows",
+    # Speculators: provisional
+    "DraftRequest",
+    "Speculator",
+    "SpeculatorContext",
     # Scheduling policies: stable
     "Load",
     "PolicyContext",

@@ -30,6 +30,7 @@ from .config_tables import (
     Reference,
     SamplerConfig,
     SchedulerConfig,
+    SpeculationConfig,
     StatsConfig,
     TokenizerConfig,
     ToolsConfig,
@@ -63,6 +64,7 @@ class _CoreTables(Strict, kw_only=False):
     executor: ExecutorConfig = ExecutorConfig()
     parallel: ParallelConfig = ParallelConfig()
     sampler: SamplerConfig = SamplerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     attention: AttentionConfig = AttentionConfig()
     ops: OpsConfig = OpsConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

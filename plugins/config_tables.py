@@ -309,6 +309,20 @@ class SamplerConfig(Strict):
     logprobs: Literal["raw", "processed"] = "raw"
 
 
+class SpeculationConfig(Strict):
+    """Speculation: drafts of tokens that the next step verifies. They change no output.
+
+    Attributes:
+        use: speculators, which draft; none by default. The first is that of requests that name
+            none (`SamplingParams.speculator`). `{ use = "ngram", name = "long" }` gives one
+            another name, and options of its own in `[plugin.long]`.
+        num_draft_tokens: drafts of a request and a step, at most.
+    """
+
+    use: list[Reference | PluginUse] = []
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=256)] = 5
+
+
 class AttentionConfig(Strict):
     """The attention backend; "auto" is that of `backend`."""
 

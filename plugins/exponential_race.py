@@ -109,3 +109,9 @@ def _shift(value: torch.Tensor, places: int) -> torch.Tensor:
     """Return a logical right shift; torch's own shift copies the sign."""
     width = 8 * value.element_size()
     return (value >> places) & ((1 << (width - places)) - 1)
+
+
+def mixed_seed(seed: int | None, child_index: int) -> int:
+    """Return the seed of a completion as a signed 64-bit int; each of a request has another."""
+    mixed = ((seed or 0) + child_index * (_GOLDEN + 2**64)) & (2**64 - 1)
+    return mixed - 2**64 if mixed >= 2**63 else mixed

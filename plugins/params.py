@@ -83,6 +83,8 @@ class SamplingParams(Strict, omit_defaults=True):
         reasoning_parser: name of an enabled output parser that finds the reasoning; "none" finds
             none, and None is the configuration's `reasoning.parser`.
         tool_parser: the same for calls of tools, and `tools.parser`.
+        speculator: name of an enabled speculator, which drafts tokens; "none" has no drafts, and
+            None is the first of the configuration's `speculation.use`. It changes no output.
         routed_experts: return the experts that a mixture of experts chose for each token; see
             `CompletionOutput.routed_experts`.
         structured: what the answer must be: JSON of a schema, for example. A mapping with the
@@ -121,6 +123,7 @@ class SamplingParams(Strict, omit_defaults=True):
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
     reasoning_parser: NonEmpty | None = None
     tool_parser: NonEmpty | None = None
+    speculator: NonEmpty | None = None
     routed_experts: bool = False
     structured: StructuredOutputs | None = None
     logits_processors: list[Any] = []

@@ -97,8 +97,24 @@ class ComponentFactory(Protocol):
             PluginError: it is not enabled, or cannot be built.
         """
 
+    def guarded(
+        self,
+        kind: str,
+        name: str,
+        context: type[Context[Any]],
+        report: Callable[[str, BaseException | None], None],
+        **fields: Any,
+    ) -> Any:
+        """Build an enabled component, as `create`, whose methods do what its kind declares.
+
+        Where one does not, the declared default decides.
+
+        Args:
+            report: called with the message of each fault, and its cause or None.
+        """
+
     def close(self, component: Component) -> None:
-        """Close a component that `create` has built.
+        """Close a component that `create` or `guarded` has built.
 
         Raises:
             PluginFaultError: it failed.

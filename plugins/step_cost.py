@@ -12,8 +12,7 @@ __all__ = ["StepCost"]
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """The time of a step in milliseconds: a sum over what it computes, fitted to steps that ran.
 
-    A prompt here is any request that computes more than one token: a chunk of its prompt, or drafts
-    to verify.
+    A prompt here is any request that computes more than one token, besides drafts to verify.
 
     Attributes:
         step: time of any step, before its work.
@@ -22,6 +21,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         prompt: time of each prompt.
         prompt_token: time of each token of a prompt.
         prompt_pair: time of each token that a token of a prompt attends to.
+        draft: time of each draft that is verified; 0 before there were any.
         is_trained: whether steps with prompts and steps with single queries were measured; before
             that the other attributes mean nothing.
         error: moving mean of the relative error of predictions, 0.1 is 10 %; None before the first.
@@ -35,6 +35,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     prompt_pair: float = 0.0
     is_trained: bool = False
     error: float | None = None
+    draft: float = 0.0
 
     def milliseconds(
         self,
@@ -44,15 +45,17 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         prompts: int = 0,
         prompt_tokens: int = 0,
         prompt_pairs: float = 0,
+        drafts: int = 0,
     ) -> float:
         """Return the time of a step.
 
         Args:
-            single_queries: number of requests that compute one token.
+            single_queries: number of requests that compute one token, drafts aside.
             context: number of tokens that these attend to, together.
             prompts: number of prompts.
             prompt_tokens: number of tokens of prompts.
             prompt_pairs: sum over these of the number of tokens that each attends to.
+            drafts: number of drafts.
         """
         return (
             self.step
@@ -61,6 +64,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             + self.prompt * prompts
             + self.prompt_token * prompt_tokens
             + self.prompt_pair * prompt_pairs
+            + self.draft * drafts
         )
 
     def prompt_milliseconds(self, tokens: int, computed: int) -> float:

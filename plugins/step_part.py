@@ -23,6 +23,7 @@ from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutp
 from .request import Request
 from .requests import EngineCoreRequest
 from .stats import SchedulerStats
+from .step_cost import StepCost
 from .step_record import WaitReason
 from .worker_half import WorkerHalf, WorkerHalfContext
 
@@ -64,6 +65,8 @@ class EngineHalfContext:
         block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
             of a request, which its known tokens must fill. They are chained, and include its salt.
         publish: publishes events of the KV cache.
+        step_cost: returns what a step takes, as far as is known by now; it is measured if
+            `scheduler.step_milliseconds` is set or a part drafts.
     """
 
     components: ComponentFactory
@@ -77,6 +80,7 @@ class EngineHalfContext:
     world_size: int
     block_hashes: Callable[[Request, int], Sequence[bytes]]
     publish: Callable[[Sequence[KVEvent]], None]
+    step_cost: Callable[[], StepCost] = StepCost
 
 
 class EngineHalf:

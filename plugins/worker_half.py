@@ -24,7 +24,9 @@ __all__ = [
     "ForwardStep",
     "KVBlocks",
     "LoadedModel",
+    "ModelOpener",
     "PackedInputs",
+    "SequenceModel",
     "StepModel",
     "StepRows",
     "WorkerHalf",
@@ -78,6 +80,65 @@ class LoadedModel:
     decode_bytes: Callable[[int], int]
 
 
+class SequenceModel(Protocol):
+    """A further model in a worker, with a KV cache of its own: sequences of tokens by name.
+
+    Attributes:
+        vocab_size: vocabulary size of the model.
+        max_model_len: tokens of a sequence, at most.
+        cache_bytes: bytes of its KV cache.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    cache_bytes: int
+
+    def extend(self, token_ids: Mapping[str, Sequence[int]]) -> torch.Tensor:
+        """Append tokens to sequences; return the logits after each, float32 [sequences, vocab].
+
+        A name that is not known begins a sequence.
+
+        Raises:
+            ValueError: no tokens for a sequence, or more than there is room for.
+        """
+
+    def length(self, name: str) -> int:
+        """Return the number of tokens of a sequence; 0 if there is none."""
+
+    def reserve(self, name: str, count: int) -> bool:
+        """Return whether a sequence can get so many more tokens; the room is its own then."""
+
+    def cut(self, name: str, length: int) -> None:
+        """Forget the tokens of a sequence after the first `length`; all of them with 0."""
+
+    def sleep(self) -> None:
+        """Release the KV cache, and forget all sequences."""
+
+    def wake_up(self) -> None:
+        """Allocate the KV cache again."""
+
+    def close(self) -> None:
+        """Release the model."""
+
+
+class ModelOpener(Protocol):
+    """Opens further models in a worker."""
+
+    def __call__(
+        self, model: str, num_tokens: int, *, vocab_size: int | None = None
+    ) -> SequenceModel:
+        """Return a loaded model, which the caller closes. Settings are those of the engine's model.
+
+        Args:
+            model: as `EngineConfig.model`.
+            num_tokens: tokens of all sequences together, for which its KV cache has room.
+            vocab_size: required size of its vocabulary; None takes any.
+
+        Raises:
+            ModelError: it cannot be loaded, has another vocabulary, or does not fit.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerHalfContext:
     """Context of the half in a worker.
@@ -92,6 +153,7 @@ class WorkerHalfContext:
         describe_fault: as in `EngineHalfContext`.
         host_memory: returns the bytes that the process may still allocate in CPU memory.
         loaded: the model itself; None if the context was made by hand.
+        open_model: opens a further model; None if the context was made by hand.
     """
 
     device: Any
@@ -103,6 +165,7 @@ class WorkerHalfContext:
     describe_fault: Callable[[BaseException], str]
     host_memory: Callable[[], int]
     loaded: LoadedModel | None = None
+    open_model: ModelOpener | None = None
 
 
 @dataclass(frozen=True)

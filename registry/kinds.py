@@ -28,6 +28,7 @@ from hardpoint.plugins.quantization import Quantization
 from hardpoint.plugins.sampler import Sampler
 from hardpoint.plugins.scheduler import Scheduler
 from hardpoint.plugins.scheduling_policy import SchedulingPolicy
+from hardpoint.plugins.speculator import Speculator
 from hardpoint.plugins.stats import StatSink
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.tokenizer import Tokenizer
@@ -162,6 +163,16 @@ KINDS: dict[str, Kind] = {
             summary="Assign each step's token budget to requests.",
             suite="SchedulerSuite",
             contract=2,
+        ),
+        Kind(
+            name="speculators",
+            interface=Speculator,
+            number=Number.MANY,
+            processes=(Process.FRONTEND, Process.WORKER),
+            fault_scope=FaultScope.STEP,
+            chosen_by="speculation.use",
+            summary="Draft how outputs go on; the next step verifies each draft.",
+            suite="SpeculatorSuite",
         ),
         Kind(
             name="step_parts",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.running.communicator_suite import CommunicatorSuite
     from hardpoint.testing.running.executor_suite import ExecutorSuite
     from hardpoint.testing.running.hook_suite import HookSuite
-    from hardpoint.testing.running.scripted_drafts import ScriptedDrafts
+    from hardpoint.testing.running.scripted_drafts import ScriptedDrafts, ScriptedSpeculator
     from hardpoint.testing.running.scripted_parts import ScriptedAdapters, ScriptedEmbeddings
     from hardpoint.testing.running.serving import ServerAnswer, TestServer, serve
     from hardpoint.testing.running.step_parts.suite import StepPartSuite
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.policy_suite import SchedulingPolicySuite
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
+    from hardpoint.testing.speculator_suite import SpeculatorSuite
     from hardpoint.testing.text.grammar_suite import GrammarSample, GrammarSuite
     from hardpoint.testing.text.output_parser_suite import OutputParserSuite, OutputSample
     from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
@@ -89,7 +90,9 @@ __all__ = [
     "ScriptedDrafts",
     "ScriptedEmbeddings",
     "ScriptedModel",
+    "ScriptedSpeculator",
     "ServerAnswer",
+    "SpeculatorSuite",
     "StatSinkSuite",
     "StepPartSuite",
     "TestServer",
@@ -135,7 +138,9 @@ _LAZY = {
     "ScriptedAdapters": "running.scripted_parts",
     "ScriptedEmbeddings": "running.scripted_parts",
     "ScriptedDrafts": "running.scripted_drafts",
+    "ScriptedSpeculator": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
+    "SpeculatorSuite": "speculator_suite",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_parts.suite",
     "TestServer": "running.serving",

@@ -24,7 +24,9 @@ import torch
 from hardpoint import typed
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_model import cut_weights as cut_weights
-from hardpoint.boundary.faults import FaultReporter, StepFaults
+from hardpoint.boundary.faults import FaultReporter as FaultReporter
+from hardpoint.boundary.faults import StepFaults
+from hardpoint.boundary.guard import guard as guard
 from hardpoint.boundary.parts.components import Components
 from hardpoint.boundary.parts.components import call_declared as call_declared
 from hardpoint.boundary.parts.components import describe_fault as describe_fault

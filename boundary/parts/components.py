@@ -11,7 +11,7 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
-from hardpoint.boundary.guard import checked
+from hardpoint.boundary.guard import checked, guard
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import Request
 from hardpoint.plugins.behaviour import behaviour_of
@@ -60,6 +60,18 @@ class Components:
     def create(self, kind: str, name: str, context: type[Context[Any]], **fields: Any) -> Any:
         """Build an enabled component."""
         return self._plugins.create(self._plugins.get(kind, name), context, **fields)
+
+    def guarded(
+        self,
+        kind: str,
+        name: str,
+        context: type[Context[Any]],
+        report: Callable[[str, BaseException | None], None],
+        **fields: Any,
+    ) -> Any:
+        """Build an enabled component, whose methods do what its kind declares."""
+        component = self.create(kind, name, context, **fields)
+        return guard(component, kind, report, self.calls(kind, name))
 
     def close(self, component: Component) -> None:
         """Close a component."""

@@ -28,6 +28,7 @@ class PromptTime:
         self,
         context: SchedulerContext,
         streams: Collection[LiveRequest],
+        drafts: int,
         now: float,
         max_slowdown: float,
     ) -> None:
@@ -36,6 +37,7 @@ class PromptTime:
         Args:
             context: the scheduler's.
             streams: the requests that generate, in this step.
+            drafts: number of their drafts.
             now: seconds on the scheduler's clock.
             max_slowdown: how many times the time of the streams the step may take at first.
         """
@@ -47,6 +49,7 @@ class PromptTime:
         self._streams = self._cost.milliseconds(
             single_queries=len(streams),
             context=sum(request.num_computed_tokens + 1 for request in streams),
+            drafts=drafts,
         )
         self._prompts = 0.0
         self._is_used = False

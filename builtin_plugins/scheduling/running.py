@@ -40,8 +40,9 @@ def schedule_running(tracker: RequestTracker, step: Step, max_slowdown: float) -
 def _limit_prompts(tracker: RequestTracker, step: Step, max_slowdown: float) -> None:
     """Limit the time of prompts in a step with all requests that generate; without any, do not."""
     if not all(is_prompt(request) for request in tracker.running.values()):
+        drafts = sum(map(len, step.drafts.values()))
         streams = step.running.values()
-        step.prompt_time = PromptTime(tracker.context, streams, step.now, max_slowdown)
+        step.prompt_time = PromptTime(tracker.context, streams, drafts, step.now, max_slowdown)
 
 
 def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], step: Step) -> bool:
@@ -61,7 +62,8 @@ def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], ste
             tokens, features = _limit_tokens(tracker, request, step)
             if tokens <= 0:
                 continue
-            if not _extend(tracker, request, tokens, step):
+            tokens = _extend(tracker, request, tokens, step)
+            if not tokens:
                 return False
             if request.draft_token_ids or features:
                 _schedule_inputs(tracker, request, tokens, features, step)
@@ -76,19 +78,26 @@ def _schedule_each(tracker: RequestTracker, requests: Sequence[LiveRequest], ste
     return True
 
 
-def _extend(tracker: RequestTracker, request: LiveRequest, tokens: int, step: Step) -> bool:
-    """Get the blocks of a running request for tokens; return False where it gets none."""
+def _extend(tracker: RequestTracker, request: LiveRequest, tokens: int, step: Step) -> int:
+    """Get the blocks of a running request for tokens; return how many it gets blocks for.
+
+    No request is preempted for drafts: without free blocks, there are none in this step.
+    """
     lookahead = 0
     if tracker.limits.num_lookahead_tokens:
         lookahead = tracker.num_lookahead(request.num_computed_tokens + tokens)
     blocks = tracker.cache.extend(request, tokens, lookahead)
+    if blocks is None and request.draft_token_ids:
+        tokens = min(tokens, request.num_tokens - request.num_computed_tokens)
+        request.draft_token_ids = []
+        blocks = tracker.cache.extend(request, tokens, lookahead)
     if blocks is None:
         blocks = _preempt_for(tracker, request, (tokens, lookahead), step)
         if blocks is None:
-            return False
+            return 0
     if blocks:
         step.new_blocks[request.request_id] = blocks
-    return True
+    return tokens
 
 
 def _in_turn(tracker: RequestTracker, step: Step) -> Sequence[LiveRequest]:

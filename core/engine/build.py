@@ -102,19 +102,19 @@ def build_core(
     activity = activity or Activity()
     faults = StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
-        opened, spec = _open_plugins(spec, vocabulary, clock, faults, undo)
+        fit = StepCostFit()
+        opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo)
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
-        step_parts = opened.step_parts
-        executor = _executor(spec, launcher, step_parts, undo)
-        start = _parts_start(spec, executor, step_parts, undo)
-        info, size, config = _start(executor, spec, config_sources, step_parts.moves_blocks)
+        executor = _executor(spec, launcher, opened.step_parts, undo)
+        start = _parts_start(spec, executor, opened.step_parts, undo)
+        info, size, config = _start(executor, spec, config_sources, opened.step_parts.moves_blocks)
         launcher.close()
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
-        step_cost = StepCostFit() if config.scheduler.step_milliseconds else None
+        is_fitted = bool(config.scheduler.step_milliseconds or spec.num_draft_tokens)
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
@@ -122,7 +122,7 @@ def build_core(
             kv_cache=kv_cache,
             clock=clock,
             record=_recorder(hooks, faults),
-            step_cost=StepCost if step_cost is None else step_cost.current,
+            step_cost=fit.current,
             **opened.for_scheduler(config),
         )
         parts = EngineCoreParts(
@@ -132,7 +132,7 @@ def build_core(
             faults=faults,
             parts_start=start,
             activity=activity,
-            step_cost=step_cost,
+            step_cost=fit if is_fitted else None,
             **opened.for_core(spec.plugins, config, info),
         )
         undo.pop_all()
@@ -188,6 +188,7 @@ def _open_plugins(
     vocabulary: Vocabulary | None,
     clock: _Clock,
     faults: StepFaults,
+    step_cost: Callable[[], StepCost],
     undo: contextlib.ExitStack,
 ) -> tuple[_EnginePlugins, WorkerSpec]:
     """Build the plugins of the engine: one that cannot start fails before a model loads.
@@ -216,6 +217,7 @@ def _open_plugins(
         world_size=spec.config.parallel.world_size,
         block_hashes=block_hashes,
         publish=kv_events.publish,
+        step_cost=step_cost,
     )
     step_parts = open_parts(spec.plugins, spec.config, context, faults)
     close_if_failed(undo, step_parts.close)

@@ -75,7 +75,6 @@ def limits_of(
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
         num_draft_tokens=num_draft_tokens,
-        num_lookahead_tokens=num_draft_tokens,
         asynchronous=asynchronous,
         num_batches=num_batches,
         step_milliseconds=scheduler.step_milliseconds or 0.0,
@@ -178,6 +177,7 @@ def prepare_worker(
         device=device,
         max_model_len=max_model_len,
         progress=progress,
+        prepare=lambda other: prepare_worker(other, plugins, config_sources, progress),
     )
 
 

@@ -64,6 +64,7 @@ class StepWork(NamedTuple):
     prompts: int = 0
     prompt_tokens: int = 0
     prompt_pairs: float = 0
+    drafts: int = 0
 
 
 class StepCostFit:
@@ -138,23 +139,24 @@ class StepCostFit:
 
 def work_of(plan: SchedulerOutput) -> StepWork:
     """Return the work of a step."""
-    tokens, cached = plan.num_scheduled_tokens, plan.cached_requests
+    tokens, cached, drafted = plan.num_scheduled_tokens, plan.cached_requests, plan.draft_token_ids
     if not plan.new_requests and plan.total_num_scheduled_tokens == len(tokens):
         return StepWork(len(tokens), sum(cached.num_computed_tokens) + len(tokens))
     single = context = prompts = prompt_tokens = 0
     pairs = 0.0
     for name, computed in plan.num_computed_tokens().items():
-        if (count := tokens.get(name, 0)) == 1:
+        if (count := tokens.get(name, 0) - len(drafted.get(name, ()))) == 1:
             single += 1
             context += computed + 1
         elif count:
             prompts += 1
             prompt_tokens += count
             pairs += count * (computed + count / 2)
-    return StepWork(single, context, prompts, prompt_tokens, pairs)
+    drafts = sum(map(len, drafted.values()))
+    return StepWork(single, context, prompts, prompt_tokens, pairs, drafts)
 
 
-_NAMES = ("prompt_token", "step", "single_query", "context_token", "prompt_pair", "prompt")
+_NAMES = ("prompt_token", "step", "single_query", "context_token", "prompt_pair", "prompt", "draft")
 """In this order, so that the first ones explain what several could."""
 _NUM_FEATURES = len(_NAMES)
 
@@ -168,6 +170,7 @@ def _features(work: StepWork) -> list[float]:
         float(work.context),
         float(work.prompt_pairs),
         float(work.prompts),
+        float(work.drafts),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ class WorkerSpec:
         rank: among those that share the model.
         placement: placement of all ranks; None if there is one.
         num_draft_tokens: most drafts of a request that a step verifies.
+        prepare: returns the spec of a further model; None if the spec was made by hand.
     """
 
     config: EngineConfig
@@ -38,6 +40,7 @@ class WorkerSpec:
     rank: int = 0
     placement: Placement | None = None
     num_draft_tokens: int = 0
+    prepare: Callable[[EngineConfig], WorkerSpec] | None = None
 
     def entry_for_device(self, kind: str) -> PluginEntry:
         """Return the entry of a kind of which there is one per device.

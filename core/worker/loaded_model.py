@@ -21,6 +21,7 @@ from hardpoint.registry.blame import close_if_failed
 from hardpoint.system.memory import MemoryEstimate, MemoryLimit, cache_share, memory_limit
 
 from .ranks import Ranks
+from .sequence_model import model_opener
 
 
 def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
@@ -92,6 +93,7 @@ def open_parts(
         describe_fault=describe_fault,
         host_memory=lambda: memory_limit(torch.device("cpu")).available,
         loaded=_loaded_model(spec, planned, ops),
+        open_model=model_opener(spec),
     )
     samples = ranks.is_output
     parts = open_worker_parts(spec.plugins, spec.config, context, activity, samples=samples)

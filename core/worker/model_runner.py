@@ -35,7 +35,7 @@ from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.kinds import KINDS, Process
+from hardpoint.registry.kinds import KINDS
 from hardpoint.registry.request_arguments import argument_key
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
@@ -46,9 +46,9 @@ from .ranks import Ranks
 _ELSEWHERE = {
     kind.name
     for kind in KINDS.values()
-    if kind.takes_arguments and Process.WORKER not in kind.processes
+    if kind.takes_arguments and kind.name not in ("logits_processors", "samplers")
 }
-"""Kinds whose components take arguments in other processes."""
+"""Kinds whose components get their arguments elsewhere."""
 
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]

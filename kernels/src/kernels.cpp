@@ -10,6 +10,7 @@
 #include "experts.h"
 #include "gemm.h"
 #include "rows.h"
+#include "suffix_tree.h"
 #include "vocabulary.h"
 
 // An argument from a word of a recorded call.
@@ -273,6 +274,31 @@ long hp_broadcast_ring_write(shared::Session* session, const char* from, long co
 }
 long hp_broadcast_ring_read(shared::Session* session, char* to, long capacity, long deadline) {
   return shared::broadcast_ring::read(*session, to, capacity, deadline);
+}
+
+// Trees of suffixes. Calls that allocate return -1, or no tree, if there is no memory.
+suffix::Tree* hp_suffix_tree_create(long depth) {
+  suffix::Tree* tree = nullptr;
+  suffix::allocates([&] { return (tree = new suffix::Tree(depth)), 0l; });
+  return tree;
+}
+void hp_suffix_tree_free(suffix::Tree* tree) { delete tree; }
+long hp_suffix_tree_nodes(const suffix::Tree* tree) { return tree->nodes(); }
+long hp_suffix_tree_bytes(const suffix::Tree* tree) { return tree->bytes(); }
+// Return the number of the sequence.
+long hp_suffix_tree_begin(suffix::Tree* tree) {
+  return suffix::allocates([=] { return tree->begin(); });
+}
+long hp_suffix_tree_append(suffix::Tree* tree, long number, const int32_t* tokens, long count) {
+  return suffix::allocates([=] { return tree->append((uint32_t)number, tokens, count), 0l; });
+}
+void hp_suffix_tree_remove_oldest(suffix::Tree* tree) { tree->remove_oldest(); }
+// Return the number of drafts.
+long hp_suffix_tree_draft(suffix::Tree* tree, const int32_t* pattern, long count, long limit,
+                          double factor, long offset, double probability, int32_t* drafts,
+                          double* score) {
+  suffix::Extent extent{limit, offset, factor, probability};
+  return suffix::allocates([&] { return tree->draft(pattern, count, extent, drafts, score); });
 }
 
 // Repeat recorded calls.

@@ -1,4 +1,4 @@
-"""A step part whose drafts are known before: for tests of engines that verify drafts."""
+"""A speculator and a step part whose drafts are known before: for tests with drafts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import msgspec
 
 from hardpoint import plugins
 from hardpoint.plugins import (
+    DraftRequest,
     EngineHalf,
     Meta,
     ModelRunnerOutput,
     Request,
     RequestFault,
     SchedulerOutput,
+    Speculator,
     StepPart,
     WorkerHalf,
 )
@@ -24,7 +26,22 @@ from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 
-class ScriptedDrafts(StepPart):
+class _Replies(plugins.Options):
+    """Options of both.
+
+    Attributes:
+        right: share of the tokens of replies that are drafted as they are.
+        replies: token ids of prompts, and of the output that follows each; several may follow one
+            prompt.
+        seed: chooses which drafts are wrong.
+    """
+
+    right: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    replies: list[tuple[list[int], list[int]]] = []
+    seed: int = 0
+
+
+class ScriptedSpeculator(Speculator):
     """Drafts what given replies go on with, some of it wrong, and else what is most likely wrong.
 
     The drafts of a request depend on its prompt, its output and the options alone.
@@ -32,22 +49,34 @@ class ScriptedDrafts(StepPart):
 
     contract = 1
 
-    class Options(plugins.Options):
-        """Options.
+    class Options(_Replies):
+        """Options, see `_Replies`."""
+
+    options: Options
+
+    def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:  # noqa: ARG002
+        """Return the drafts after the output of each request."""
+        script = _Script(self.options, self.context.vocab_size)
+        return [
+            script.after(request.prompt_token_ids, request.output_token_ids, request.limit)
+            for request in requests
+        ]
+
+
+class ScriptedDrafts(StepPart):
+    """Drafts as `ScriptedSpeculator` does, in the engine or in a worker."""
+
+    contract = 1
+
+    class Options(_Replies):
+        """Options, also those of `_Replies`.
 
         Attributes:
             count: drafts of a request and a step.
-            right: share of the tokens of replies that are drafted as they are.
-            replies: token ids of prompts, and of the output that follows each; several may follow
-                one prompt.
-            seed: chooses which drafts are wrong.
             made_in: the half that makes the drafts. Those of the worker are in its reports.
         """
 
         count: Annotated[int, Meta(ge=1)] = 3
-        right: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
-        replies: list[tuple[list[int], list[int]]] = []
-        seed: int = 0
         made_in: Literal["engine", "worker"] = "engine"
 
     options: Options
@@ -56,31 +85,26 @@ class ScriptedDrafts(StepPart):
         """Return the half that drafts, or hands on what workers have drafted."""
         if self.options.made_in == "worker":
             return _ReportedDrafts(self.name, self.options)
-        return _EngineDrafts(_Script(self.options, context.vocab_size))
+        return _EngineDrafts(_Script(self.options, context.vocab_size), self.options.count)
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that drafts, if it is the worker's."""
         if self.options.made_in == "engine":
             return None
-        return _WorkerDrafts(_Script(self.options, context.vocab_size))
+        return _WorkerDrafts(_Script(self.options, context.vocab_size), self.options.count)
 
 
 class _Script:
-    """The drafts that follow an output.
+    """The drafts that follow an output."""
 
-    Attributes:
-        count: drafts of a request and a step.
-    """
-
-    def __init__(self, options: ScriptedDrafts.Options, vocab_size: int) -> None:
-        self.count = options.count
+    def __init__(self, options: _Replies, vocab_size: int) -> None:
         self._right, self._seed, self._vocab_size = options.right, options.seed, vocab_size
         self._replies: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
         for prompt, reply in options.replies:
             self._replies[tuple(prompt)].append(reply)
 
-    def after(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
-        """Return the drafts of one request."""
+    def after(self, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:
+        """Return so many drafts of one request."""
         done, known = list(output), list[int]()
         for reply in self._replies.get(tuple(prompt), ()):
             if reply[: len(done)] == done:
@@ -88,7 +112,7 @@ class _Script:
                 break
         return [
             self._draft(known, place, f"{self._seed} {len(prompt)} {prompt[-1]} {place}")
-            for place in range(len(done), len(done) + self.count)
+            for place in range(len(done), len(done) + count)
         ]
 
     def _draft(self, known: Sequence[int], place: int, seed: str) -> int:
@@ -102,8 +126,8 @@ class _Script:
 class _EngineDrafts(EngineHalf):
     """Drafts in the engine's process."""
 
-    def __init__(self, script: _Script) -> None:
-        self.num_draft_tokens = script.count
+    def __init__(self, script: _Script, count: int) -> None:
+        self.num_draft_tokens = count
         self._script = script
         self._requests: dict[str, Request] = {}
 
@@ -114,7 +138,9 @@ class _EngineDrafts(EngineHalf):
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Return the drafts after the output of each request."""
         return {
-            name: self._script.after(request.source.prompt_token_ids, request.output_token_ids)
+            name: self._script.after(
+                request.source.prompt_token_ids, request.output_token_ids, self.num_draft_tokens
+            )
             for name, request in self._requests.items()
         }
 
@@ -165,8 +191,8 @@ class _ReportedDrafts(EngineHalf):
 class _WorkerDrafts(WorkerHalf):
     """Drafts in the worker, from the plans and from what it has sampled."""
 
-    def __init__(self, script: _Script) -> None:
-        self._script = script
+    def __init__(self, script: _Script, count: int) -> None:
+        self._script, self._count = script, count
         self._known: dict[str, tuple[Sequence[int], list[int]]] = {}  # prompt and output
         self._drafts: dict[str, list[int]] = {}
 
@@ -184,7 +210,7 @@ class _WorkerDrafts(WorkerHalf):
         for name, tokens in token_ids.items():
             prompt, output = self._known[name]
             output += tokens
-            self._drafts[name] = self._script.after(prompt, output)
+            self._drafts[name] = self._script.after(prompt, output, self._count)
 
     def report(self) -> bytes:
         """Return the drafts."""

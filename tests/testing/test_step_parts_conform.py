@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
+from support.broken.speculators import LastPair
 from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
 from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.recording import RecordedSteps
+from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
 from hardpoint.plugins.structured import StructuredOutputs
@@ -101,6 +103,12 @@ class TestStructuredOutput(StepPartSuite):
 class TestRecordedSteps(StepPartSuite):
     examples = kit_examples()
     part = RecordedSteps
+
+
+class TestSpeculation(StepPartSuite):
+    examples = kit_examples()
+    part = Speculation
+    components = {"speculators": {"last_pair": LastPair}}
 
 
 def test_all_builtins_are_tested():

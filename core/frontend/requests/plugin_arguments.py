@@ -21,6 +21,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.frontend_half import ToolCalls
+from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
 from hardpoint.typed.read_only import ReadOnlyList, read_only
@@ -100,8 +101,9 @@ class PluginArguments:
     def _load(self, plugins: PluginSet) -> None:
         self._plugins = plugins
         self._takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
-        for kind in ("samplers", "scheduling_policies"):
-            self._takers += takers_of(plugins, plugins.entries(kind))
+        for kind in KINDS.values():
+            if kind.takes_arguments and kind.number is not Number.BY_NAME and kind.name != LOGITS:
+                self._takers += takers_of(plugins, plugins.entries(kind.name))
         self._by_name: dict[str, list[ArgumentTaker]] = {}
         for taker in (*self._parsers.takers, *self._takers):
             for name in (taker.entry.name, f"{taker.entry.kind}/{taker.entry.name}"):

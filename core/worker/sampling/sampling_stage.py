@@ -25,6 +25,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampler import TOKENS
 from hardpoint.system.transfers import fetch, select_rows
@@ -90,7 +91,9 @@ class _StepRows:
         greedy = [r.params.greedy for r in requests]
         self._greedy = to_device(greedy, device)
         self._all_greedy, self._any_greedy = all(greedy), any(greedy)
-        self._seeds = to_device([mixed_seed(r) for r in requests], device)
+        self._seeds = to_device(
+            [mixed_seed(r.params.seed, r.child_index) for r in requests], device
+        )
         self._arguments: list[Any] = [r.sampler_arguments for r in requests]
         self._columns: dict[str, torch.Tensor] = {}
         counts = {row: r.params.logprobs for row, r in enumerate(requests)}
@@ -349,15 +352,6 @@ def warm_up(ops: Ops, vocab_size: int, device: torch.device) -> None:
     ops.keep_top_p(logits, one / 2)
     ops.keep_min_p(logits, one / 2)
     ops.draw(logits, number, number, torch.zeros(1, dtype=torch.bool, device=device))
-
-
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the completions of one seed
-
-
-def mixed_seed(request: LogitsRequest) -> int:
-    """Return a request's seed as a signed 64-bit int; each of its completions gets another."""
-    mixed = ((request.params.seed or 0) + request.child_index * _GOLDEN) & (2**64 - 1)
-    return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
 def open_stage(

@@ -17,8 +17,10 @@ from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.testing.engine_access import (
+    FaultReporter,
     call_declared,
     fault_counter,
+    guard,
     installed_components,
 )
 from hardpoint.testing.reporting.calls import call
@@ -50,6 +52,18 @@ class ScriptedComponents:
         if (cls := self._scripted.get(kind, {}).get(name)) is None:
             return self._installed.create(kind, name, context, **fields)
         return cls(context(name=name, options=cls.Options(), **fields))
+
+    def guarded(
+        self,
+        kind: str,
+        name: str,
+        context: type[Context[Any]],
+        report: FaultReporter,
+        **fields: Any,
+    ) -> Any:
+        """Build a component whose methods do what its kind declares."""
+        component = self.create(kind, name, context, **fields)
+        return guard(component, kind, report, self._faults.calls(kind, source_of(name)))
 
     def enabled(self, kind: str) -> Sequence[str]:
         """Return the names of the suite's own components of a kind, else of those installed."""

@@ -1,0 +1,191 @@
+"""Drafts what a smaller model writes, drawn with the noise of the request itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+
+from hardpoint import plugins
+from hardpoint.plugins import (
+    ConfigError,
+    DraftRequest,
+    Meta,
+    ModelError,
+    Speculator,
+    SpeculatorContext,
+)
+from hardpoint.plugins.device import to_device
+
+_MOST_TOKENS = 1 << 16
+"""Tokens of the cache by default, of all requests together."""
+
+_CHUNK = 512
+"""Tokens of a text that are computed in a step."""
+
+
+@dataclass
+class _Draft:
+    """The sequence of a request in the draft model; `tokens` has those that are computed."""
+
+    tokens: list[int] = field(default_factory=list)
+
+
+class DraftModel(Speculator):
+    """Lets a smaller model of the same vocabulary go on with the text.
+
+    It draws with the request's temperature, truncation and noise. With the same noise, two
+    distributions choose the same token nearly as often as they overlap (M. Daliri, C. Musco,
+    A. T. Suresh, "Coupling without communication and drafter-invariant speculative decoding",
+    2024).
+    The drafts of a request do not depend on others, and its KV cache is its own: it survives a
+    preemption of the request, and a prefix that the engine had cached is computed once.
+    """
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            model: the draft model, as `model` of the configuration.
+            cache_tokens: tokens of all requests that its KV cache has room for; a request for which
+                there is none left has no drafts. None is the length of `max_num_seqs` requests, at
+                most 65536.
+        """
+
+        model: Annotated[str, Meta(min_length=1)]
+        cache_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    options: Options
+
+    def __init__(self, context: SpeculatorContext) -> None:
+        """Load the draft model.
+
+        Raises:
+            ConfigError: it has another vocabulary, cannot be loaded or does not fit.
+        """
+        super().__init__(context)
+        if context.open_model is None:
+            raise ConfigError(f"plugin.{self.name}: its context was made by hand: no open_model")
+        longest = context.max_num_seqs * context.max_model_len
+        num_tokens = self.options.cache_tokens or min(longest, _MOST_TOKENS)
+        path = f"plugin.{self.name}.model"
+        try:
+            self._model = context.open_model(
+                self.options.model, num_tokens, vocab_size=context.vocab_size
+            )
+        except ModelError as error:
+            raise ConfigError(f"{path}: {str(error).removeprefix('model: ')}") from error
+
+    def start(self, request: DraftRequest) -> _Draft:  # noqa: ARG002
+        """Return an empty sequence."""
+        return _Draft()
+
+    def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:
+        """Return drafts, one token of all requests after the other."""
+        drafts: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        fed = {}
+        for request in requests:
+            new = self._new_tokens(request)
+            if not self._model.reserve(request.request_id, len(new) + request.limit):
+                continue
+            if len(new) <= _CHUNK:
+                fed[request.request_id] = request, new
+            else:  # a long prompt is computed over several steps, without drafts
+                self._model.extend({request.request_id: new[:_CHUNK]})
+                request.state.tokens += new[:_CHUNK]
+        while fed and budget > 0:
+            drawn = self._drawn(fed, drafts)
+            following = {}
+            for name, token in drawn.items():
+                request, new = fed[name]
+                request.state.tokens += new
+                if budget > 0:
+                    drafts[name].append(token)
+                    budget -= 1
+                    if len(drafts[name]) < request.limit:
+                        following[name] = request, [token]
+            fed = following
+        return list(drafts.values())
+
+    def _new_tokens(self, request: DraftRequest) -> list[int]:
+        """Cut the sequence to what it has in common with the text; return the rest of the text."""
+        known: list[int] = request.state.tokens
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        length = len(prompt) + len(output)
+        # Drafts are at the end of the sequence; what is before them was compared earlier.
+        same = min(len(known), length - 1, self._model.length(request.request_id))
+        at = max(0, min(len(prompt), same))
+        while at < same and known[at] == output[at - len(prompt)]:
+            at += 1
+        del known[at:]
+        self._model.cut(request.request_id, at)
+        if at < len(prompt):
+            return [*prompt[at:], *output]
+        return list(output[at - len(prompt) :])
+
+    def _drawn(
+        self,
+        fed: dict[str, tuple[DraftRequest, list[int]]],
+        drafts: dict[str, list[int]],
+    ) -> dict[str, int]:
+        """Compute new tokens of requests; return the token that each draws after them."""
+        logits = self._model.extend({name: new for name, (_, new) in fed.items()})
+        requests = [request for request, _ in fed.values()]
+        positions = [len(r.output_token_ids) + len(drafts[r.request_id]) for r in requests]
+        return dict(zip(fed, self._draw(logits, requests, positions), strict=True))
+
+    def _draw(
+        self, logits: torch.Tensor, requests: Sequence[DraftRequest], positions: Sequence[int]
+    ) -> list[int]:
+        """Return the token that the request of each row would draw from these logits."""
+        ops, device = self.context.ops, logits.device
+        params = [request.params for request in requests]
+        greedy = [one.greedy for one in params]
+        if all(greedy):
+            return [int(token) for token in ops.argmax(logits).tolist()]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+            return to_device(values, device, dtype).unsqueeze(1)
+
+        temperatures = [1.0 if one.greedy else one.temperature for one in params]
+        ops.divide(logits, column(temperatures, torch.float32))
+        if any(one.top_k > 0 for one in params):
+            size = logits.shape[1]
+            k = [one.top_k if 0 < one.top_k < size else 0 for one in params]
+            if max(k):
+                ops.keep_top_k(logits, column(k, torch.int64), max(k))
+        if any(one.top_p < 1 for one in params):
+            ops.keep_top_p(logits, column([one.top_p for one in params], torch.float32))
+        if any(one.min_p > 0 for one in params):
+            ops.keep_min_p(logits, column([one.min_p for one in params], torch.float32))
+        drawn = ops.draw(
+            logits,
+            to_device([request.seed for request in requests], device, torch.int64),
+            to_device(positions, device, torch.int64),
+            to_device(greedy, device, torch.bool),
+        )
+        return [int(token) for token in drawn.tolist()]
+
+    def ended(self, request: DraftRequest) -> None:
+        """Release the sequence of a request."""
+        self._model.cut(request.request_id, 0)
+
+    def memory(self) -> int:
+        """Return the bytes of the draft model's KV cache."""
+        return self._model.cache_bytes
+
+    def sleep(self, level: int) -> None:  # noqa: ARG002
+        """Release the KV cache."""
+        self._model.sleep()
+
+    def wake_up(self) -> None:
+        """Allocate the KV cache; all sequences begin again."""
+        self._model.wake_up()
+
+    def close(self) -> None:
+        """Close the draft model."""
+        self._model.close()

@@ -1,0 +1,237 @@
+"""Drafts what followed the newest tokens most often, in the request and in earlier outputs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
+
+from hardpoint import plugins
+from hardpoint.kernels.suffix_tree import Extent
+from hardpoint.plugins import DraftRequest, Meta, Speculator, SpeculatorContext
+
+from .suffix_tree import Tree, make_tree
+
+_T = TypeVar("_T")
+
+
+class Suffix(Speculator):
+    """Drafts from the request's own text and from outputs of others, by a tree of suffixes each.
+
+    The last 1, 2, ... tokens are looked up in both. What followed them most often is drafted while
+    its share of the places is large enough, and the draft with the most tokens that are
+    expected to be right is taken; of equals, that of the longest run of tokens, in the request's
+    own text (G. Oliaro et al., "SuffixDecoding", NeurIPS 2025). More tokens are drafted the more
+    are the same: a text that repeats another one gets many, a new one few or none.
+
+    Outputs, those of running requests too, are seen by requests of the same cache salt and adapter
+    only. They stay until the limits of all together are reached, then the oldest go. The trees of
+    running requests take 50 to 110 bytes a token of prompt and output besides.
+    """
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            max_tree_depth: tokens that are compared and drafted, together, at most.
+            max_cached_requests: requests whose outputs are kept, at most; 0 keeps none.
+            max_bytes: bytes that these occupy, at most.
+            max_spec_factor: tokens that are drafted for each token that is the same, at most.
+            max_spec_offset: tokens that may be drafted besides.
+            min_token_prob: a draft ends before a token that is less probable.
+        """
+
+        max_tree_depth: Annotated[int, Meta(ge=2, le=256)] = 24
+        max_cached_requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 10_000
+        max_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)] = 1 << 28
+        max_spec_factor: Annotated[float, Meta(ge=0, le=256)] = 1.0
+        max_spec_offset: Annotated[int, Meta(ge=0, le=256)] = 0
+        min_token_prob: Annotated[float, Meta(ge=0, le=1)] = 0.1
+
+    class Arguments(plugins.Arguments):
+        """How a request is drafted for; None is the operator's option.
+
+        Attributes:
+            max_spec_factor: see the options.
+            max_spec_offset: likewise.
+            min_token_prob: likewise.
+        """
+
+        max_spec_factor: Annotated[float, Meta(ge=0, le=256)] | None = None
+        max_spec_offset: Annotated[int, Meta(ge=0, le=256)] | None = None
+        min_token_prob: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+    options: Options
+
+    def __init__(self, context: SpeculatorContext) -> None:
+        """Create the speculator without earlier outputs."""
+        super().__init__(context)
+        options = self.options
+        self._depth = options.max_tree_depth
+        self._outputs = Outputs(self._depth, options.max_cached_requests, options.max_bytes)
+
+    def start(self, request: DraftRequest) -> _Text:
+        """Return an empty tree of the request, and where its output is going to be."""
+        return _Text(make_tree(self._depth), Output(request.scope))
+
+    def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:
+        """Return the drafts with the highest scores."""
+        for request in requests:
+            self._read(request)
+        found = [self._draft(request) for request in requests]
+        order = sorted(range(len(found)), key=lambda index: -found[index][1])  # stable
+        for index in order:
+            del found[index][0][budget:]
+            budget -= len(found[index][0])
+        return [drafts for drafts, _ in found]
+
+    def ended(self, request: DraftRequest) -> None:
+        """Keep the end of the output, and drop the tree."""
+        self._keep(request)
+        request.state = None
+
+    def memory(self) -> int:
+        """Return the bytes of earlier outputs, which are in the memory of the processor."""
+        return self.options.max_bytes if self.context.device.type == "cpu" else 0
+
+    def _read(self, request: DraftRequest) -> None:
+        """Append new tokens of a request to its trees."""
+        text: _Text = request.state
+        if not text.num_tokens:
+            text.append(request.prompt_token_ids)
+        text.append(request.output_token_ids[text.num_tokens - len(request.prompt_token_ids) :])
+        self._keep(request)
+
+    def _keep(self, request: DraftRequest) -> None:
+        text: _Text = request.state
+        self._outputs.append(text.output, request.output_token_ids[text.num_kept :])
+        text.num_kept = len(request.output_token_ids)
+
+    def _draft(self, request: DraftRequest) -> tuple[list[int], float]:
+        """Return the drafts of a request, and their score."""
+        text: _Text = request.state
+        longest = self._depth - 1
+        pattern = request.output_token_ids[-longest:]
+        if missing := longest - len(pattern):
+            pattern = [*request.prompt_token_ids[-missing:], *pattern]
+        extent = self._extent(request)
+        own = text.tree.draft(pattern, extent)
+        other = self._outputs.draft(request.scope, pattern, extent)
+        return max(own, other, key=lambda drafted: drafted[1])  # of equals the first
+
+    def _extent(self, request: DraftRequest) -> Extent:
+        given, options = request.arguments, self.options
+        return Extent(
+            request.limit,
+            _chosen(given.max_spec_factor, options.max_spec_factor),
+            _chosen(given.max_spec_offset, options.max_spec_offset),
+            _chosen(given.min_token_prob, options.min_token_prob),
+        )
+
+
+def _chosen(given: _T | None, option: _T) -> _T:
+    return option if given is None else given
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """The output of a request.
+
+    Attributes:
+        scope: requests that see it.
+        sequence: its number in the tree of its scope; None if nothing of it is kept.
+    """
+
+    scope: str
+    sequence: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """The text of a request.
+
+    Attributes:
+        tree: tree of its prompt and output.
+        output: its output among all.
+        num_tokens: number of tokens in the tree.
+        num_kept: tokens of the output that were handed on.
+    """
+
+    tree: Tree
+    output: Output
+    num_tokens: int = 0
+    num_kept: int = 0
+    sequence: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sequence = self.tree.begin()
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.tree.append(self.sequence, tokens)
+        self.num_tokens += len(tokens)
+
+
+class Outputs:
+    """Outputs of requests, by scope; the oldest go when they are too many or too large.
+
+    Attributes:
+        num_bytes: bytes that they occupy.
+    """
+
+    def __init__(self, depth: int, max_requests: int, max_bytes: int) -> None:
+        """Keep nothing yet.
+
+        Args:
+            depth: depth of the trees.
+            max_requests: outputs, at most.
+            max_bytes: bytes of all of them, at most.
+        """
+        self.num_bytes = 0
+        self._depth, self._max_requests, self._max_bytes = depth, max_requests, max_bytes
+        self._trees: dict[str, Tree] = {}
+        self._outputs: deque[Output] = deque()  # in the order in which they began
+
+    def __len__(self) -> int:
+        """Return the number of outputs."""
+        return len(self._outputs)
+
+    def append(self, output: Output, tokens: Sequence[int]) -> None:
+        """Append tokens to an output; one that was removed begins again with them."""
+        if not tokens or not self._max_requests:
+            return
+        with self._changing(output.scope) as tree:
+            if output.sequence is None:
+                output.sequence = tree.begin()
+                self._outputs.append(output)
+            tree.append(output.sequence, tokens)
+        while len(self._outputs) > self._max_requests or self.num_bytes > self._max_bytes:
+            self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        oldest = self._outputs.popleft()
+        with self._changing(oldest.scope) as tree:
+            tree.remove_oldest()
+        oldest.sequence = None
+
+    @contextmanager
+    def _changing(self, scope: str) -> Iterator[Tree]:
+        """Yield the tree of a scope, and count its bytes; it is kept while it has an output."""
+        tree = self._trees.pop(scope, None)
+        before = tree.num_bytes if tree else 0
+        tree = tree or make_tree(self._depth)
+        try:
+            yield tree
+        finally:
+            if len(tree):
+                self._trees[scope] = tree
+                self.num_bytes += tree.num_bytes
+            self.num_bytes -= before
+
+    def draft(self, scope: str, pattern: Sequence[int], extent: Extent) -> tuple[list[int], float]:
+        """Return the tokens that followed a pattern most often in a scope, and their score."""
+        tree = self._trees.get(scope)
+        return tree.draft(pattern, extent) if tree else ([], 0.0)

@@ -1,0 +1,230 @@
+"""The engine half of speculation: which requests get how many drafts, and what came of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreRequest,
+    EngineHalf,
+    ModelRunnerOutput,
+    Request,
+    RequestFault,
+    SchedulerOutput,
+    StepCost,
+)
+from hardpoint.plugins.step_part import EngineHalfContext
+
+from .messages import DraftData, DraftReport
+from .requests import NONE
+
+_KIND = "speculators"
+_CONSEQUENCE = "its requests go on without drafts"
+
+
+_PROBE_EVERY = 32
+"""Tokens after which a request whose drafts do not pay off gets one again: 3 % more rows."""
+
+_MEMORY = 12.0
+"""Drafts that count; those verified longer ago are forgotten."""
+_PRIOR = 4.0
+"""Drafts that the rate of all requests counts as, for a request with few of its own."""
+_ROUNDS = 3
+"""The threshold depends on the drafts, and these on it."""
+
+
+@dataclass
+class AcceptanceRate:
+    """The share of drafts that were accepted, of those whose predecessors were."""
+
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def add(self, verified: int, accepted: int) -> None:
+        """Add the outcome of a step; drafts after the first wrong one do not count."""
+        tried = min(accepted + 1, verified)
+        keep = max(0.0, 1.0 - tried / _MEMORY)
+        self.accepted = keep * self.accepted + accepted
+        self.tried = keep * self.tried + tried
+
+    def estimate(self, all_requests: AcceptanceRate) -> float:
+        """Return the probability that the next draft is accepted, between 0 and 1."""
+        common = (all_requests.accepted + 1.0) / (all_requests.tried + 1.0)
+        return (self.accepted + _PRIOR * common) / (self.tried + _PRIOR)
+
+
+@dataclass
+class _Live:
+    """A request that has a speculator.
+
+    Attributes:
+        num_known: tokens of its output that the worker has; None if it does not know the request.
+        is_off: whether its speculator has failed for it.
+        rate: share of its drafts that were accepted.
+    """
+
+    request: Request
+    speculator: str
+    num_known: int | None = None
+    is_off: bool = False
+    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
+
+
+class DraftPlanner(EngineHalf):
+    """Chooses limits of drafts, and hands on what the worker has drafted."""
+
+    def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
+        """Store both.
+
+        Args:
+            name: name of the part.
+            config: configuration of the engine.
+            context: context of the half.
+        """
+        self._name = name
+        self._default = context.components.enabled(_KIND)[0]
+        self._faults, self._step_cost = context.faults, context.step_cost
+        self._rates = {name: AcceptanceRate() for name in context.components.enabled(_KIND)}
+        self.num_draft_tokens = config.speculation.num_draft_tokens
+        self._most_tokens = config.scheduler.max_num_batched_tokens
+        self._live: dict[str, _Live] = {}
+        self._drafts: dict[str, list[int]] = {}
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        """Return whether a request may have drafts."""
+        return request.params.speculator != NONE and request.pooling_params is None
+
+    def gate(self, request: Request) -> None:
+        """Keep the request, whose output grows."""
+        speculator = request.source.params.speculator or self._default
+        self._live[request.request_id] = _Live(request, speculator)
+
+    def begin(self, plan: SchedulerOutput) -> bytes | None:
+        """Return the limits of drafts after this step; None if the worker has nothing to do."""
+        started: dict[str, str] = {}
+        for new in plan.new_requests:
+            if live := self._live.get(new.source.request_id):
+                live.num_known = len(live.request.output_token_ids)
+                started[new.source.request_id] = live.speculator
+        limits = self._limits(plan)
+        if not limits and not started and self._live.keys().isdisjoint(plan.draft_token_ids):
+            return None
+        missed: dict[str, list[int]] = {}
+        for name in plan.num_scheduled_tokens:  # those that may get tokens, which follow these
+            live = self._live.get(name)
+            if live is not None and live.num_known is not None:
+                output = live.request.output_token_ids
+                if live.num_known < len(output):
+                    missed[name] = list(output[live.num_known :])
+                    live.num_known = len(output)
+        budget = max(0, self._most_tokens - len(plan.num_scheduled_tokens))
+        return msgspec.msgpack.encode(DraftData(limits, missed, started, budget))
+
+    def _limits(self, plan: SchedulerOutput) -> dict[str, int]:
+        """Return how many drafts of each request the step after a plan is to verify, at most."""
+        longest: dict[str, int] = {}
+        rates: dict[str, float] = {}
+        context = 0
+        for name in plan.num_scheduled_tokens:
+            live = self._live.get(name)
+            if live is None or live.is_off or live.num_known is None:
+                continue
+            request = live.request
+            context += request.num_tokens
+            # This step gives a token, and the next one a token more than its drafts.
+            left = (request.source.params.max_tokens or 1) - len(request.output_token_ids) - 2
+            if left > 0:
+                longest[name] = min(self.num_draft_tokens, left)
+                rates[name] = live.rate.estimate(self._rates[live.speculator])
+        if not longest:
+            return longest
+        count = len(plan.num_scheduled_tokens)
+        lengths = draft_lengths(longest, rates, self._step_cost(), count, context)
+        for name, length in lengths.items():
+            if length == 0 and len(self._live[name].request.output_token_ids) % _PROBE_EVERY == 0:
+                lengths[name] = 1
+        return {name: length for name, length in lengths.items() if length}
+
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> Mapping[str, RequestFault]:
+        """Count what was accepted, and read what the worker has drafted."""
+        for name, drafts in plan.draft_token_ids.items():
+            tokens, live = result.sampled_token_ids.get(name), self._live.get(name)
+            if live is not None and tokens:
+                live.rate.add(len(drafts), len(tokens) - 1)
+                self._rates[live.speculator].add(len(drafts), len(tokens) - 1)
+        for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
+            report = msgspec.msgpack.decode(data, type=DraftReport)
+            for name, tokens in result.sampled_token_ids.items():
+                live = self._live.get(name)
+                if live is not None and live.num_known is not None:
+                    live.num_known += len(tokens)
+            self._drafts = report.drafts
+            for name in report.failed:
+                if name in self._live:
+                    self._live[name].is_off = True
+            for speculator, message in report.faults:
+                self._faults.record(speculator, message, _CONSEQUENCE)
+        return {}
+
+    def drafts(self) -> Mapping[str, Sequence[int]]:
+        """Return the drafts of the worker after the last step."""
+        drafts, self._drafts = self._drafts, {}
+        return {name: tokens for name, tokens in drafts.items() if name in self._live}
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request."""
+        self._live.pop(request_id, None)
+        self._drafts.pop(request_id, None)
+
+
+def draft_lengths(
+    limits: Mapping[str, int],
+    rates: Mapping[str, float],
+    cost: StepCost,
+    num_requests: int,
+    context: int,
+) -> dict[str, int]:
+    """Return how many drafts of each request make the step give most tokens per second.
+
+    A draft is worth its row if it adds more tokens per millisecond than the step gives without it.
+    That of position i is accepted with the probability `rate ** i`.
+
+    Args:
+        limits: most drafts of each request.
+        rates: probability that a draft of each is accepted.
+        cost: fitted cost of steps.
+        num_requests: requests of the step.
+        context: tokens that these attend to, together.
+    """
+    if not cost.is_trained or cost.draft <= 0:
+        return dict(limits)
+    base = cost.milliseconds(single_queries=num_requests, context=context)
+    lengths = dict.fromkeys(limits, 0)
+    for _ in range(_ROUNDS):
+        tokens = num_requests + sum(_expected(rates[name], n) for name, n in lengths.items())
+        threshold = cost.draft * tokens / (base + cost.draft * sum(lengths.values()))
+        lengths = {
+            name: min(limit, _longest(rates[name], threshold)) for name, limit in limits.items()
+        }
+    return lengths
+
+
+def _expected(rate: float, length: int) -> float:
+    """Return how many of so many drafts are accepted on average."""
+    return length if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
+
+
+def _longest(rate: float, threshold: float) -> int:
+    """Return how many drafts have a probability above a threshold."""
+    if threshold >= 1 or rate <= threshold:
+        return 0
+    if rate >= 1:
+        return 1 << 16
+    return math.ceil(math.log(threshold) / math.log(rate)) - 1

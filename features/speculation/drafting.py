@@ -1,0 +1,201 @@
+"""The worker half of speculation: calls the speculators after each step, with faults caught."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+
+from hardpoint.plugins import (
+    Arguments,
+    DraftRequest,
+    EngineConfig,
+    EngineCoreRequest,
+    LogitsOps,
+    NewRequest,
+    SchedulerOutput,
+    Speculator,
+    SpeculatorContext,
+    WorkerHalf,
+)
+from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.exponential_race import mixed_seed
+from hardpoint.plugins.worker_half import WorkerHalfContext
+
+from .messages import DraftData, DraftReport
+
+_KIND = "speculators"
+
+
+@dataclass
+class _Drafted:
+    """A request that a speculator drafts for; `output` grows."""
+
+    request: DraftRequest
+    speculator: str
+    output: list[int]
+
+
+def _scope_of(source: EngineCoreRequest) -> str:
+    """Return the scope of a request, see `DraftRequest`."""
+    adapter = source.lora and (source.lora.content_hash or (source.lora.name, source.lora.id))
+    return repr((source.cache_salt, adapter))
+
+
+class Drafting(WorkerHalf):
+    """Follows the outputs of requests, and lets their speculators draft what comes next."""
+
+    def __init__(self, config: EngineConfig, context: WorkerHalfContext) -> None:
+        """Build the speculators.
+
+        Raises:
+            PluginError: one cannot be built; the others are closed.
+        """
+        self._components = context.components
+        self._describe = context.describe_fault
+        longest = 1 if context.loaded is None else context.loaded.max_model_len
+        self._faults: list[tuple[str, str]] = []
+        self._failing: set[str] = set()  # speculators that had a fault in this call
+        self._speculators: dict[str, Speculator] = {}
+        self._arguments: dict[str, type[Arguments]] = {}
+        with ExitStack() as undo:
+            for name in self._components.enabled(_KIND):
+                cls = cast(type[Speculator], self._components.find(_KIND, name))
+                self._arguments[name] = prepared_type(cls)
+                speculator = self._components.guarded(
+                    _KIND,
+                    name,
+                    SpeculatorContext,
+                    functools.partial(self._failed, name),
+                    device=context.device,
+                    vocab_size=context.vocab_size,
+                    hidden_size=context.hidden_size,
+                    max_num_seqs=config.scheduler.max_num_seqs,
+                    max_model_len=longest,
+                    num_draft_tokens=config.speculation.num_draft_tokens,
+                    ops=LogitsOps() if context.loaded is None else context.loaded.ops,
+                    loaded=context.loaded,
+                    open_model=context.open_model,
+                )
+                undo.callback(self._components.close, speculator)
+                self._speculators[name] = speculator
+            undo.pop_all()
+        self._vocab_size = context.vocab_size
+        self._known: dict[str, _Drafted] = {}
+        self._data = DraftData({})
+        self._verified: Mapping[str, Sequence[int]] = {}
+        self._report = DraftReport({})
+
+    def _failed(self, name: str, message: str, cause: BaseException | None) -> None:
+        """Keep a fault of a speculator for the report."""
+        self._failing.add(name)
+        if cause is not None:
+            message += f": {self._describe(cause)}"
+        self._faults.append((name, f"{self._components.source(_KIND, name)}: its {message}"))
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes that the speculators are going to allocate."""
+        return {f"speculator {name}": one.memory() for name, one in self._speculators.items()}
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:
+        """Take the limits of drafts, and new requests."""
+        self._data = msgspec.msgpack.decode(data, type=DraftData)
+        self._verified = plan.draft_token_ids
+        for new in plan.new_requests:
+            request_id = new.source.request_id
+            if (name := self._data.started.get(request_id)) and request_id not in self._known:
+                self._start(new, name)
+        for request_id, tokens in self._data.missed.items():
+            if request_id in self._known:
+                self._known[request_id].output += tokens
+
+    def _start(self, new: NewRequest, name: str) -> None:
+        source, speculator = new.source, self._speculators[name]
+        arguments = source.plugin_args.get(f"{_KIND}/{name}", {})
+        output = list(new.output_token_ids)
+        request = DraftRequest(
+            source.request_id,
+            source.prompt_token_ids,
+            output,
+            source.params,
+            msgspec.convert(arguments, self._arguments[name]),
+            _scope_of(source),
+            mixed_seed(source.params.seed, source.child_index),
+        )
+        request.state = speculator.start(request)
+        self._known[source.request_id] = _Drafted(request, name, output)
+
+    def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Append the tokens of the step, and draft what follows them."""
+        asked: dict[str, list[DraftRequest]] = {}
+        for name, tokens in token_ids.items():
+            known = self._known.get(name)
+            if known is None:
+                continue
+            known.output += tokens
+            speculator = self._speculators[known.speculator]
+            if drafts := self._verified.get(name):
+                speculator.verified(known.request, drafts, len(tokens) - 1)
+            if limit := self._data.limits.get(name):
+                known.request.limit = limit
+                asked.setdefault(known.speculator, []).append(known.request)
+        left = self._data.budget
+        for speculator_name, requests in asked.items():
+            budget = min(left, sum(request.limit for request in requests))
+            left -= self._propose(speculator_name, requests, budget)
+
+    def _propose(self, name: str, requests: list[DraftRequest], budget: int) -> int:
+        """Let a speculator draft for some requests; a fault leaves them without drafts for good.
+
+        Returns:
+            The number of drafts.
+        """
+        self._failing.discard(name)
+        found = self._speculators[name].propose(requests, budget)
+        for token in itertools.chain.from_iterable(found):
+            if not 0 <= token < self._vocab_size:
+                expected = f"token ids from 0 to {self._vocab_size - 1}"
+                self._failed(name, f"propose() returned {token}, expected {expected}", None)
+                break
+        if name in self._failing:
+            self._report.failed += [request.request_id for request in requests]
+            return 0
+        left = budget
+        for request, drafts in zip(requests, found, strict=True):
+            if drafts := list(drafts[:left]):
+                left -= len(drafts)
+                self._report.drafts[request.request_id] = drafts
+        return budget - left
+
+    def report(self) -> bytes:
+        """Return the drafts and the faults."""
+        report, self._report = self._report, DraftReport({})
+        report.faults, self._faults = self._faults, []
+        return msgspec.msgpack.encode(report)
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended."""
+        for name in request_ids:
+            if (known := self._known.pop(name, None)) is not None:
+                self._speculators[known.speculator].ended(known.request)
+
+    def sleep(self, level: int) -> None:
+        """Let the speculators release memory."""
+        for speculator in self._speculators.values():
+            speculator.sleep(level)
+
+    def wake_up(self) -> None:
+        """Let the speculators allocate again."""
+        for speculator in self._speculators.values():
+            speculator.wake_up()
+
+    def close(self) -> None:
+        """Close the speculators."""
+        with ExitStack() as stack:
+            for speculator in self._speculators.values():
+                stack.callback(self._components.close, speculator)

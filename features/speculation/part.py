@@ -1,0 +1,41 @@
+"""Speculation as a step part: drives the speculators that the configuration names."""
+
+from __future__ import annotations
+
+from hardpoint.plugins import EngineHalf, FrontendHalf, StepPart, WorkerHalf
+from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
+
+from .draft_planner import DraftPlanner
+from .drafting import Drafting
+from .requests import DraftedRequests
+
+
+class Speculation(StepPart):
+    """Drafts of tokens, which the next step verifies; drives the `speculators` kind.
+
+    A fault of a speculator costs the drafts of its requests.
+    """
+
+    contract = 1
+    fault_scope = "step"
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
+        """Return the half that checks which speculator a request names."""
+        return DraftedRequests(context.components)
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
+        """Return the half that plans drafts; None without a speculator."""
+        if not context.components.enabled("speculators"):
+            return None
+        return DraftPlanner(self.name, self.context.config, context)
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return the half that drafts, in the rank that samples."""
+        config = self.context.config
+        if not context.components.enabled("speculators"):
+            return None
+        if context.rank != config.parallel.output_rank:
+            return None
+        return Drafting(config, context)

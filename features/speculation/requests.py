@@ -1,0 +1,34 @@
+"""Speculation in the frontend: checks which speculator a request names."""
+
+from __future__ import annotations
+
+from hardpoint.errors import RequestError
+from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
+from hardpoint.plugins.part_components import ComponentFactory
+
+NONE = "none"
+"""In place of a speculator's name: no drafts."""
+
+
+class DraftedRequests(FrontendHalf):
+    """Checks that the speculator of a request is enabled."""
+
+    def __init__(self, components: ComponentFactory) -> None:
+        """Look speculators up in `components`."""
+        self._components = components
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
+        """Check the speculator of a request.
+
+        Raises:
+            RequestError: it is not enabled.
+        """
+        name = request.params.speculator
+        if name is None or name == NONE:
+            return
+        if name not in (known := self._components.enabled("speculators")):
+            found = f"an enabled speculator ({', '.join(sorted(known))})"
+            raise RequestError(
+                f'speculator: expected "{NONE}"{f" or {found}" if known else ""}, got {name!r}'
+                f"{self._components.hint('speculators', name)}"
+            )

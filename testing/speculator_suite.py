@@ -1,0 +1,349 @@
+"""The conformance suite for speculators; the built-in ones pass it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from hardpoint.plugins import DraftRequest, SamplingParams, Speculator, SpeculatorContext
+from hardpoint.plugins.component import Component
+from hardpoint.typed.read_only import ReadOnlyList
+
+from .component_suite import ComponentSuite
+from .pace import PYTHON, cpu_cost
+from .snapshots import without_growth
+from .suite import Rule, Violation, checks, short_repr
+
+_SHORT, _LONG = 500, 16_000  # tokens of texts whose drafts are timed
+_SLOWER = 4.0  # times a draft of a long text may take that of a short one
+_IN_TURN = 400  # drafts that are timed together
+
+DRAFTS = Rule(
+    "drafts: one sequence of token ids for each request, at most `limit` of the vocabulary",
+    "return a list for each request, in their order, cut to request.limit; none is []",
+)
+ALONE = Rule(
+    "alone: what requests of one scope draft does not depend on requests of another",
+    "keep what is learnt by request.scope, and let no request see another's state",
+)
+FORGETS = Rule(
+    "forgets: a speculator whose suite has `learns = False` keeps nothing of ended requests",
+    "keep what belongs to a request in its state; or set learns = True if learning is meant",
+)
+RESUMED = Rule(
+    "resumed: a request whose output began before `start` is drafted as any other",
+    "read request.output_token_ids from the beginning in the first propose()",
+)
+READS_ONLY = Rule(
+    "reads only: a speculator changes nothing of a request",
+    "work on copies: the lists are the engine's",
+)
+
+
+@dataclass
+class _Text:
+    """A request of a test, and the tokens that it is going to have.
+
+    Attributes:
+        pieces: tokens that the request gets between two drafts.
+    """
+
+    prompt: list[int]
+    pieces: list[list[int]]
+    limit: int
+    arguments: Any = None
+    output: list[int] = field(default_factory=list)
+    request: Any = None
+
+
+class SpeculatorSuite(ComponentSuite):
+    """Base class of a test class, which sets `speculator`, and `options` if it has some.
+
+    Attributes:
+        speculator: the class under test.
+        learns: whether what a request writes shows in the drafts of later ones of its scope.
+        vocab_size: vocabulary size, at least 16.
+        hidden_size: hidden size of the model.
+        device: device of the model.
+        num_draft_tokens: drafts of a request and a step, at most.
+        budget_us_per_request: maximum microseconds to draft for a request whose text has 500
+            tokens, and got one more; None does not measure.
+    """
+
+    kind = "speculators"
+    speculator: ClassVar[type[Speculator]]
+    learns: ClassVar[bool] = False
+    vocab_size: ClassVar[int] = 131
+    hidden_size: ClassVar[int] = 16
+    device: ClassVar[str] = "cpu"
+    num_draft_tokens: ClassVar[int] = 5
+    budget_us_per_request: ClassVar[float | None] = 200.0
+
+    def context(self) -> Mapping[str, Any]:
+        """Return further fields of the context, such as `open_model`; override it for some."""
+        return {}
+
+    def _component(self) -> type[Component]:
+        return self.speculator
+
+    def _make(self) -> Speculator:
+        speculator: Speculator = self._build(
+            SpeculatorContext,
+            device=torch.device(self.device),
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_num_seqs=64,
+            max_model_len=4 * _LONG,
+            num_draft_tokens=self.num_draft_tokens,
+            **self.context(),
+        )
+        return speculator
+
+    def test_drafts(self) -> None:
+        """It drafts token ids of the vocabulary for each request, within limits and budget."""
+
+        def check(texts: list[_Text], budget: int) -> None:
+            speculator = self._make()
+            for number, text in enumerate(texts):
+                self._start(speculator, text, f"r{number}", str(number))
+            for turn in range(max((len(text.pieces) for text in texts), default=0)):
+                running = [text for text in texts if turn < len(text.pieces)]
+                self._step(speculator, running, turn, budget)
+
+        self._search(DRAFTS.text, 60, check, texts=self._texts(), budget=st.integers(1, 40))
+
+    def test_alone(self) -> None:
+        """A request is drafted alike alone, and next to requests of other scopes."""
+
+        def check(texts: list[_Text]) -> None:
+            together = self._drafts_of(self._make(), texts)
+            for number, text in enumerate(texts):
+                (alone,) = self._drafts_of(self._make(), [text], first=number)
+                if together[number] != alone:
+                    turn = next(
+                        i for i, pair in enumerate(zip(together[number], alone, strict=True))
+                        if pair[0] != pair[1]
+                    )  # fmt: skip
+                    raise ALONE.violation(
+                        f"request r{number} of {len(texts)}, each of a scope of its own, got the "
+                        f"drafts {together[number][turn]} after {turn + 1} steps, and "
+                        f"{alone[turn]} alone"
+                    )
+
+        self._search(ALONE.text, 60, check, texts=self._texts(at_least=1))
+
+    def test_forgets(self) -> None:
+        """Without `learns`, a request is drafted alike whatever was served before it."""
+        if self.learns:
+            pytest.skip("learns is True")
+
+        def check(texts: list[_Text]) -> None:
+            speculator = self._make()
+            for number, text in enumerate(texts):
+                (found,) = self._drafts_of(speculator, [text], scope="one", first=number)
+                (new,) = self._drafts_of(self._make(), [text], scope="one", first=number)
+                if found != new:
+                    raise FORGETS.violation(
+                        f"request r{number} got the drafts {found} after {number} others had "
+                        f"ended, and {new} from a new instance"
+                    )
+
+        self._search(FORGETS.text, 40, check, texts=self._texts(at_least=1))
+
+    def test_resumed(self) -> None:
+        """A request whose output began before it was started is drafted as any other."""
+
+        def check(text: _Text) -> None:
+            (expected,) = self._drafts_of(self._make(), [text])
+            speculator = self._make()
+            begun = [token for piece in text.pieces for token in piece]
+            resumed = _Text(text.prompt, [[]], text.limit, text.arguments, begun)
+            self._start(speculator, resumed, "r0", "0")
+            (found,) = self._step(speculator, [resumed], 0)
+            if found != expected[-1]:
+                raise RESUMED.violation(
+                    f"after {len(begun)} tokens of output it drafted {expected[-1]}, and {found} "
+                    f"when it was started with them"
+                )
+
+        self._search(RESUMED.text, 60, check, text=self._text())
+
+    @checks(READS_ONLY)
+    def test_reads_only(self) -> None:
+        """It changes neither the lists of a request nor its fields."""
+        speculator = self._make()
+        text = _Text([1, 2, 3] * 8, [[1], [2, 3], [1]], self.num_draft_tokens)
+        self._start(speculator, text, "r0", "0")
+        for turn in range(len(text.pieces)):
+            before = _fields(text.request)
+            tokens = [*text.output, *text.pieces[turn]]
+            self._step(speculator, [text], turn)
+            for name, value in _fields(text.request).items():
+                if value is not before[name]:
+                    raise READS_ONLY.violation(f"it set {name} of a request")
+            if list(text.request.output_token_ids) != tokens:
+                raise READS_ONLY.violation("it changed the output of a request")
+
+    @checks("memory: nothing grows with the number of requests")
+    def test_memory(self) -> None:
+        """Nothing grows with the number of requests that have ended."""
+        speculator = self._make()
+        fix = "drop what belongs to a request in ended(), and bound what is kept beyond it"
+        what = "the speculator: while 60 requests ran and ended"
+        for wave in without_growth(speculator, 60, what, fix, limit=60):
+            generator = torch.Generator().manual_seed(wave)
+            drawn = torch.randint(0, self.vocab_size, (300,), generator=generator).tolist()
+            pieces = [drawn[at : at + 2] for at in range(100, 300, 2)]
+            text = _Text(drawn[:100], pieces, self.num_draft_tokens)
+            self._drafts_of(speculator, [text], scope=str(wave % 2), first=wave)
+
+    def test_speed(self) -> None:
+        """The cost of drafts stays within the budget, and does not grow with the text."""
+        if self.budget_us_per_request is None:
+            pytest.skip("budget_us_per_request is None")
+        self._run_checks("speed: drafts cost no more than their budget", self._check_speed)
+
+    def _check_speed(self) -> None:
+        budget = self.budget_us_per_request or 0.0
+        short = self._cost(_SHORT, budget)
+        if short > budget:
+            raise Violation(
+                f"drafts of a request of {_SHORT} tokens cost {short:.0f} microseconds, the budget "
+                f"is {budget:.0f}",
+                "keep an index that each new token extends; or set budget_us_per_request",
+            )
+        long, limit = self._cost(_LONG, budget), _SLOWER * max(short, budget / 10)
+        if long > limit:
+            raise Violation(
+                f"drafts of a request of {_LONG} tokens cost {long:.0f} microseconds, of one of "
+                f"{_SHORT} {short:.0f}; at most {limit:.0f} would not grow with the text",
+                "search an index, and not the text",
+            )
+
+    def _cost(self, length: int, budget: float) -> float:
+        """Return the microseconds of a draft after each token of a request of a length."""
+        speculator = self._make()
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(0, self.vocab_size, (length + 4096,), generator=generator).tolist()
+        text = _Text(drawn[:length], [[]], self.num_draft_tokens)
+        self._start(speculator, text, "r0", "0")
+        self._step(speculator, [text], 0)
+        following = iter(drawn[length:])
+
+        def work() -> None:
+            for _ in range(_IN_TURN):
+                list.append(text.request.output_token_ids, next(following, 0))
+                speculator.propose([text.request], self.num_draft_tokens)
+
+        seconds = cpu_cost(work, budget * _IN_TURN / 1e6, reference=PYTHON)
+        return seconds * 1e6 / _IN_TURN
+
+    def _text(self) -> st.SearchStrategy[_Text]:
+        """Return a strategy for requests whose texts repeat themselves now and then."""
+        tokens = st.integers(0, 3) | st.integers(0, self.vocab_size - 1)
+        piece = st.lists(tokens, min_size=1, max_size=4)
+        return st.builds(
+            _Text,
+            prompt=st.lists(tokens, min_size=1, max_size=20),
+            pieces=st.lists(piece, min_size=1, max_size=6),
+            limit=st.integers(1, self.num_draft_tokens),
+            arguments=self._drawn_arguments(self.vocab_size),
+        )
+
+    def _texts(self, at_least: int = 0) -> st.SearchStrategy[list[_Text]]:
+        return st.lists(self._text(), min_size=at_least, max_size=4)
+
+    def _drafts_of(
+        self,
+        speculator: Speculator,
+        texts: Sequence[_Text],
+        scope: str | None = None,
+        first: int = 0,
+    ) -> list[list[list[int]]]:
+        """Run requests to their ends; return the drafts of each after each of its steps.
+
+        Args:
+            scope: scope of all of them; None is one of its own for each.
+            first: number of the first request.
+        """
+        found: list[list[list[int]]] = [[] for _ in texts]
+        for number, text in enumerate(texts, first):
+            text.output = []
+            self._start(speculator, text, f"r{number}", scope or str(number))
+        for turn in range(max(len(text.pieces) for text in texts)):
+            running = [i for i, text in enumerate(texts) if turn < len(text.pieces)]
+            drafts = self._step(speculator, [texts[i] for i in running], turn)
+            for i, tokens in zip(running, drafts, strict=True):
+                found[i].append(tokens)
+        for text in texts:
+            speculator.ended(text.request)
+            text.request = None
+        return found
+
+    def _start(self, speculator: Speculator, text: _Text, request_id: str, scope: str) -> None:
+        """Start a request."""
+        arguments = text.arguments
+        request = DraftRequest[Any, Any](
+            request_id,
+            ReadOnlyList(text.prompt),
+            ReadOnlyList(text.output),
+            SamplingParams(),
+            self._prepared({}, self.vocab_size) if arguments is None else arguments,
+            scope,
+        )
+        request.state = speculator.start(request)
+        text.request = request
+
+    def _step(
+        self, speculator: Speculator, texts: Sequence[_Text], turn: int, budget: int | None = None
+    ) -> list[list[int]]:
+        """Give requests their next tokens; return the checked drafts of each."""
+        for text in texts:
+            request = text.request
+            list.extend(request.output_token_ids, text.pieces[turn])
+            request.limit = text.limit
+            text.output = list(request.output_token_ids)
+            if self.speculator.needs_hidden:
+                generator = torch.Generator().manual_seed(len(text.output))
+                shape = len(text.pieces[turn]), self.hidden_size
+                request.hidden = torch.randn(shape, generator=generator).to(self.device)
+        requests = [text.request for text in texts]
+        proposed = speculator.propose(
+            requests, sum(request.limit for request in requests) if budget is None else budget
+        )
+        try:
+            drafts = [[index(token) for token in tokens] for tokens in proposed]
+        except TypeError:
+            raise DRAFTS.violation(
+                f"propose returned {short_repr(proposed)} for {len(requests)} requests"
+            ) from None
+        if len(drafts) != len(requests):
+            raise DRAFTS.violation(
+                f"propose returned {len(drafts)} sequences for {len(requests)} requests"
+            )
+        for request, tokens in zip(requests, drafts, strict=True):
+            if len(tokens) > request.limit:
+                raise DRAFTS.violation(
+                    f"propose returned {len(tokens)} drafts of a request, its limit is "
+                    f"{request.limit}"
+                )
+            if outside := [token for token in tokens if not 0 <= token < self.vocab_size]:
+                raise DRAFTS.violation(
+                    f"propose returned token {outside[0]}, the vocabulary is 0 to "
+                    f"{self.vocab_size - 1}"
+                )
+            if tokens:
+                speculator.verified(request, tokens[:1], 0)
+        return drafts
+
+
+def _fields(request: DraftRequest) -> dict[str, Any]:
+    """Return the fields that a speculator must not change."""
+    names = ("prompt_token_ids", "output_token_ids", "params", "arguments", "scope", "state")
+    return {name: getattr(request, name) for name in names}

@@ -1,0 +1,134 @@
+"""`draft_model`: the conformance suite over a scripted model, and real models that draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.driving import FINAL
+from support.parallel import write_random_model
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.builtin_plugins.speculators.draft_model import DraftModel
+from hardpoint.plugins import ConfigError
+from hardpoint.testing import SpeculatorSuite
+
+LLAMA = "LlamaForCausalLM"
+
+
+class LastTokens:
+    """A model whose logits depend on the last two tokens."""
+
+    vocab_size, max_model_len, cache_bytes = 131, 1 << 20, 1
+
+    def __init__(self, model, num_tokens, *, vocab_size):
+        self.texts = {}
+
+    def extend(self, token_ids):
+        rows = []
+        for name, tokens in token_ids.items():
+            text = self.texts.setdefault(name, [])
+            assert tokens
+            text += tokens
+            generator = torch.Generator().manual_seed(hash(tuple(text[-2:])))
+            rows.append(torch.randn(self.vocab_size, generator=generator) * 3)
+        return torch.stack(rows)
+
+    def length(self, name):
+        return len(self.texts.get(name, ()))
+
+    def reserve(self, name, count):
+        return True
+
+    def cut(self, name, length):
+        del self.texts.setdefault(name, [])[length:]
+        if not self.texts[name]:
+            del self.texts[name]
+
+    def close(self):
+        pass
+
+
+class TestDraftModel(SpeculatorSuite):
+    speculator = DraftModel
+    options = {"model": "scripted"}
+    budget_us_per_request = None  # it takes what the model takes
+
+    def context(self):
+        return {"open_model": LastTokens}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A small model, a smaller one with the same vocabulary, and one with another."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "target": write_random_model(folder / "target", LLAMA),
+        "other": write_random_model(folder / "other", LLAMA, num_hidden_layers=1),
+        "foreign": write_random_model(folder / "foreign", LLAMA, vocab_size=77),
+    }
+
+
+def opened(folders, draft=None, **options):
+    config = {"model": str(folders["target"]), "max_model_len": 128, "device": "cpu"}
+    config |= {"load": {"use": "dummy"}, "dtype": "float32"}
+    if draft is not None:
+        config["speculation"] = {"use": ["draft_model"]}
+        config["plugin"] = {"draft_model": {"model": str(folders[draft]), **options}}
+    return LLM(config=config)
+
+
+JOBS = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, **FINAL),
+    SamplingParams(temperature=0.7, seed=3, top_k=40, max_tokens=16, ignore_eos=True, **FINAL),
+    SamplingParams(temperature=1.0, seed=4, top_p=0.8, n=2, max_tokens=12, **FINAL),
+    SamplingParams(temperature=1.0, seed=5, min_p=0.1, max_tokens=9, ignore_eos=True, **FINAL),
+]
+PROMPTS = [[1, 2, 3], list(range(4, 40)), [9] * 11, [5]]
+
+
+def generate(llm):
+    outputs = llm.generate(PROMPTS, JOBS)
+    stats = llm.scheduler_stats()
+    found = [[part.token_ids for part in output.outputs] for output in outputs]
+    return found, stats.num_drafts, stats.num_accepted_drafts
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    with opened(folders) as llm:
+        return generate(llm)[0]
+
+
+def test_the_model_itself_drafts_each_token_right(folders, expected):
+    with opened(folders, "target") as llm:
+        found, drafts, accepted = generate(llm)
+    assert found == expected
+    assert drafts == accepted > 40
+
+
+def test_another_model_changes_no_token(folders, expected):
+    with opened(folders, "other") as llm:
+        found, drafts, accepted = generate(llm)
+        assert found == expected
+        assert drafts > accepted
+        llm.sleep(1)
+        llm.wake_up()
+        assert generate(llm)[0] == expected
+        assert not llm.health().fallbacks
+
+
+def test_without_room_there_are_no_drafts(folders, expected):
+    with opened(folders, "target", cache_tokens=16) as llm:
+        found, drafts, _ = generate(llm)
+        assert found == expected
+        assert 0 < drafts < 40
+        assert not llm.health().fallbacks
+
+
+def test_another_vocabulary_is_refused_before_weights_are_read(folders):
+    message = (
+        r"plugin.draft_model.model: .*foreign' has a vocabulary of 77 tokens, expected \d+, that "
+        r"of .*target"
+    )
+    with pytest.raises(ConfigError, match=message):
+        opened(folders, "foreign")

@@ -1,0 +1,166 @@
+"""Speculators in an engine: the same tokens, faults that cost drafts alone, choice by request."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.driving import FINAL, alone, run, varied_jobs
+from support.plugins import speculating
+
+from hardpoint import LLM, RequestError, SamplingParams
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.testing import scripted_config, scripted_engine
+
+HERE = "support.plugins.speculating"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **FINAL)
+BUILT_IN = ("ngram", "suffix")
+
+
+def speculating_with(*use, options=None, **settings):
+    table = {"speculation": {"use": list(use), **settings}}
+    return table | {"plugin": options} if options else table
+
+
+def replaying(jobs, expected, **options):
+    """Settings of a speculator that drafts what each job came to before, some of it wrong."""
+    replies = [
+        [prompt, tokens]
+        for request_id, prompt, _ in jobs
+        for _, tokens, *_ in expected[request_id][0]
+    ]
+    return {"scripted_speculator": {"right": 0.7, "replies": replies} | options}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return varied_jobs(24)
+
+
+@pytest.fixture(scope="module")
+def expected(scripted, jobs):
+    engine = scripted_engine(scripted)
+    results = alone(engine, jobs)
+    engine.close()
+    return results
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_tokens_are_those_without_a_speculator(scripted, jobs, expected, name):
+    engine = scripted_engine(scripted, speculating_with(name))
+    assert run(engine, jobs, per_step=3) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("blocks", [None, 24])
+def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks):
+    options = replaying(jobs, expected)
+    config = speculating_with("hardpoint.testing:ScriptedSpeculator", options=options)
+    if blocks is not None:
+        config["kv_cache"] = {"num_blocks": blocks, "block_size": 8}
+        config["max_model_len"] = 128
+    engine = scripted_engine(scripted, config)
+    assert run(engine, jobs, per_step=3) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
+    assert (stats.num_preemptions > 0) == (blocks is not None)
+    engine.close()
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_text_that_repeats_itself_takes_fewer_steps(scripted, in_process):
+    config = scripted_config(scripted, {"engine": {"in_process": in_process}})
+    text = "say abc"
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    found = {}
+    for use in ([], ["ngram"]):
+        with LLM(config=config | {"speculation": {"use": use}}) as llm:
+            (output,) = llm.generate([text], params)
+            stats = llm.scheduler_stats()
+        found[bool(use)] = output.outputs[0].token_ids
+    assert found[True] == found[False]
+    assert stats.num_accepted_drafts >= 6
+
+
+FAULTS = {
+    "start": r"start\(\) of request 'r.*' failed: AssertionError",
+    "propose": r"propose\(\) failed: ValueError: no drafts today",
+    "count": r"propose\(\) returned \[\[1\], \[1\].*, expected token ids for each of \d requests",
+    "length": r"propose\(\) returned \[1, .*\], expected at most \d drafts of a request",
+    "vocabulary": r"propose\(\) returned 100000, expected token ids from 0 to 256",
+    "verified": r"verified\(\) of request 'r.*' failed: AssertionError",
+    "ended": r"ended\(\) of request 'r.*' failed: AssertionError",
+}
+
+
+@pytest.mark.parametrize(("fails_in", "message"), FAULTS.items(), ids=FAULTS)
+def test_a_fault_costs_the_drafts_of_its_requests(scripted, fails_in, message):
+    jobs = [(f"r{n}", [n, n + 1], GREEDY) for n in range(3)]
+    engine = scripted_engine(scripted)
+    expected = run(engine, jobs)
+    engine.close()
+    config = speculating_with(f"{HERE}:Failing", options={"failing": {"fails_in": fails_in}})
+    engine = scripted_engine(scripted, config)
+    assert run(engine, jobs) == expected
+    assert run(engine, [("r9", [3], GREEDY)])["r9"]  # which reports what failed at the end
+    fault = engine.health().fallbacks["failing"]
+    assert re.search(f"failing.*: its {message}", fault.message), fault.message
+    engine.close()
+
+
+def test_a_request_chooses_its_speculator_and_gives_it_arguments(scripted):
+    speculating.CALLS.clear()
+    config = speculating_with("ngram", f"{HERE}:Recorder", num_draft_tokens=2)
+    engine = scripted_engine(scripted, config)
+    chosen = SamplingParams(
+        temperature=0.0,
+        max_tokens=4,
+        ignore_eos=True,
+        speculator="recorder",
+        plugin_args={"recorder": {"token": 70}},
+        **FINAL,
+    )
+    none = SamplingParams(temperature=0.0, max_tokens=4, speculator="none", **FINAL)
+    run(engine, [("chosen", [1, 2], chosen), ("default", [3], GREEDY), ("none", [4], none)])
+    engine.close()
+    calls = speculating.CALLS
+    assert [call[0] for call in calls].count("start") == 1
+    assert calls[0][1].startswith("chosen")
+    assert {tuple(call[1]) for call in calls if call[0] == "verified"} == {(70, 70), (70,)}
+    assert next(call[1:] for call in calls if call[0] == "propose") == (2, 1)
+    assert max(call[1] + call[2] for call in calls if call[0] == "propose") == 3
+    assert calls[-1][0] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ([], r'speculator: expected "none", got \'nothing\''),
+        (["ngram"], r'speculator: expected "none" or an enabled speculator \(ngram\), got \'noth'),
+    ],
+)
+def test_an_unknown_speculator_is_refused(scripted, use, message):
+    engine = scripted_engine(scripted, speculating_with(*use))
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("r", [1], SamplingParams(speculator="nothing"))
+    engine.close()
+
+
+def test_a_batch_level_processor_and_a_speculator_are_refused_together(scripted):
+    config = speculating_with("ngram") | {"plugins": {"enable": ["support.plugins.faulty:Whole"]}}
+    with pytest.raises(Exception, match="'whole'.*supports_drafts.* together with speculation"):
+        scripted_engine(scripted, config)
+
+
+def test_scopes_differ_by_salt(scripted):
+    speculating.CALLS.clear()
+    engine = scripted_engine(scripted, speculating_with(f"{HERE}:Recorder"))
+    for number, salt in enumerate([None, "a", "a", "b"]):
+        engine.add_request(f"r{number}", [1], GREEDY, RequestExtras(cache_salt=salt))
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    scopes = [call[2] for call in speculating.CALLS if call[0] == "start"]
+    assert len(scopes) == 4
+    assert len(set(scopes)) == 3
+    assert scopes[1] == scopes[2]

@@ -1,0 +1,306 @@
+"""Every pair of features together: each request has the tokens that it has alone.
+
+A row of the matrix is an engine with one level of each of its features, and a request with one of
+each of its own, in company of others. The rows cover each pair of levels that may be combined; the
+test of the table counts them. A failing row prints the pairs that no passing row has.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+from support.driving import FINAL, Job, summary, varied_jobs
+from support.internals import engine_of
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.testing import scripted_config, scripted_engine
+
+Level = Mapping[str, Any]
+
+HERE = "support.broken.processors"
+PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer")]
+OF_THE_BATCH = f"{HERE}:BatchBias"
+RANKS = {"executor": {"use": "multiproc"}}
+ENGINE: dict[str, dict[str, Level]] = {
+    "prompts": {
+        "whole": {},
+        "in chunks": {"scheduler": {"max_num_batched_tokens": 24}},
+        "of 8 tokens": {"scheduler": {"long_prefill_token_threshold": 8}},
+    },
+    "prefix cache": {"on": {}, "off": {"kv_cache": {"prefix_caching": False}}},
+    "blocks": {"many": {}, "few": {"kv_cache": {"num_blocks": 20}}},
+    "policy": {
+        name: {"scheduler": {"policy": name}}
+        for name in ("fcfs", "priority", "fair", "shortest_first")
+    },
+    "speculator": {
+        "none": {},
+        "ngram": {"speculation": {"use": ["ngram"]}},
+        "suffix": {"speculation": {"use": ["suffix"]}},
+        "right": {"speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]}},
+        "wrong": {
+            "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]},
+            "plugin": {"scripted_speculator": {"right": 0.3}},
+        },
+        "model": {"speculation": {"use": ["draft_model"]}},
+    },
+    "stores": {
+        "none": {},
+        "memory": {
+            "kv_connector": {"stores": ["memory"]},
+            "plugin": {"memory": {"size_bytes": 1 << 22}},
+        },
+    },
+    "ranks": {
+        "one": {},
+        "tensor": RANKS | {"parallel": {"tensor": 2}},
+        "pipeline": RANKS | {"parallel": {"pipeline": 2}},
+    },
+    "process": {"here": {}, "its own": {"engine": {"in_process": False}}},
+    "step time": {"no limit": {}, "short": {"scheduler": {"step_milliseconds": 1.0}}},
+    "in between": {"nothing": {}, "reset": {}, "pause": {}, "sleep": {}, "abort": {}},
+}
+REQUEST: dict[str, dict[str, Level]] = {
+    "draws": {
+        "greedy": {"temperature": 0.0},
+        "seeded": {"temperature": 1.0, "seed": 5},
+        "truncated": {"temperature": 0.8, "seed": 6, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    },
+    "processor": {
+        "none": {},
+        "row by row": {"plugin_args": {"bias": {"by": 3.0}}},
+        "with state": {"plugin_args": {"counter": {"scale": 0.7}}},
+        "of the batch": {"plugin_args": {"batch_bias": {"by": 2.0}}},
+        "that observes": {"plugin_args": {"observer": {}}},
+    },
+    "penalties": {
+        "none": {},
+        "some": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "bad_words": ["a", "bc"]},
+    },
+    "grammar": {
+        "none": {},
+        "pattern": {"structured": {"regex": "[a-f]{3,9}(,[0-9]{2}){0,3}"}},
+        "schema": {"structured": {"json": {"type": "array", "items": {"type": "boolean"}}}},
+    },
+    "completions": {"one": {}, "three": {"n": 3}},
+    "logprobs": {
+        "none": {},
+        "of the output": {"logprobs": 2},
+        "of the prompt": {"prompt_logprobs": 1},
+    },
+    "end": {
+        "length": {"max_tokens": 21},
+        "token": {"max_tokens": 30, "stop_token_ids": list(range(0, 256, 9)), "min_tokens": 4},
+        "string": {"max_tokens": 30, "stop": ["5", "e", "\\"]},
+    },
+}
+ALL = ENGINE | REQUEST
+REFUSED = {
+    (("speculator", name), ("processor", "of the batch")): "does not declare supports_drafts"
+    for name in ENGINE["speculator"]
+    if name != "none"
+}
+"""Pairs that are refused, and the words of the refusal."""
+SHORT = 3  # one row in so many is in the short run
+
+
+def is_allowed(chosen: list[str]) -> bool:
+    pairs = itertools.combinations(zip(ALL, chosen, strict=False), 2)
+    return not any(pair in REFUSED for pair in pairs)
+
+
+@functools.cache
+def matrix() -> list[dict[str, str]]:
+    """Return rows that cover each allowed pair of levels."""
+    found = AllPairs([list(names) for names in ALL.values()], filter_func=is_allowed)
+    rows = [dict(zip(ALL, row, strict=True)) for row in found]
+    # Where pairs are refused, the library leaves out some of the others.
+    while missing := sorted(allowed_pairs().difference(*map(pairs_of, rows))):
+        row: dict[str, str] = {}
+        for pair in missing:
+            grown = row | dict(pair)
+            if row.items() <= grown.items() and REFUSED.keys().isdisjoint(pairs_of(grown)):
+                row = grown
+        first = {feature: next(iter(names)) for feature, names in ALL.items()}
+        rows.append(first | row)
+    return rows
+
+
+def allowed_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    every = [(feature, level) for feature, names in ALL.items() for level in names]
+    return {
+        pair
+        for pair in itertools.combinations(every, 2)
+        if pair[0][0] != pair[1][0] and pair not in REFUSED
+    }
+
+
+def pairs_of(row: Mapping[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    levels = [(feature, row[feature]) for feature in ALL if feature in row]
+    return set(itertools.combinations(levels, 2))
+
+
+def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tables of tables as one; of two values, the later counts."""
+    found: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            old = found.get(key)
+            found[key] = merged(old, value) if isinstance(old, dict) else value
+    return found
+
+
+BASE = {
+    "max_model_len": 128,
+    "kv_cache": {"block_size": 8},
+    "scheduler": {"max_num_seqs": 6},
+}
+COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
+
+
+def requests_of(row: Mapping[str, str], number: int) -> list[Job]:
+    """Return the request of a row, twice, and others that join before and after it."""
+    others = varied_jobs(10)
+    fields = merged(*(REQUEST[feature][row[feature]] for feature in REQUEST))
+    fields.setdefault("max_tokens", 24)
+    generator = random.Random(number)
+    prompt = [generator.randrange(256) for _ in range(generator.randint(3, 40))]
+    subject = [(f"s{place}", prompt, SamplingParams(**fields, **FINAL)) for place in range(2)]
+    return [*others[:3], subject[0], *others[3:7], subject[1], *others[7:]]
+
+
+ALONE: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module")
+def plain(scripted) -> Iterator[LLMEngine]:
+    enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH]}}
+    engine = scripted_engine(scripted, merged(BASE, COMPACT, enabled))
+    yield engine
+    engine.close()
+
+
+def alone(plain: LLMEngine, jobs: list[Job]) -> dict[str, Any]:
+    """Return the results of requests, each alone in a plain engine."""
+    found = {}
+    for job in jobs:
+        key = repr(job[1:])
+        if key not in ALONE:
+            ALONE[key] = drive(plain, [job])[job[0]]
+        found[job[0]] = ALONE[key]
+    return found
+
+
+def drive(engine: Any, jobs: list[Job], in_between: str = "nothing") -> dict[str, Any]:
+    """Run requests that join one after the other; do something else after some steps."""
+    waiting, results, steps = list(jobs), {}, 0
+    while waiting or engine.has_unfinished_requests():
+        for request_id, prompt, params in waiting[:2]:
+            engine.add_request(request_id, prompt, params)
+        waiting = waiting[2:]
+        for output in engine.step():
+            if output.finished and output.request_id != "more":
+                results[output.request_id] = result_of(output)
+        steps += 1
+        if steps in (4, 11):
+            interfere(engine, in_between, steps)
+    return results
+
+
+def interfere(engine: Any, what: str, step: int) -> None:
+    match what:
+        case "reset":
+            engine.call_utility("reset_prefix_cache")
+        case "pause":
+            engine.call_utility("pause", "keep")
+            engine.call_utility("resume")
+        case "sleep":
+            engine.call_utility("sleep", 1, "keep")
+            engine.call_utility("wake_up")
+        case "abort":
+            if step == 4:
+                engine.add_request("more", list(range(30)), SamplingParams(max_tokens=60, **FINAL))
+            else:
+                engine.abort_requests(["more"])
+
+
+def result_of(output: Any) -> Any:
+    prompt = output.prompt_logprobs
+    if prompt is not None:
+        prompt = [
+            entry and {token: (value.logprob, value.rank) for token, value in entry.items()}
+            for entry in prompt
+        ]
+    return summary(output), prompt
+
+
+def config_of(
+    row: Mapping[str, str], jobs: list[Job], expected: Mapping[str, Any], model: object
+) -> dict:
+    """Return the configuration of a row; scripted drafts are what the requests came to alone."""
+    enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
+    base = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT)
+    config = merged(base, *(ENGINE[feature][row[feature]] for feature in ENGINE))
+    if row["speculator"] in ("right", "wrong"):
+        replies = [
+            [prompt, tokens]
+            for request_id, prompt, _ in jobs
+            for _, tokens, *_ in expected[request_id][0]
+        ]
+        config = merged(config, {"plugin": {"scripted_speculator": {"replies": replies}}})
+    if row["speculator"] == "model":
+        config = merged(config, {"plugin": {"draft_model": {"model": str(model)}}})
+    return config
+
+
+ROWS = [
+    pytest.param(number, marks=[] if number % SHORT == 0 else [pytest.mark.nightly])
+    for number in range(len(matrix()))
+]
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_a_row(scripted, plain, number):
+    check(scripted, plain, matrix()[number], number)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(10))
+def test_random_rows(scripted, plain, part):
+    drawn = random.Random(part)
+    for number in range(20):
+        row = {feature: drawn.choice(list(names)) for feature, names in ALL.items()}
+        if not is_allowed(list(row.values())):
+            row["speculator"] = "none"
+        check(scripted, plain, row, 1000 + 20 * part + number)
+
+
+def check(scripted, plain: LLMEngine, row: Mapping[str, str], number: int) -> None:
+    """Assert that the requests of a row have the results that each has alone."""
+    jobs = requests_of(row, number)
+    expected = alone(plain, jobs)
+    with LLM(config=scripted_config(scripted, config_of(row, jobs, expected, scripted))) as llm:
+        found = drive(engine_of(llm), jobs, row["in between"])
+    wrong = [name for name in expected if found.get(name) != expected[name]]
+    assert not wrong, f"{wrong} differ in row {number}: {row}"
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " and ".join(map(str, pair)))
+def test_a_refused_pair_names_what_does_not_fit(scripted, pair):
+    row = {feature: next(iter(names)) for feature, names in ALL.items()} | dict(pair)
+    with pytest.raises(Exception, match=f"batch_bias.*{REFUSED[pair]}.*speculation"):
+        scripted_engine(scripted, config_of(row, [], {}, scripted))
+
+
+def test_the_rows_cover_each_pair():
+    covered = set().union(*map(pairs_of, matrix()))
+    assert covered >= allowed_pairs()
+    assert not covered & REFUSED.keys()
+    print(f"{len(matrix())} rows, {len(allowed_pairs())} pairs, {len(REFUSED)} refused")

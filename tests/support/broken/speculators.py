@@ -1,0 +1,184 @@
+"""Speculators with one mistake each, and two right ones."""
+
+from __future__ import annotations
+
+import time
+
+from hardpoint.plugins import Speculator
+
+
+class LastPair(Speculator):
+    """Right: what followed the last token where it stood before, kept for each request."""
+
+    contract = 1
+
+    def start(self, request):
+        return {"after": {}, "seen": []}
+
+    def propose(self, requests, budget):
+        return [self.follow(request)[: request.limit] for request in requests]
+
+    def follow(self, request):
+        state = request.state
+        known = [*request.prompt_token_ids, *request.output_token_ids]
+        for token in known[len(state["seen"]) :]:
+            if state["seen"]:
+                state["after"][state["seen"][-1]] = token
+            state["seen"].append(token)
+        token, drafts = known[-1], []
+        while len(drafts) < request.limit and token in state["after"]:
+            token = state["after"][token]
+            drafts.append(token)
+        return drafts
+
+
+class Learns(LastPair):
+    """Right: pairs of earlier requests of the scope help, of the newest 8 scopes."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.scopes = {}
+
+    def start(self, request):
+        after = self.scopes.pop(request.scope, {})
+        self.scopes[request.scope] = after
+        while len(self.scopes) > 8:
+            del self.scopes[next(iter(self.scopes))]
+        return {"after": after, "seen": []}
+
+
+class NoContract(LastPair):
+    pass
+
+
+class TooFew(LastPair):
+    contract = 1
+
+    def propose(self, requests, budget):
+        return [drafts for drafts in super().propose(requests, budget) if drafts]
+
+
+class TooLong(LastPair):
+    contract = 1
+
+    def propose(self, requests, budget):
+        return [[*self.follow(request), 1] for request in requests]
+
+
+class NoLists(LastPair):
+    contract = 1
+
+    def propose(self, requests, budget):
+        return 7
+
+
+class OutOfRange(LastPair):
+    contract = 1
+
+    def propose(self, requests, budget):
+        return [[self.context.vocab_size] for _ in requests]
+
+
+class Fails(LastPair):
+    contract = 1
+
+    def follow(self, request):
+        return [request.state["after"][request.output_token_ids[-1]]]
+
+
+class Remembers(Learns):
+    """Keeps pairs of ended requests, though its suite has `learns = False`."""
+
+    contract = 1
+
+
+class MixesScopes(LastPair):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.after = {}
+
+    def start(self, request):
+        return {"after": self.after, "seen": []}
+
+
+class ByPlace(LastPair):
+    """Keeps states by the place of a request among those of the step."""
+
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.states = {}
+
+    def propose(self, requests, budget):
+        found = []
+        for place, request in enumerate(requests):
+            state = self.states.setdefault(place, {"after": {}, "seen": []})
+            request.state.update(state)
+            found.append(self.follow(request)[: request.limit])
+            self.states[place] = dict(request.state)
+        return found
+
+
+class ReadsNewTokensOnly(LastPair):
+    """Counts what it was shown, not what there was before."""
+
+    contract = 1
+
+    def start(self, request):
+        return {"after": {}, "seen": [*request.prompt_token_ids, *request.output_token_ids]}
+
+
+class Appends(LastPair):
+    contract = 1
+
+    def follow(self, request):
+        drafts = super().follow(request)
+        list.append(request.output_token_ids, 1)
+        return drafts
+
+
+class SetsState(LastPair):
+    contract = 1
+
+    def follow(self, request):
+        request.state = dict(request.state)
+        return super().follow(request)
+
+
+class Grows(LastPair):
+    contract = 1
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.known = []
+
+    def ended(self, request):
+        self.known.append(list(request.output_token_ids))
+
+
+class Searches(LastPair):
+    """Walks through the whole text for each draft."""
+
+    contract = 1
+
+    def follow(self, request):
+        known = [*request.prompt_token_ids, *request.output_token_ids]
+        for place in range(len(known) - 2, -1, -1):
+            if known[place] == known[-1] and known[place - 9 : place] == known[-10:-1]:
+                return known[place + 1 : place + 1 + request.limit]
+        return []
+
+
+class Slow(LastPair):
+    contract = 1
+
+    def follow(self, request):
+        end = time.process_time() + 0.002
+        while time.process_time() < end:
+            pass
+        return super().follow(request)

@@ -308,6 +308,15 @@ def test_a_schema_that_refers_to_itself_beside_others():
     assert not takes(state, '{"kind": "not", "of": {"kind": "not"}}')
 
 
+@pytest.mark.parametrize("keyword", ["oneOf", "anyOf"])
+def test_branches_of_a_part_stay(keyword):
+    part = {keyword: [{"type": "string", "maxLength": 2}], "properties": {"a": {"enum": ["x"]}}}
+    state = compiled({"allOf": [part, {"required": ["c"]}]})
+    assert takes_value(state, "ab")
+    for value in ("abc", [], [{"c": 1}], 3, {"c": 1}):
+        assert not takes_value(state, value)
+
+
 def test_properties_keep_their_order():
     """Unknown ones come after those of the schema, in any order."""
     schema = {"properties": {"b": {}, "a": {}}, "if": {"required": ["a"]}, "then": {}}

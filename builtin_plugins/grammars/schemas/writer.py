@@ -184,7 +184,7 @@ class SchemaWriter:
             lists += found
             if "propertyNames" in inner:
                 parts.append((Made(propertyNames=inner["propertyNames"]), where))
-        return base, parts, lists
+        return Made(base), parts, lists  # another object: views of `base` lack a later `anyOf`
 
     def _cases_of(
         self, name: str, view: View, context: Sequence[Schema], base: View, path: str

@@ -70,7 +70,7 @@ class PluginsConfig(Strict):
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
 
 
-STREAMING_STEP_MILLISECONDS = 200.0
+STREAMING_STEP_MILLISECONDS = 150.0
 """Default of `scheduler.step_milliseconds` in `AsyncLLM` and the server."""
 
 
@@ -86,7 +86,7 @@ class SchedulerConfig(Strict):
             None is no limit.
         step_milliseconds: time that prompts may extend a step to while other requests generate, so
             that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
-            200 in `AsyncLLM` and the server, 0 in `LLM`.
+            150 in `AsyncLLM` and the server, 0 in `LLM`.
     """
 
     use: Reference = "default"

@@ -11,7 +11,7 @@ from .live_request import LiveRequest
 _UNTRAINED_BLOCKS = 4
 """Blocks of prompts that a step computes while it is not known what they cost."""
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 2.0
 """Age at which a prompt may slow down others twice as much as a new one."""
 
 

@@ -96,7 +96,7 @@ def test_a_new_prompt_slows_streams_down_less_than_one_that_waited():
     streams(sim)
     sim.add("new", prompt=100, arrival_time=sim.clock())
     assert sim.step().num_scheduled_tokens["new"] == 28
-    sim.clock.now += 1  # and now 42
+    sim.clock.now += 2  # and now 42
     assert sim.step().num_scheduled_tokens["new"] == 68
 
 

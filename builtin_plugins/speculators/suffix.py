@@ -209,9 +209,9 @@ class Outputs:
                 self._outputs.append(output)
             tree.append(output.sequence, tokens)
         while len(self._outputs) > self._max_requests or self.num_bytes > self._max_bytes:
-            self._remove_oldest()
+            self.remove_oldest()
 
-    def _remove_oldest(self) -> None:
+    def remove_oldest(self) -> None:
         oldest = self._outputs.popleft()
         with self._changing(oldest.scope) as tree:
             tree.remove_oldest()

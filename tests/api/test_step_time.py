@@ -33,7 +33,7 @@ def opened(monkeypatch, scripted):
 
 
 def test_it_is_on_in_async_llm_unless_it_is_set(opened):
-    assert opened() == 200.0
+    assert opened() == 150.0
     assert opened(step_milliseconds=0) == 0.0
     assert opened(step_milliseconds=35.5) == 35.5
 
@@ -77,7 +77,7 @@ def test_the_engine_measures_its_steps_and_tokens_are_the_same(scripted):
 
     async def main():
         async with AsyncLLM(config=scripted_config(scripted, MODEL)) as llm:
-            assert llm.config.scheduler.step_milliseconds == 200.0
+            assert llm.config.scheduler.step_milliseconds == 150.0
             found = await asyncio.gather(*(collect(llm.generate(p, PARAMS)) for p in PROMPTS))
             assert (await llm.scheduler_stats()).step_cost_error > 0
             return [outputs[-1].outputs[0].token_ids for outputs in found]

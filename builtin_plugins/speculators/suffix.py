@@ -212,6 +212,7 @@ class Outputs:
             self.remove_oldest()
 
     def remove_oldest(self) -> None:
+        """Remove the output that began first."""
         oldest = self._outputs.popleft()
         with self._changing(oldest.scope) as tree:
             tree.remove_oldest()

@@ -73,8 +73,9 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
             tokens are drawn with.
         state: what `start` returned.
         limit: most drafts of it, now.
-        hidden: hidden states [tokens, hidden_size] of the newest tokens but the last, in their
-            order, those that the step has computed; None unless `needs_hidden`.
+        hidden: hidden states [tokens, hidden_size] of the tokens that were computed for the newest
+            one, in their order: the last row is that of the token before it. Those of a cached
+            prefix are not among them. None unless `needs_hidden`.
     """
 
     request_id: str

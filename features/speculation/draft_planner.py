@@ -108,7 +108,8 @@ class DraftPlanner(EngineHalf):
         """Return the limits of drafts after this step; None if the worker has nothing to do."""
         started: dict[str, str] = {}
         for new in plan.new_requests:
-            if live := self._live.get(new.source.request_id):
+            live = self._live.get(new.source.request_id)
+            if live is not None and live.num_known is None:  # else it was preempted
                 live.num_known = len(live.request.output_token_ids)
                 started[new.source.request_id] = live.speculator
         limits = self._limits(plan)

@@ -6,8 +6,8 @@ import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -25,20 +25,29 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.exponential_race import mixed_seed
-from hardpoint.plugins.worker_half import WorkerHalfContext
+from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import DraftData, DraftReport
+
+if TYPE_CHECKING:
+    import torch
 
 _KIND = "speculators"
 
 
 @dataclass
 class _Drafted:
-    """A request that a speculator drafts for; `output` grows."""
+    """A request that a speculator drafts for.
+
+    Attributes:
+        output: its tokens so far; grows.
+        hidden: hidden states of tokens that were computed since it got one.
+    """
 
     request: DraftRequest
     speculator: str
     output: list[int]
+    hidden: list[torch.Tensor] = field(default_factory=list)
 
 
 def _scope_of(source: EngineCoreRequest) -> str:
@@ -141,6 +150,7 @@ class Drafting(WorkerHalf):
             speculator = self._speculators[known.speculator]
             if drafts := self._verified.get(name):
                 speculator.verified(known.request, drafts, len(tokens) - 1)
+            self._show_hidden(known, len(drafts or ()) + 1 - len(tokens))
             if limit := self._data.limits.get(name):
                 known.request.limit = limit
                 asked.setdefault(known.speculator, []).append(known.request)
@@ -148,6 +158,9 @@ class Drafting(WorkerHalf):
         for speculator_name, requests in asked.items():
             budget = min(left, sum(request.limit for request in requests))
             left -= self._propose(speculator_name, requests, budget)
+
+    def _show_hidden(self, known: _Drafted, rejected: int) -> None:
+        """Show hidden states of a request, without those of rejected drafts, which come last."""
 
     def _propose(self, name: str, requests: list[DraftRequest], budget: int) -> int:
         """Let a speculator draft for some requests; a fault leaves them without drafts for good.
@@ -199,3 +212,23 @@ class Drafting(WorkerHalf):
         with ExitStack() as stack:
             for speculator in self._speculators.values():
                 stack.callback(self._components.close, speculator)
+
+
+class DraftingFromHidden(Drafting):
+    """As `Drafting`, with speculators that read hidden states."""
+
+    def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:
+        """Keep the hidden states of the step for those speculators."""
+        for index, name in enumerate(rows.request_ids):
+            known = self._known.get(name)
+            if known is not None and self._speculators[known.speculator].needs_hidden:
+                start, end = rows.starts[index : index + 2]
+                known.hidden.append(hidden[start:end].clone())
+
+    def _show_hidden(self, known: _Drafted, rejected: int) -> None:
+        import torch  # noqa: PLC0415 - features load without it
+
+        if known.hidden and rejected:
+            known.hidden[-1] = known.hidden[-1][:-rejected]
+        known.request.hidden = torch.cat(known.hidden) if known.hidden else None
+        known.hidden = []

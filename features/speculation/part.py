@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import EngineHalf, FrontendHalf, StepPart, WorkerHalf
+from typing import cast
+
+from hardpoint.plugins import EngineHalf, FrontendHalf, Speculator, StepPart, WorkerHalf
 from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .draft_planner import DraftPlanner
-from .drafting import Drafting
+from .drafting import Drafting, DraftingFromHidden
 from .requests import DraftedRequests
 
 
@@ -38,4 +40,9 @@ class Speculation(StepPart):
             return None
         if context.rank != config.parallel.output_rank:
             return None
-        return Drafting(config, context)
+        classes = [
+            cast(type[Speculator], context.components.find("speculators", name))
+            for name in context.components.enabled("speculators")
+        ]
+        reads_hidden = any(cls.needs_hidden for cls in classes)
+        return (DraftingFromHidden if reads_hidden else Drafting)(config, context)

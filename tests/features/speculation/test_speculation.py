@@ -164,3 +164,20 @@ def test_scopes_differ_by_salt(scripted):
     assert len(scopes) == 4
     assert len(set(scopes)) == 3
     assert scopes[1] == scopes[2]
+
+
+@pytest.mark.parametrize("chunk", [64, 4])
+def test_hidden_states_are_those_of_the_tokens_since_the_last_call(scripted, chunk):
+    speculating.CALLS.clear()
+    config = speculating_with(f"{HERE}:ReadsHidden", num_draft_tokens=3)
+    config["scheduler"] = {"max_num_batched_tokens": chunk}
+    engine = scripted_engine(scripted, config)
+    prompt = list(range(9))
+    run(engine, [("r", prompt, GREEDY)])
+    engine.close()
+    shown = [call[1:] for call in speculating.CALLS if call[0] == "hidden"]
+    assert len(shown) > 5
+    seen = 0
+    for rows, _, length in shown:
+        seen += rows
+        assert seen == len(prompt) + length - 1

@@ -61,3 +61,15 @@ class Failing(Recorder):
 
     def ended(self, request):
         assert self.options.fails_in != "ended"
+
+
+class ReadsHidden(Recorder):
+    """Drafts right and wrong tokens, and counts the hidden states that it is shown."""
+
+    contract = 1
+    needs_hidden = True
+
+    def propose(self, requests, budget):
+        for request in requests:
+            CALLS.append(("hidden", *request.hidden.shape, len(request.output_token_ids)))
+        return super().propose(requests, budget)

@@ -14,7 +14,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from .arguments import ComponentWithArguments
-from .behaviour import LONG, NOTHING, Default, Returned, notifies, returns, unusable
+from .behaviour import LONG, Default, Returned, notifies, returns, unusable
 from .component import Context
 from .logits_ops import LogitsOps
 from .params import SamplingParams
@@ -122,12 +122,11 @@ class Speculator(ComponentWithArguments):
 
     context: SpeculatorContext
 
-    @returns(Returned("anything", lambda value, *_: value), otherwise=NOTHING)
     def start(self, request: DraftRequest) -> Any:  # noqa: ARG002
         """Return the state of a request, which the engine keeps until it ends.
 
         Called before the first `propose`, when the output may have begun. It is not called again
-        after a preemption.
+        after a preemption. A request for which it fails has no drafts.
         """
         return None
 

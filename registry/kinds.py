@@ -374,7 +374,6 @@ KINDS: dict[str, Kind] = {
 }
 
 PLANNED: dict[str, str] = {
-    "speculators": "speculator",
     "balancers": "balancer",
 }
 """Kinds of the design that this version does not have, with the configuration table that will

@@ -136,7 +136,12 @@ class Drafting(WorkerHalf):
             _scope_of(source),
             mixed_seed(source.params.seed, source.child_index),
         )
-        request.state = speculator.start(request)
+        try:
+            request.state = speculator.start(request)
+        except BaseException as cause:
+            self._failed(name, f"start() of request {source.request_id!r} failed", cause)
+            self._report.failed.append(source.request_id)
+            return
         self._known[source.request_id] = _Drafted(request, name, output)
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
@@ -169,7 +174,7 @@ class Drafting(WorkerHalf):
             The number of drafts.
         """
         self._failing.discard(name)
-        found = self._speculators[name].propose(requests, budget)
+        found = self._speculators[name].propose(tuple(requests), budget)
         for token in itertools.chain.from_iterable(found):
             if not 0 <= token < self._vocab_size:
                 expected = f"token ids from 0 to {self._vocab_size - 1}"

@@ -20,11 +20,13 @@ from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.policies import Fair
+from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.engine.policy import guarded_policy
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
+    DraftRequest,
     EvictionContext,
     EvictionPolicy,
     KVEventPublisher,
@@ -32,7 +34,10 @@ from hardpoint.plugins import (
     PolicyContext,
     PublisherContext,
     Request,
+    SamplingParams,
     SchedulingPolicy,
+    Speculator,
+    SpeculatorContext,
     StatSink,
     StatSinkContext,
     Tokenizer,
@@ -42,12 +47,14 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.registry.kinds import KINDS
 
 A, B = request("a", arrival=1.0), request("b", arrival=2.0)
+D = DraftRequest("d", [1], [2], SamplingParams(), None, limit=4)
 SECONDS = 0.5
 KINDS_OF = {
     "scheduling_policies": SchedulingPolicy,
     "eviction_policies": EvictionPolicy,
     "stat_sinks": StatSink,
     "kv_event_publishers": KVEventPublisher,
+    "speculators": Speculator,
 }
 # kind, method, arguments, the call in messages, a wrong value and its message, what decides
 CALLS = [
@@ -70,18 +77,35 @@ CALLS = [
     ("stat_sinks", "close", (), "close()", ..., "", None),
     ("kv_event_publishers", "publish", (None,), "publish()", ..., "", None),
     ("kv_event_publishers", "close", (), "close()", ..., "", None),
+    ("speculators", "propose", ((D,), 4), "propose()", 7, "expected token ids for each", [[]]),
+    ("speculators", "verified", (D, [1], 0), "verified() of request 'd'", ..., "", None),
+    ("speculators", "ended", (D,), "ended() of request 'd'", ..., "", None),
 ]  # fmt: skip
 CONTEXTS = {
     "scheduling_policies": (PolicyContext, {}),
     "eviction_policies": (EvictionContext, {"blocks": None, "history": None, "clock": None}),
     "stat_sinks": (StatSinkContext, {"clock": None, "model": "m"}),
     "kv_event_publishers": (PublisherContext, {}),
+    "speculators": (
+        SpeculatorContext,
+        dict.fromkeys(
+            [
+                "device",
+                "vocab_size",
+                "hidden_size",
+                "max_num_seqs",
+                "max_model_len",
+                "num_draft_tokens",
+            ]
+        ),
+    ),
 }
 BUILT_IN = {
     "scheduling_policies": Fair,
     "eviction_policies": LeastRecentlyUsed,
     "stat_sinks": LogSink,
     "kv_event_publishers": NullPublisher,
+    "speculators": NGram,
 }
 cases = pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case[0]}-{case[1]}")
 

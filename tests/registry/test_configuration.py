@@ -213,7 +213,7 @@ def test_unknown_keys_inside_tables_and_lists():
     assert "plugins.enable[0].usee: unknown field (did you mean 'use'?)" in message
 
 
-@pytest.mark.parametrize("key", ["speculator", "speculators", "balancer"])
+@pytest.mark.parametrize("key", ["balancer", "balancers"])
 def test_kinds_that_are_planned_are_refused_by_name(key):
     message = refused(f"{key}.use=x")
     assert message.startswith(f"{key}: this version of Hardpoint has no ")

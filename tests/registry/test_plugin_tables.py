@@ -71,7 +71,7 @@ class Server(Acme):
 
 class Planned(Acme):
     contract = 1
-    config_table = ("speculators", AcmeConfig)
+    config_table = ("balancers", AcmeConfig)
 
 
 class Shouts(Acme):
@@ -144,7 +144,7 @@ def test_wrong_values_name_path_and_origin(tmp_path):
         ((Acme, Rival), PluginConflictError, r"table 'acme': plugin 'acme'.*plugin 'rival'"),
         ((Server,), PluginConflictError, r"table 'server': plugin 'server' \(hard.*'named'"),
         ((Greedy,), PluginConflictError, r"plugin 'greedy'.*Hardpoint itself .* 'scheduler'"),
-        ((Planned,), PluginConflictError, r"plugin 'planned'.*Hardpoint itself .* 'speculators'"),
+        ((Planned,), PluginConflictError, r"plugin 'planned'.*Hardpoint itself .* 'balancers'"),
         ((Shouts,), PluginContractError, r"plugin 'shouts'.*small letters.*got 'Acme'"),
         ((Unset,), PluginContractError, r"plugin 'unset'.*Needs.where needs a default"),
         (

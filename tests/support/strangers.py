@@ -106,7 +106,7 @@ class Site:
             "hooks": {"greeter": "stranger"},
             "logits_processors": {"dry": "stranger:Dry"},
             "novelties": {"new": "stranger:New"},
-            "speculators": {"guess": "stranger:Guess"},
+            "balancers": {"guess": "stranger:Guess"},
         }
         self.install("stranger", STRANGER, points)
 

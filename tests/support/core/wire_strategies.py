@@ -79,6 +79,7 @@ PARAMS = whole(
     routed_experts=st.booleans(),
     reasoning_parser=st.none() | TEXT.filter(bool),
     tool_parser=st.none() | TEXT.filter(bool),
+    speculator=st.none() | TEXT.filter(bool),
     structured=st.none()
     | whole(
         StructuredOutputs,

@@ -39,7 +39,8 @@ def test_eight_bits_are_within_half_a_step(rows, columns, group, size, seed):
     assert found.shape == (rows, columns)
     assert found.codes.dtype == torch.int8
     # Rounding to float16 moves the largest codes: by more where a scale is as small as it can be.
-    slack = 1e-3 * weight.abs().max() * (columns % group == 1)  # a group of one number
+    # So it is in a group of few numbers, which may be nearly the same.
+    slack = 1e-3 * weight.abs().max() * (0 < columns % group <= 4)
     assert ((found.dequantize() - weight).abs() <= 1.6 * spread(found) + slack).all()
     assert int(found.codes.min()) >= -128
 

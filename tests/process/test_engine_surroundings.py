@@ -44,7 +44,7 @@ def test_the_heap_is_frozen_there_and_not_here(engine):
     seen = seen_in(engine)
     assert seen["pid"] != os.getpid()
     assert seen["frozen"] > 10_000
-    assert gc.get_freeze_count() == here
+    assert gc.get_freeze_count() <= here  # what is frozen may be released
 
 
 def test_what_changes_in_the_environment_later_does_not_reach_it(engine, monkeypatch):

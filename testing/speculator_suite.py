@@ -199,7 +199,7 @@ class SpeculatorSuite(ComponentSuite):
         for wave in without_growth(speculator, 60, what, fix, limit=60):
             generator = torch.Generator().manual_seed(wave)
             drawn = torch.randint(0, self.vocab_size, (300,), generator=generator).tolist()
-            pieces = [drawn[at : at + 2] for at in range(100, 300, 2)]
+            pieces = [drawn[at : at + 10] for at in range(100, 300, 10)]
             text = _Text(drawn[:100], pieces, self.num_draft_tokens)
             self._drafts_of(speculator, [text], scope=str(wave % 2), first=wave)
 

@@ -54,7 +54,7 @@ def extra_keys(
     """
     if request.lora is None and request.cache_salt is None and not request.features:
         return {}
-    adapter = None if request.lora is None else _adapter_key(request.lora)
+    adapter = None if request.lora is None else adapter_key(request.lora)
     features: dict[int, list[tuple[str, int]]] = {}
     for feature in request.features:
         last = (feature.offset + feature.length - 1) // block_size
@@ -100,7 +100,7 @@ def block_key(
     return hash_block(identity, b"", parts)
 
 
-def _adapter_key(lora: LoRARequest) -> tuple[str | int, ...]:
+def adapter_key(lora: LoRARequest) -> tuple[str | int, ...]:
     """Return the identity of an adapter: its content, or without a hash of it, name and id."""
     if lora.content_hash:
         return ("content", lora.content_hash)

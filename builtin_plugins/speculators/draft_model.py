@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
@@ -24,13 +23,6 @@ _MOST_TOKENS = 1 << 16
 
 _CHUNK = 512
 """Tokens of a text that are computed in a step."""
-
-
-@dataclass
-class _Draft:
-    """The sequence of a request in the draft model; `tokens` has those that are computed."""
-
-    tokens: list[int] = field(default_factory=list)
 
 
 class DraftModel(Speculator):
@@ -80,9 +72,9 @@ class DraftModel(Speculator):
         except ModelError as error:
             raise ConfigError(f"{path}: {str(error).removeprefix('model: ')}") from error
 
-    def start(self, request: DraftRequest) -> _Draft:  # noqa: ARG002
-        """Return an empty sequence."""
-        return _Draft()
+    def start(self, request: DraftRequest) -> list[int]:  # noqa: ARG002
+        """Return the tokens that the draft model has computed: none."""
+        return []
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:
         """Return drafts, one token of all requests after the other."""
@@ -96,13 +88,13 @@ class DraftModel(Speculator):
                 fed[request.request_id] = request, new
             else:  # a long prompt is computed over several steps, without drafts
                 self._model.extend({request.request_id: new[:_CHUNK]})
-                request.state.tokens += new[:_CHUNK]
+                request.state.extend(new[:_CHUNK])
         while fed and budget > 0:
             drawn = self._drawn(fed, drafts)
             following = {}
             for name, token in drawn.items():
                 request, new = fed[name]
-                request.state.tokens += new
+                request.state.extend(new)
                 if budget > 0:
                     drafts[name].append(token)
                     budget -= 1
@@ -113,7 +105,7 @@ class DraftModel(Speculator):
 
     def _new_tokens(self, request: DraftRequest) -> list[int]:
         """Cut the sequence to what it has in common with the text; return the rest of the text."""
-        known: list[int] = request.state.tokens
+        known: list[int] = request.state
         prompt, output = request.prompt_token_ids, request.output_token_ids
         length = len(prompt) + len(output)
         # Drafts are at the end of the sequence; what is before them was compared earlier.
@@ -153,11 +145,9 @@ class DraftModel(Speculator):
 
         temperatures = [1.0 if one.greedy else one.temperature for one in params]
         ops.divide(logits, column(temperatures, torch.float32))
-        if any(one.top_k > 0 for one in params):
-            size = logits.shape[1]
-            k = [one.top_k if 0 < one.top_k < size else 0 for one in params]
-            if max(k):
-                ops.keep_top_k(logits, column(k, torch.int64), max(k))
+        k = [one.top_k if 0 < one.top_k < logits.shape[1] else 0 for one in params]
+        if any(k):
+            ops.keep_top_k(logits, column(k, torch.int64), max(k))
         if any(one.top_p < 1 for one in params):
             ops.keep_top_p(logits, column([one.top_p for one in params], torch.float32))
         if any(one.min_p > 0 for one in params):

@@ -21,9 +21,8 @@ from hardpoint.plugins import (
 from hardpoint.plugins.step_part import EngineHalfContext
 
 from .messages import DraftData, DraftReport
-from .requests import NONE
+from .requests import KIND, NONE
 
-_KIND = "speculators"
 _CONSEQUENCE = "its requests go on without drafts"
 
 
@@ -87,9 +86,9 @@ class DraftPlanner(EngineHalf):
             context: context of the half.
         """
         self._name = name
-        self._default = context.components.enabled(_KIND)[0]
+        self._default = context.components.enabled(KIND)[0]
         self._faults, self._step_cost = context.faults, context.step_cost
-        self._rates = {name: AcceptanceRate() for name in context.components.enabled(_KIND)}
+        self._rates = {name: AcceptanceRate() for name in context.components.enabled(KIND)}
         self.num_draft_tokens = config.speculation.num_draft_tokens
         self._most_tokens = config.scheduler.max_num_batched_tokens
         self._live: dict[str, _Live] = {}
@@ -158,8 +157,8 @@ class DraftPlanner(EngineHalf):
         for name, drafts in plan.draft_token_ids.items():
             tokens, live = result.sampled_token_ids.get(name), self._live.get(name)
             if live is not None and tokens:
-                live.rate.add(len(drafts), len(tokens) - 1)
-                self._rates[live.speculator].add(len(drafts), len(tokens) - 1)
+                for rate in (live.rate, self._rates[live.speculator]):
+                    rate.add(len(drafts), len(tokens) - 1)
         for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             report = msgspec.msgpack.decode(data, type=DraftReport)
             for name, tokens in result.sampled_token_ids.items():

@@ -24,15 +24,15 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins.block_hash import adapter_key
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
 from .messages import DraftData, DraftReport
+from .requests import KIND
 
 if TYPE_CHECKING:
     import torch
-
-_KIND = "speculators"
 
 
 @dataclass
@@ -52,8 +52,7 @@ class _Drafted:
 
 def _scope_of(source: EngineCoreRequest) -> str:
     """Return the scope of a request, see `DraftRequest`."""
-    adapter = source.lora and (source.lora.content_hash or (source.lora.name, source.lora.id))
-    return repr((source.cache_salt, adapter))
+    return repr((source.cache_salt, source.lora and adapter_key(source.lora)))
 
 
 class Drafting(WorkerHalf):
@@ -73,11 +72,11 @@ class Drafting(WorkerHalf):
         self._speculators: dict[str, Speculator] = {}
         self._arguments: dict[str, type[Arguments]] = {}
         with ExitStack() as undo:
-            for name in self._components.enabled(_KIND):
-                cls = cast(type[Speculator], self._components.find(_KIND, name))
+            for name in self._components.enabled(KIND):
+                cls = cast(type[Speculator], self._components.find(KIND, name))
                 self._arguments[name] = prepared_type(cls)
                 speculator = self._components.guarded(
-                    _KIND,
+                    KIND,
                     name,
                     SpeculatorContext,
                     functools.partial(self._failed, name),
@@ -105,7 +104,7 @@ class Drafting(WorkerHalf):
         self._failing.add(name)
         if cause is not None:
             message += f": {self._describe(cause)}"
-        self._faults.append((name, f"{self._components.source(_KIND, name)}: its {message}"))
+        self._faults.append((name, f"{self._components.source(KIND, name)}: its {message}"))
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the speculators are going to allocate."""
@@ -125,7 +124,7 @@ class Drafting(WorkerHalf):
 
     def _start(self, new: NewRequest, name: str) -> None:
         source, speculator = new.source, self._speculators[name]
-        arguments = source.plugin_args.get(f"{_KIND}/{name}", {})
+        arguments = source.plugin_args.get(f"{KIND}/{name}", {})
         output = list(new.output_token_ids)
         request = DraftRequest(
             source.request_id,

@@ -11,7 +11,7 @@ from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .draft_planner import DraftPlanner
 from .drafting import Drafting, DraftingFromHidden
-from .requests import DraftedRequests
+from .requests import KIND, DraftedRequests
 
 
 class Speculation(StepPart):
@@ -29,20 +29,20 @@ class Speculation(StepPart):
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
         """Return the half that plans drafts; None without a speculator."""
-        if not context.components.enabled("speculators"):
+        if not context.components.enabled(KIND):
             return None
         return DraftPlanner(self.name, self.context.config, context)
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that drafts, in the rank that samples."""
         config = self.context.config
-        if not context.components.enabled("speculators"):
+        if not context.components.enabled(KIND):
             return None
         if context.rank != config.parallel.output_rank:
             return None
         classes = [
-            cast(type[Speculator], context.components.find("speculators", name))
-            for name in context.components.enabled("speculators")
+            cast(type[Speculator], context.components.find(KIND, name))
+            for name in context.components.enabled(KIND)
         ]
         reads_hidden = any(cls.needs_hidden for cls in classes)
         return (DraftingFromHidden if reads_hidden else Drafting)(config, context)

@@ -6,6 +6,8 @@ from hardpoint.errors import RequestError
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
 from hardpoint.plugins.part_components import ComponentFactory
 
+KIND = "speculators"
+
 NONE = "none"
 """In place of a speculator's name: no drafts."""
 
@@ -26,9 +28,9 @@ class DraftedRequests(FrontendHalf):
         name = request.params.speculator
         if name is None or name == NONE:
             return
-        if name not in (known := self._components.enabled("speculators")):
+        if name not in (known := self._components.enabled(KIND)):
             found = f"an enabled speculator ({', '.join(sorted(known))})"
             raise RequestError(
                 f'speculator: expected "{NONE}"{f" or {found}" if known else ""}, got {name!r}'
-                f"{self._components.hint('speculators', name)}"
+                f"{self._components.hint(KIND, name)}"
             )

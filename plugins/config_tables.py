@@ -317,10 +317,13 @@ class SpeculationConfig(Strict):
             none (`SamplingParams.speculator`). `{ use = "ngram", name = "long" }` gives one
             another name, and options of its own in `[plugin.long]`.
         num_draft_tokens: drafts of a request and a step, at most.
+        adaptive: whether there are fewer where more would not pay, by what was accepted and by
+            what steps take.
     """
 
     use: list[Reference | PluginUse] = []
     num_draft_tokens: Annotated[int, Meta(ge=1, le=256)] = 5
+    adaptive: bool = True
 
 
 class AttentionConfig(Strict):

@@ -166,6 +166,6 @@ class Saver:
         """Report the blocks that were not offered, and log it once per request and step."""
         with self._lock:
             is_known = any(secret == one for one, _ in self._unoffered)
-        self._not_saved(hashes, secret)
         if not is_known:
             self._report(f"no room to offer the blocks of a prompt to another engine: {hint}")
+        self._not_saved(hashes, secret)  # a caller that waits for them finds the reason

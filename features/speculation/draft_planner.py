@@ -90,6 +90,7 @@ class DraftPlanner(EngineHalf):
         self._faults, self._step_cost = context.faults, context.step_cost
         self._rates = {name: AcceptanceRate() for name in context.components.enabled(KIND)}
         self.num_draft_tokens = config.speculation.num_draft_tokens
+        self._adaptive = config.speculation.adaptive
         self._most_tokens = config.scheduler.max_num_batched_tokens
         self._live: dict[str, _Live] = {}
         self._drafts: dict[str, list[int]] = {}
@@ -141,7 +142,7 @@ class DraftPlanner(EngineHalf):
             if left > 0:
                 longest[name] = min(self.num_draft_tokens, left)
                 rates[name] = live.rate.estimate(self._rates[live.speculator])
-        if not longest:
+        if not longest or not self._adaptive:
             return longest
         count = len(plan.num_scheduled_tokens)
         lengths = draft_lengths(longest, rates, self._step_cost(), count, context)

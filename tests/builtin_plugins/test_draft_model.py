@@ -72,7 +72,7 @@ def opened(folders, draft=None, **options):
     config = {"model": str(folders["target"]), "max_model_len": 128, "device": "cpu"}
     config |= {"load": {"use": "dummy"}, "dtype": "float32"}
     if draft is not None:
-        config["speculation"] = {"use": ["draft_model"]}
+        config["speculation"] = {"use": ["draft_model"], "adaptive": False}
         config["plugin"] = {"draft_model": {"model": str(folders[draft]), **options}}
     return LLM(config=config)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.builtins.split import steps_until
 from support.plugins.kv_event_list import EVENTS
 
 from hardpoint import LLM, ConfigError, SamplingParams
@@ -46,15 +45,6 @@ def figures(llm):
             rest = [v for k, v in sample.labels.items() if k in ("tier", "source")]
             values[" ".join([sample.name.removeprefix("hardpoint:"), *rest])] = sample.value
     return values
-
-
-def steps_until(llm, condition):
-    """Run steps until what threads did has been reported."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        llm.generate("x", ONE_TOKEN)
-        time.sleep(0.01)
 
 
 def test_metrics_count_loads_and_the_work_of_the_tiers(opened):
@@ -171,6 +161,11 @@ def test_totals_go_on_after_a_sleep_that_releases_the_weights(opened):
     )
 
 
+def num_saved(llm):
+    tier = llm.scheduler_stats().kv_tiers["memory"]
+    return tier.stored_blocks + tier.dropped_blocks
+
+
 @pytest.mark.parametrize("chunk", [8, 2048])
 def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, chunk):
     size = 48 * (128 + 8 * BLOCK)  # a header, and a token id per place
@@ -180,12 +175,14 @@ def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, ch
         scheduler={"max_num_batched_tokens": chunk},
     )
     found = []
+    saved = 0
     for number in range(8):
         prompt = {"prompt_token_ids": [number % 2, *range(29 * BLOCK)]}
         (output,) = llm.generate([prompt], ONE_TOKEN)
         found.append(output.num_cached_tokens)
         llm.reset_prefix_cache()
-        llm.generate("x", ONE_TOKEN)
+        saved += 29 - output.num_cached_tokens // BLOCK
+        steps_until(llm, lambda saved=saved: num_saved(llm) >= saved)
     assert min(found[4:]) >= 4 * BLOCK, found
 
 

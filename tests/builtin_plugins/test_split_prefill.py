@@ -6,7 +6,16 @@ import itertools
 import time
 
 import pytest
-from support.builtins.split import DECODE, PREFILL, REMOTE, Split, params, split_config, tokens
+from support.builtins.split import (
+    DECODE,
+    PREFILL,
+    REMOTE,
+    Split,
+    params,
+    split_config,
+    steps_until,
+    tokens,
+)
 from support.internals import engine_of
 from support.parallel import write_random_model
 
@@ -329,7 +338,7 @@ class TestRoom:
         output = split.go_on(PROMPT, transfer)
         assert time.monotonic() - began < 2.5, "it waited for a block that was not offered"
         assert (tokens(output), output.num_cached_tokens) == (wanted(), 5 * 16)
-        assert "no room to offer" in str(prefill.health().fallbacks)
+        steps_until(prefill, lambda: "no room to offer" in str(prefill.health().fallbacks))
 
 
 class TestLeases:

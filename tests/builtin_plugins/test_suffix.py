@@ -352,7 +352,7 @@ def test_drafts_change_no_output(scripted, temperature):
     plain = scripted_engine(scripted)
     expected = run(plain, jobs)
     plain.close()
-    engine = scripted_engine(scripted, {"speculation": {"use": ["suffix"]}})
+    engine = scripted_engine(scripted, {"speculation": {"use": ["suffix"], "adaptive": False}})
     accepted = []
     for _ in range(2):
         assert run(engine, jobs) == expected

@@ -43,13 +43,15 @@ ENGINE: dict[str, dict[str, Level]] = {
     "speculator": {
         "none": {},
         "ngram": {"speculation": {"use": ["ngram"]}},
-        "suffix": {"speculation": {"use": ["suffix"]}},
-        "right": {"speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]}},
+        "suffix": {"speculation": {"use": ["suffix"], "adaptive": False}},
+        "right": {
+            "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"], "adaptive": False}
+        },
         "wrong": {
             "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"]},
             "plugin": {"scripted_speculator": {"right": 0.3}},
         },
-        "model": {"speculation": {"use": ["draft_model"]}},
+        "model": {"speculation": {"use": ["draft_model"], "adaptive": False}},
     },
     "stores": {
         "none": {},

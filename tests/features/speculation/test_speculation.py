@@ -18,7 +18,7 @@ BUILT_IN = ("ngram", "suffix")
 
 
 def speculating_with(*use, options=None, **settings):
-    table = {"speculation": {"use": list(use), **settings}}
+    table = {"speculation": {"use": list(use), "adaptive": False, **settings}}
     return table | {"plugin": options} if options else table
 
 

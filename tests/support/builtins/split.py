@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,12 @@ class Split:
 
 def tokens(output: RequestOutput) -> Sequence[int]:
     return output.outputs[0].token_ids
+
+
+def steps_until(llm: LLM, condition: Callable[[], bool]) -> None:
+    """Run steps until what threads did has been reported."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        llm.generate("x", params(1))
+        time.sleep(0.01)

@@ -583,6 +583,7 @@ class TestGemma(OutputParserSuite):
         OutputSample(
             '<|tool_call>call:f{a:<|"|>x<tool_call|>y', content="call:f{a:xy", malformed=True
         ),
+        OutputSample('<|tool_call>"{\\}:x', content='"{\\}:x', malformed=True),
         OutputSample("thought\nSo<channel|>Yes", "So", "Yes", reasoning_open=True),
         OutputSample("Yes<channel|>, no<tool_call|>.", content="Yes, no."),
         OutputSample("<|tool_call>call:now{}<tool_call|><tool_call|>\n", calls=(EMPTY,)),

@@ -47,7 +47,9 @@ class JsonArguments(Body):
         self.output.begin_call(events)
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
-        """Pass on what is JSON."""
+        """Pass on what is JSON; nothing once the call has failed."""
+        if not self.output.in_call:
+            return len(text)
         start, stop = 0, None
         if not self._is_open:
             start = len(text) - len(text.lstrip(SPACE))

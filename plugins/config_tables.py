@@ -84,6 +84,8 @@ class SchedulerConfig(Strict):
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
         max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
             None is no limit.
+        asynchronous: plan and send a step while the one before it is computed. The executor has to
+            take two at once, as "multiproc" does; a pipeline of stages does so in any case.
         step_milliseconds: time that prompts may extend a step to while other requests generate, so
             that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
             150 in `AsyncLLM` and the server, 0 in `LLM`.
@@ -96,6 +98,7 @@ class SchedulerConfig(Strict):
     chunked_prefill: bool = True
     long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
     max_waiting: Count | None = None
+    asynchronous: bool = False
     step_milliseconds: Annotated[float, Meta(ge=0)] | None = None
 
 

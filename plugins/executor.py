@@ -288,6 +288,8 @@ class ExecutorContext(Context["Executor"]):
             to stderr; 0 is never.
         watchdog_exits: whether a step that takes longer is a failure, of which the executor names
             the ranks that hang, and ends them.
+        num_batches: steps that are to be in flight at once, if the executor can: one for each stage
+            of a pipeline, or two with `scheduler.asynchronous`.
         all_report: whether ranks that do not sample return results of steps as well, which
             `join_outputs` joins; if not, only that of the output rank has to be sent.
     """
@@ -298,6 +300,7 @@ class ExecutorContext(Context["Executor"]):
     progress: Progress
     watchdog_seconds: float = 0.0
     watchdog_exits: bool = False
+    num_batches: int = 1
     all_report: bool = False
 
     def create_worker(self, rank: int) -> Worker:

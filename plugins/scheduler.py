@@ -164,7 +164,8 @@ class SchedulerLimits:
         num_lookahead_tokens: tokens after those of the step that get blocks too.
         max_loras: 0: nothing limits adapters. Schedulers of contract 1 read it.
         max_encoder_tokens: maximum tokens to encode in a step.
-        asynchronous: whether a step may be planned before the results of the last one are in.
+        asynchronous: whether a step may be planned before the results of the last one are in. It
+            is not while a request may get drafts, which follow those results.
         num_batches: steps under way at once, none of which has a token to compute that follows one
             of another, as in the stages of a pipeline; the requests are to be divided among them.
         step_milliseconds: time that prompts may extend a step to while other requests generate; 0
@@ -187,11 +188,6 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         """Refuse limits that conflict."""
-        if self.asynchronous and self.num_draft_tokens:
-            raise ConfigError(
-                "scheduler.asynchronous: steps cannot be planned ahead together with a speculator, "
-                "which has to see the results first"
-            )
         if self.chunked_prefill:
             return
         if self.max_num_batched_tokens < self.max_model_len:

@@ -84,6 +84,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         kv_tiers: totals of the KV connector by tier, nearest first.
         step_cost_error: moving mean of the relative error with which the time of a step is
             predicted, 0.1 is 10 %; None if it is not (`scheduler.step_milliseconds`).
+        num_waits_for_results: steps that were not planned, or sampled, before the results of the
+            step before were in, by name of the step part that needs these.
     """
 
     num_running: int
@@ -99,6 +101,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     external_prefix_cache: PrefixCacheStats | None = None
     kv_tiers: dict[str, KVTierStats] = {}
     step_cost_error: float | None = None
+    num_waits_for_results: dict[str, int] = {}
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):

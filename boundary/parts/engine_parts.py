@@ -201,14 +201,14 @@ class EngineParts:
                     data[part.name] = PartData(made, part.users_of(plan))
         return data
 
-    def needs_results(self, plan: SchedulerOutput) -> set[str]:
-        """Return the requests of a plan whose earlier tokens a mask needs."""
-        found: set[str] = set()
+    def needs_results(self, plan: SchedulerOutput) -> dict[str, str]:
+        """Return the requests of a plan whose earlier tokens a mask needs, and the part's name."""
+        found: dict[str, str] = {}
         for part in self._active:
             if part.overrides("needs_results"):
                 names = self._for_plan(part, "needs_results", plan) or ()
                 if (defect := names_defect(names)) is None:
-                    found.update(names)
+                    found |= dict.fromkeys(names, part.name)
                 else:
                     self._blame(part, plan, f"its needs_results() {defect}")
         return found
@@ -289,6 +289,10 @@ class EngineParts:
     def drafting(self) -> str:
         """Names of the parts that draft tokens, for messages."""
         return " and ".join(str(part.source) for part in self._parts if part.num_draft_tokens)
+
+    def may_draft(self) -> str | None:
+        """Return the name of a part that may draft for a live request; None if none may."""
+        return next((part.name for part in self._active if part.num_draft_tokens), None)
 
     def drafts(self, plan: SchedulerOutput) -> dict[str, list[int]]:
         """Return the drafts for the next step, after the result of a plan was processed."""

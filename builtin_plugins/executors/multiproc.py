@@ -38,8 +38,8 @@ class MultiprocExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """One per stage."""
-        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
+        """Steps in flight at most, as many as the context asks for."""
+        return self.context.num_batches
 
     def start(self) -> list[WorkerInfo]:
         """Start the processes and load the model in all of them."""

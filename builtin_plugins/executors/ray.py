@@ -107,8 +107,8 @@ class RayExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """One per stage."""
-        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
+        """Steps in flight at most, as many as the context asks for."""
+        return self.context.num_batches
 
     @property
     def worker_pids(self) -> list[int]:

@@ -192,7 +192,7 @@ def _count(
 ) -> None:
     """Subtract placeholders and rejected drafts from a request's tokens, and count its drafts."""
     if tracker.limits.asynchronous:
-        request.num_output_placeholders -= len(tokens)
+        request.num_output_placeholders -= 1  # of the step, whose drafts were known
     verified = len(draft_token_ids.get(request.request_id, ()))
     if not verified:
         return

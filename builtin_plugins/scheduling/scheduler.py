@@ -289,7 +289,7 @@ class DefaultScheduler(Scheduler):
         if self._limits.asynchronous:
             for request in requests:
                 known = request.num_tokens + request.num_output_placeholders
-                if request.num_computed_tokens == known:
+                if request.num_computed_tokens >= known:  # more with drafts
                     request.num_output_placeholders += 1
         if self._limits.num_batches > 1:
             for request in requests:

@@ -235,6 +235,17 @@ STEP_COST_FAMILIES = (
 )
 """Metrics of engines that measure their steps, under the own prefix only."""
 
+WAIT_FAMILIES = (
+    Family(
+        "waits_for_results",
+        _C,
+        "Steps that waited for the results of the step before, which a step part needs.",
+        lambda e: e.scheduler.num_waits_for_results,
+        "part",
+    ),
+)
+"""Metrics of engines that plan steps ahead, under the own prefix only."""
+
 ALIAS_FAMILIES = (replace(_STEP_TOKENS, name="iteration_tokens_total"),)
 """The same, as dashboards for the aliases name them."""
 
@@ -310,6 +321,8 @@ def engine_families(
     ]
     if any(figures.scheduler.step_cost_error is not None for figures in engines.values()):
         exported.append((STEP_COST_FAMILIES, (OWN,)))
+    if any(figures.scheduler.num_waits_for_results for figures in engines.values()):
+        exported.append((WAIT_FAMILIES, (OWN,)))
     if any(figures.tiers for figures in engines.values()):
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
     for families, names in exported:

@@ -110,14 +110,10 @@ class BatchQueue:
         newest = self._batches[-1] if self._batches else None
         return newest if newest is not None and newest.is_deferred else None
 
-    def delays(self, plan: SchedulerOutput, names: Collection[str]) -> bool:
-        """Return whether batches that are under way before a plan have some of these requests."""
-        return bool(names) and any(
-            name in batch.plan.num_scheduled_tokens
-            for batch in self._batches
-            if batch.plan.step != plan.step
-            for name in names
-        )
+    def delays(self, plan: SchedulerOutput, names: Collection[str]) -> list[str]:
+        """Return those of some requests that batches which are under way before a plan have."""
+        before = [batch.plan for batch in self._batches if batch.plan.step != plan.step]
+        return [name for name in names if any(name in one.num_scheduled_tokens for one in before)]
 
     def has(self, plan: SchedulerOutput) -> bool:
         """Return whether a plan is under way."""

@@ -58,7 +58,7 @@ from hardpoint.typed.read_only import read_only
 from .core import EngineCore
 from .parts_start import PartsStart
 from .policy import PolicySlot
-from .prepare import check_drafts, limits_of, plans_ahead
+from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_cost import StepCostFit
 from .step_log import StepLog
@@ -254,7 +254,8 @@ def _executor(
 
     Raises:
         PluginError: it cannot be built, or its depth is out of range.
-        ConfigError: the parts draft tokens, and it or the scheduler cannot work with drafts.
+        ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
+            and the scheduler cannot work with drafts.
     """
     if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
@@ -267,12 +268,13 @@ def _executor(
         progress=spec.progress,
         watchdog_seconds=spec.config.engine.watchdog_seconds,
         watchdog_exits=spec.config.engine.watchdog_exits,
+        num_batches=num_batches(spec.config),
         all_report=parts.moves_blocks is not None,
     )
     close_if_failed(undo, partial(close_all, [executor]))
-    _check_depth(executor)
+    _check_depth(executor, spec.config)
     if spec.num_draft_tokens:
-        check_drafts(spec, parts.drafting, executor)
+        check_drafts(spec, parts.drafting)
     return executor
 
 
@@ -405,12 +407,17 @@ def _without_cache(spec: WorkerSpec) -> EngineConfig:
     return replace(config, scheduler=scheduler, kv_cache=kv_cache)
 
 
-def _check_depth(executor: Executor) -> None:
+def _check_depth(executor: Executor, config: EngineConfig) -> None:
     depth = executor.max_concurrent_batches
     if not 1 <= depth <= Executor.MAX_CONCURRENT_BATCHES:
         raise PluginContractError(
             f"executor {executor.name!r}: max_concurrent_batches: expected 1 to "
             f"{Executor.MAX_CONCURRENT_BATCHES}, got {depth}"
+        )
+    if depth == 1 and config.scheduler.asynchronous:
+        raise ConfigError(
+            f"scheduler.asynchronous: executor {executor.name!r} takes one step at a time, so that "
+            'none can be planned ahead; "multiproc" takes two'
         )
 
 

@@ -81,28 +81,31 @@ def limits_of(
     )
 
 
+def num_batches(config: EngineConfig) -> int:
+    """Return how many steps are to be in flight at once."""
+    stages = min(config.parallel.pipeline, Executor.MAX_CONCURRENT_BATCHES)
+    return 2 if stages == 1 and config.scheduler.asynchronous else stages
+
+
 def plans_ahead(config: EngineConfig, executor: Executor) -> bool:
     """Return whether steps are scheduled before the results of earlier ones are known."""
     # A stage gets the tokens of the last one with the next plan, so that none is made without them.
-    return executor.max_concurrent_batches > 1 and config.parallel.world_size == 1
+    # Ranks of one stage send them to each other, if asked to.
+    parallel = config.parallel
+    can_follow = parallel.world_size == 1 or config.scheduler.asynchronous
+    return executor.max_concurrent_batches > 1 and parallel.pipeline == 1 and can_follow
 
 
-def check_drafts(spec: WorkerSpec, drafting: str, executor: Executor) -> None:
-    """Check that executor and scheduler can work with step parts that draft tokens.
+def check_drafts(spec: WorkerSpec, drafting: str) -> None:
+    """Check that the scheduler can work with step parts that draft tokens.
 
     Args:
         spec: specification of the workers.
         drafting: names the parts.
-        executor: the engine's executor.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: it cannot.
     """
-    if plans_ahead(spec.config, executor):
-        raise ConfigError(
-            f"{spec.plugins.one('executors').source}: it runs steps before the results of earlier "
-            f"ones are known, from which {drafting} drafts tokens: enable one of the two"
-        )
     entry = spec.plugins.one("schedulers")
     if spec.plugins.target(entry).update_drafts is Scheduler.update_drafts:
         raise ConfigError(

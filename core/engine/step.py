@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class EngineCoreParts:
         step_log: logs every step.
         step_cost: fits what a step takes; None if nothing uses it.
         step_times: measures steps for these two.
+        num_waits: number of steps that waited for results, by name of the part that needs them.
         sleep_levels: levels that the workers support, in addition to 0.
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
@@ -91,6 +93,7 @@ class EngineCoreParts:
     step_log: StepLog | None = None
     step_cost: StepCostFit | None = None
     step_times: StepTimes = field(default_factory=StepTimes)
+    num_waits: Counter[str] = field(default_factory=Counter)
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
@@ -101,6 +104,8 @@ class EngineCoreParts:
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
             stats.step_cost_error = self.step_cost.current().error
+        if self.num_waits:
+            stats.num_waits_for_results = dict(self.num_waits)
         return stats
 
 
@@ -125,9 +130,9 @@ class StepRunner:
         limits = parts.scheduler.context.limits
         config = parts.config
         self._sampled: list[SampledTokens] | None = None  # not sent to the other ranks yet
-        if config is not None and config.parallel.world_size > 1:
+        if config is not None and config.parallel.world_size > 1 and not limits.asynchronous:
             self._sampled = []
-        self._takes_drafts = limits.num_draft_tokens > 0 and not limits.asynchronous
+        self._takes_drafts = limits.num_draft_tokens > 0
 
     @property
     def step_fn(self) -> Step:
@@ -186,13 +191,25 @@ class StepRunner:
         if self._unsent or not self.has_requests():
             return self._pop_unsent(), False
         started = False
-        if self._batches.is_open and self._scheduler.has_requests():
+        if self._can_plan and self._scheduler.has_requests():
             started = self._start_batch()
             if started and self._batches.can_start_another:
                 return {}, True
         outputs, computed = self._finish_oldest(late_aborts)
         self._sample_deferred()
         return outputs, started or computed
+
+    @property
+    def _can_plan(self) -> bool:
+        """Whether the next step can be planned: nothing needs results of one under way first."""
+        if not len(self._batches):
+            return True
+        if not self._batches.is_open:
+            return False
+        if self._takes_drafts and (waiting := self._step_parts.may_draft()):
+            self._parts.num_waits[waiting] += 1
+            return False
+        return True
 
     def _start_batch(self) -> bool:
         """Schedule and start a batch; return whether it computes any token."""
@@ -202,7 +219,9 @@ class StepRunner:
             plan = self._scheduler.schedule()
             self._settings.of_scheduler(settings, "schedule")
             checked(plan, Scheduler, "schedule", self._parts.scheduler_label)
-            sample = None if self._waits(plan) else self._sample
+            if (part := self._awaits_results(plan)) is not None:
+                self._parts.num_waits[part] += 1
+            sample = self._sample if part is None else None
             self._batches.push(start_batch(plan, self._execute, sample))
         except BaseException:
             if isinstance(plan, SchedulerOutput) and not self._batches.has(plan):
@@ -230,7 +249,7 @@ class StepRunner:
     def _sample_deferred(self) -> None:
         """Start sampling of the deferred batch, once no batch that it depends on is under way."""
         batch = self._batches.deferred
-        if batch is None or self._waits(batch.plan):
+        if batch is None or self._awaits_results(batch.plan):
             return
         batch.sample(self._sample)
 
@@ -260,9 +279,11 @@ class StepRunner:
         self._settings.of_executor(settings, "sample_tokens")
         return future
 
-    def _waits(self, plan: SchedulerOutput) -> bool:
-        """Return whether the masks of a plan need results of batches that are under way."""
-        return self._batches.delays(plan, self._step_parts.needs_results(plan))
+    def _awaits_results(self, plan: SchedulerOutput) -> str | None:
+        """Return the part whose masks of a plan need results that are under way; None if none."""
+        needed_by = self._step_parts.needs_results(plan)
+        delayed = self._batches.delays(plan, needed_by)
+        return needed_by[delayed[0]] if delayed else None
 
     def _update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Pass a result to the scheduler; end the requests for which it is not as planned."""

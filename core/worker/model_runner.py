@@ -252,7 +252,7 @@ class ModelRunner:
         assert self._pending is not None, "sample() without an execute() that returned None"
         (plan, step, hidden, routed), self._pending = self._pending, None
         if self._sampling is None:
-            self._help_to_sample(hidden)
+            self._help_to_sample(hidden, step.requests)
             if self.parts.moves_blocks is None:
                 return None
             return self._with_reports(ModelRunnerOutput())
@@ -278,14 +278,21 @@ class ModelRunner:
                 self._choose(hidden, to_device(last, self._device), requests, output, bitmask)
         if self._divides_logits:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
+            if self._ranks.shares_tokens:
+                sampled = output.sampled_token_ids
+                self._ranks.share_tokens([sampled.get(r.request_id, ()) for r in step.requests])
         return self._with_reports(output)
 
-    def _help_to_sample(self, hidden: torch.Tensor) -> None:
+    def _help_to_sample(self, hidden: torch.Tensor, requests: Sequence[LogitsRequest]) -> None:
         """Compute this rank's part of the logits that the output rank asks for."""
         if not self._is_last:
             return
         while (rows := self._ranks.asked_for_logits(self._device)) is not None:
             self._calls.run("compute_logits", self._model.compute_logits, hidden[rows])
+        if self._ranks.shares_tokens:
+            for request, tokens in zip(requests, self._ranks.shared_tokens(), strict=True):
+                for token in tokens:
+                    self._batch.append(request.request_id, token)
 
     @torch.inference_mode()
     def run_dummy(self) -> None:

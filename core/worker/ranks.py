@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,20 +34,30 @@ class Ranks:
         is_output: whether this rank samples.
         num_local: ranks on this host, which share its memory.
         have_met: whether the ranks have met.
+        shares_tokens: whether the output rank sends the tokens that it samples to the others.
     """
 
-    def __init__(self, config: ParallelConfig, rank: int, placement: Placement | None) -> None:
+    def __init__(
+        self,
+        config: ParallelConfig,
+        rank: int,
+        placement: Placement | None,
+        *,
+        asynchronous: bool = False,
+    ) -> None:
         """Meet no rank yet.
 
         Args:
             config: how many there are.
             rank: in the engine.
             placement: placement of all ranks; None if there is one.
+            asynchronous: whether steps are planned ahead.
         """
         self.rank = rank
         self.are_many = config.world_size > 1
         self.is_output = rank == config.output_rank
         self.num_local = 1 if placement is None else len(placement.local(rank))
+        self.shares_tokens = asynchronous and config.pipeline == 1
         self._config = config
         self._pipeline: Communicator = SingleRank()
         self._groups: list[Communicator] = []
@@ -141,6 +152,25 @@ class Ranks:
         if not count:
             return None
         return tensor.broadcast(torch.empty(count, dtype=torch.int64, device=device), 0)
+
+    # Where steps are planned ahead, the tokens of one are not in the plan of the next.
+
+    def share_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Send the tokens that each request of a step has got to the other ranks of this stage."""
+        tensor = self.parallel.tensor
+        flat = [x for one in tokens for x in (len(one), *one)]
+        sent = torch.tensor(flat, dtype=torch.int64, device=tensor.context.device)
+        tensor.broadcast(torch.tensor([len(flat)], device=sent.device), 0)
+        tensor.broadcast(sent, 0)
+
+    def shared_tokens(self) -> list[list[int]]:
+        """Return the tokens of each request of a step, which the output rank has sampled."""
+        tensor = self.parallel.tensor
+        device = tensor.context.device
+        count = int(tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device), 0))
+        got = tensor.broadcast(torch.empty(count, dtype=torch.int64, device=device), 0)
+        rest = iter(got.tolist())
+        return [list(itertools.islice(rest, length)) for length in rest]
 
     def abort(self, reason: str) -> None:
         """Let what waits for other ranks fail, now and later. For any thread."""

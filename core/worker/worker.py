@@ -88,7 +88,12 @@ class LocalWorker:
         self._weights_hash: str | None = None  # once worker halves that move blocks have started
         self.movable_weights: Mapping[str, torch.Tensor] | None = None
         self._moved: MovedWeights | None = None
-        self._ranks = Ranks(spec.config.parallel, spec.rank, spec.placement)
+        self._ranks = Ranks(
+            spec.config.parallel,
+            spec.rank,
+            spec.placement,
+            asynchronous=spec.config.scheduler.asynchronous,
+        )
         self._profiling = Profiling(
             spec.config.engine.profile_dir,
             spec.device,

@@ -150,7 +150,13 @@ class SchedulerSimulator(SimulatorState):
         return plan
 
     def start(self) -> SchedulerOutput:
-        """Schedule and execute a plan, and keep its result for `deliver`."""
+        """Schedule and execute a plan, and keep its result for `deliver`.
+
+        Where a request may get drafts, results that are due are delivered before.
+        """
+        may_draft = any(request.script.drafts for request in self.unfinished.values())
+        while self.in_flight and self.settings.num_draft_tokens and may_draft:
+            self.deliver()
         plan = self._schedule()
         result = self.worker.execute(self._sent(plan))
         self.in_flight.append((plan, result))

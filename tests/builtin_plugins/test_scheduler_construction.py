@@ -102,7 +102,6 @@ def test_a_connector_moves_one_group_only():
             {"chunked_prefill": False, "max_model_len": 64, "long_prefill_token_threshold": 3},
             "long_prefill_token_threshold: expected 0 without scheduler.chunked_prefill, got 3",
         ),
-        ({"asynchronous": True, "num_draft_tokens": 2}, "asynchronous: .* with a speculator"),
     ],
 )
 def test_limits_that_cannot_work_together_are_refused(settings, message):

@@ -318,6 +318,16 @@ def test_the_error_of_the_cost_of_steps_is_exported_where_they_are_measured():
     assert types(text, "hardpoint")["step_cost_error"] == "gauge"
 
 
+def test_steps_that_waited_are_exported_by_the_part_that_needs_their_results():
+    one = sink()
+    one.record(IterationStats(scheduler=scheduler_stats()))
+    assert "waits_for_results" not in one.exposition(PluginReport())
+    one.record(IterationStats(scheduler=scheduler_stats(num_waits_for_results={"structured": 3})))
+    text = one.exposition(PluginReport())
+    assert series(text)["waits_for_results_total structured"] == 3
+    assert types(text, "hardpoint")["waits_for_results_total"] == "counter"
+
+
 def test_tiers_have_figures_of_their_own_and_those_that_dashboards_read():
     one = sink(aliases=("vllm",))
     assert "kv_tier" not in one.exposition(PluginReport())

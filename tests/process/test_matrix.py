@@ -66,6 +66,10 @@ ENGINE: dict[str, dict[str, Level]] = {
         "pipeline": RANKS | {"parallel": {"pipeline": 2}},
     },
     "process": {"here": {}, "its own": {"engine": {"in_process": False}}},
+    "planning": {
+        "step by step": {},
+        "ahead": RANKS | {"scheduler": {"asynchronous": True}},
+    },
     "step time": {"no limit": {}, "short": {"scheduler": {"step_milliseconds": 1.0}}},
     "in between": {"nothing": {}, "reset": {}, "pause": {}, "sleep": {}, "abort": {}},
 }

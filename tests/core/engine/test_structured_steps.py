@@ -145,7 +145,7 @@ class TestPipeline:
             (SchedulerOutput(step=2, num_scheduled_tokens={"gg": 1}), ["gg"]),
             (SchedulerOutput(step=2, num_scheduled_tokens={"gg": 1, "g": 1}), ["gg", "g"]),
         ]
-        assert [queue.delays(plan, names) for plan, names in plans] == [False, False, True]
+        assert [queue.delays(plan, names) for plan, names in plans] == [[], [], ["g"]]
 
     def test_while_one_is_deferred_no_other_is_started(self):
         executor = ScriptedExecutor(4, late=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from msgspec.structs import replace
 from support.driving import FINAL, alone, run, varied_jobs
 from support.plugins import speculating
 
@@ -64,6 +65,22 @@ def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks
     stats = engine.call_utility("scheduler_stats")
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
     assert (stats.num_preemptions > 0) == (blocks is not None)
+    engine.close()
+
+
+def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs, expected):
+    config = speculating_with(
+        "hardpoint.testing:ScriptedSpeculator", options=replaying(jobs, expected)
+    )
+    config |= {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}}
+    engine = scripted_engine(scripted, config)
+    without = [(name, prompt, replace(params, speculator="none")) for name, prompt, params in jobs]
+    assert run(engine, without, per_step=3) == expected
+    assert "speculation" not in engine.call_utility("scheduler_stats").num_waits_for_results
+    assert run(engine, jobs, per_step=3) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert stats.num_waits_for_results["speculation"] > 10
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
     engine.close()
 
 

@@ -38,8 +38,8 @@ class ThreadExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """One per stage."""
-        return min(self.context.parallel.pipeline, self.MAX_CONCURRENT_BATCHES)
+        """Steps in flight at most, as many as the context asks for."""
+        return self.context.num_batches
 
     def start(self) -> list[WorkerInfo]:
         """Open the workers, then load the models of all at the same time."""

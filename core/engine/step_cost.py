@@ -17,6 +17,8 @@ _ERROR_MEMORY = 50
 """The same of the error."""
 _OUTLIER = 2.0
 """A step counts as at most so many times its prediction: it may have waited for something else."""
+_ENOUGH = 3
+"""Steps without prompts from which the fit is used; before, it may not know what a query costs."""
 _SWEEPS = 2
 """Rounds over the coefficients after each step; later steps go on from there."""
 
@@ -82,7 +84,7 @@ class StepCostFit:
         self._without_prompts = _Sums()
         self._coefficients = [0.0] * _NUM_FEATURES
         self._pace = 1.0
-        self._has_single = False
+        self._shortest = float("inf")
         self._error: float | None = None
 
     def current(self) -> StepCost:
@@ -95,9 +97,11 @@ class StepCostFit:
             return
         work = work_of(plan)
         expected = milliseconds
+        self._shortest = min(self._shortest, milliseconds)
         if self._cost.is_trained:
-            expected = self._cost.milliseconds(**work._asdict()) or milliseconds
+            expected = self._cost.milliseconds(**work._asdict())
             self._compare(expected, milliseconds)
+            expected = max(expected, self._shortest)  # else a cost of nearly 0 would stay so
             milliseconds = min(milliseconds, _OUTLIER * expected)
         # By the prediction: weights by the measured time would make slow steps count less. That may
         # be far too small, which would make the step count too much.
@@ -108,12 +112,11 @@ class StepCostFit:
         if self._cost.is_trained:
             ratio = min(_OUTLIER, max(1 / _OUTLIER, milliseconds * self._pace / expected))
             self._pace += (ratio - self._pace) / _PACE_MEMORY
-        self._has_single |= work.single_queries > 0
         self._solve()
         found = [self._pace * x for x in self._coefficients]
         self._cost = StepCost(
             **dict(zip(_NAMES, found, strict=True)),
-            is_trained=self._with_prompts.count > 0 and self._has_single,
+            is_trained=self._with_prompts.count > 0 and self._without_prompts.count >= _ENOUGH,
             error=self._error,
         )
 

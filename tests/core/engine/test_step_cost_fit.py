@@ -87,10 +87,21 @@ def test_it_is_trained_by_prompts_and_single_queries():
     fit.learn(plan([10, 20]), 7.0)
     assert not fit.current().is_trained
     fit.learn(plan([], [(0, 100)]), 60.0)
+    assert not fit.current().is_trained
+    for _ in range(2):
+        fit.learn(plan([10, 20]), 7.0)
     assert fit.current().is_trained
     assert fit.current().error is None
     fit.learn(plan([10, 20]), 7.0)
     assert fit.current().error is not None
+
+
+def test_a_first_step_that_has_both_leads_nowhere_near_zero():
+    fit = StepCostFit()
+    steps = [plan([9] * 3, [(0, 70)] * 27), *(plan([70 + n] * 30) for n in range(20))]
+    for step in steps:
+        fit.learn(step, taken(step))
+    assert taken(steps[-1], fit.current()) == pytest.approx(taken(steps[-1]), rel=0.1)
 
 
 def test_a_step_that_waited_for_something_else_does_not_count_in_full():

@@ -26,11 +26,16 @@ from .requests import KIND, NONE
 _CONSEQUENCE = "its requests go on without drafts"
 
 
-_PROBE_EVERY = 32
-"""Tokens after which a request whose drafts do not pay off gets one again: 3 % more rows."""
+_PROBE_EVERY = 64
+"""Steps after which requests whose drafts do not pay off get one again: 1.6 % more rows.
+
+All at once, since a step with a single draft takes longer than one that has none.
+"""
 
 _MEMORY = 12.0
-"""Drafts that count; those verified longer ago are forgotten."""
+"""Drafts of a request that count; those verified longer ago are forgotten."""
+_COMMON_MEMORY = 200.0
+"""The same of all requests together."""
 _PRIOR = 4.0
 """Drafts that the rate of all requests counts as, for a request with few of its own."""
 _ROUNDS = 3
@@ -43,17 +48,18 @@ class AcceptanceRate:
 
     accepted: float = 0.0
     tried: float = 0.0
+    memory: float = _MEMORY
 
     def add(self, verified: int, accepted: int) -> None:
         """Add the outcome of a step; drafts after the first wrong one do not count."""
         tried = min(accepted + 1, verified)
-        keep = max(0.0, 1.0 - tried / _MEMORY)
+        keep = max(0.0, 1.0 - tried / self.memory)
         self.accepted = keep * self.accepted + accepted
         self.tried = keep * self.tried + tried
 
     def estimate(self, all_requests: AcceptanceRate) -> float:
         """Return the probability that the next draft is accepted, between 0 and 1."""
-        common = (all_requests.accepted + 1.0) / (all_requests.tried + 1.0)
+        common = (all_requests.accepted + 1.0) / (all_requests.tried + 2.0)
         return (self.accepted + _PRIOR * common) / (self.tried + _PRIOR)
 
 
@@ -88,7 +94,9 @@ class DraftPlanner(EngineHalf):
         self._name = name
         self._default = context.components.enabled(KIND)[0]
         self._faults, self._step_cost = context.faults, context.step_cost
-        self._rates = {name: AcceptanceRate() for name in context.components.enabled(KIND)}
+        self._rates = {
+            name: AcceptanceRate(memory=_COMMON_MEMORY) for name in context.components.enabled(KIND)
+        }
         self.num_draft_tokens = config.speculation.num_draft_tokens
         self._adaptive = config.speculation.adaptive
         self._most_tokens = config.scheduler.max_num_batched_tokens
@@ -146,9 +154,8 @@ class DraftPlanner(EngineHalf):
             return longest
         count = len(plan.num_scheduled_tokens)
         lengths = draft_lengths(longest, rates, self._step_cost(), count, context)
-        for name, length in lengths.items():
-            if length == 0 and len(self._live[name].request.output_token_ids) % _PROBE_EVERY == 0:
-                lengths[name] = 1
+        least = int(plan.step % _PROBE_EVERY == 0)
+        lengths = {name: max(least, length) for name, length in lengths.items()}
         return {name: length for name, length in lengths.items() if length}
 
     def result(

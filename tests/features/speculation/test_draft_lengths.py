@@ -45,8 +45,8 @@ def test_many_requests_leave_no_time_for_drafts():
 
 
 def test_the_rate_of_a_request_follows_its_drafts():
-    everyone, own = AcceptanceRate(), AcceptanceRate()
-    assert own.estimate(everyone) == 1.0
+    everyone, own = AcceptanceRate(memory=200.0), AcceptanceRate()
+    assert own.estimate(everyone) == 0.5
     for _ in range(20):
         everyone.add(4, 1)
     assert 0.4 < own.estimate(everyone) < 0.6

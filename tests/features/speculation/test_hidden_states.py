@@ -8,7 +8,7 @@ from support.parallel import write_random_model
 from support.plugins import heads
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.testing import scripted_config, scripted_engine
+from hardpoint.testing import SpeculatorSuite, scripted_config, scripted_engine
 
 HERE = "support.plugins.heads"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **FINAL)
@@ -110,3 +110,8 @@ def test_a_head_drafts_in_the_last_stage_of_a_pipeline(scripted):
         assert not llm.health().fallbacks
     assert found == expected
     assert stats.num_drafts == stats.num_accepted_drafts > 0
+
+
+class TestHead(SpeculatorSuite):
+    speculator = heads.Head
+    budget_us_per_request = 2000.0  # of operations of torch

@@ -73,9 +73,12 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
             tokens are drawn with.
         state: what `start` returned.
         limit: most drafts of it, now.
-        hidden: hidden states [tokens, hidden_size] of the tokens that were computed for the newest
-            one, in their order: the last row is that of the token before it. Those of a cached
-            prefix are not among them. None unless `needs_hidden`.
+        hidden: hidden states [tokens, hidden_size] of the tokens just before the newest one, in
+            their order: the last row is that of the token before it, the first that of position
+            `len(prompt_token_ids) + len(output_token_ids) - 1 - len(hidden)`. At least one; at most
+            those that were computed since the request got a token before. Those of a cached prefix
+            are not among them, after a preemption tokens may be that were shown before, and what
+            comes with a step without `propose` is not shown again. None unless `needs_hidden`.
     """
 
     request_id: str

@@ -278,9 +278,9 @@ class WorkerHalf:
     """The half of a step part in a worker.
 
     Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `after_layers`,
-    `hidden`, `logits` and `report` are called in steps for which the engine's half gave data;
-    `embedded`, `linear`, `hidden` and `logits` get the rows of the requests that use the part, and
-    no others. The other methods need no half in the engine.
+    `hidden`, `logits`, `sampled` and `report` are called in steps for which the engine's half gave
+    data; `embedded`, `linear`, `hidden` and `logits` get the rows of the requests that use the
+    part, and no others. The other methods need no half in the engine.
 
     Attributes:
         packs: whether `ForwardStep.packed` is needed.

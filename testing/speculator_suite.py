@@ -231,9 +231,11 @@ class SpeculatorSuite(ComponentSuite):
         speculator = self._make()
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(0, self.vocab_size, (length + 4096,), generator=generator).tolist()
-        text = _Text(drawn[:length], [[]], self.num_draft_tokens)
+        text = _Text(drawn[: length - 1], [drawn[length - 1 : length]], self.num_draft_tokens)
         self._start(speculator, text, "r0", "0")
         self._step(speculator, [text], 0)
+        if text.request.hidden is not None:
+            text.request.hidden = text.request.hidden[-1:]
         following = iter(drawn[length:])
 
         def work() -> None:
@@ -243,6 +245,12 @@ class SpeculatorSuite(ComponentSuite):
 
         seconds = cpu_cost(work, budget * _IN_TURN / 1e6, reference=PYTHON)
         return seconds * 1e6 / _IN_TURN
+
+    def _hidden(self, tokens: Sequence[int], count: int) -> torch.Tensor:
+        """Return hidden states of the last tokens of a text, which depend on it."""
+        table = torch.randn(997, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        rows = [(31 * place + token) % 997 for place, token in enumerate(tokens)][-count:]
+        return table[rows].to(self.device)
 
     def _text(self) -> st.SearchStrategy[_Text]:
         """Return a strategy for requests whose texts repeat themselves now and then."""
@@ -310,9 +318,8 @@ class SpeculatorSuite(ComponentSuite):
             request.limit = text.limit
             text.output = list(request.output_token_ids)
             if self.speculator.needs_hidden:
-                generator = torch.Generator().manual_seed(len(text.output))
-                shape = len(text.pieces[turn]), self.hidden_size
-                request.hidden = torch.randn(shape, generator=generator).to(self.device)
+                new = len(text.pieces[turn]) if turn else len(text.prompt) + len(text.output) - 1
+                request.hidden = self._hidden([*text.prompt, *text.output][:-1], new)
         requests = [text.request for text in texts]
         proposed = speculator.propose(
             requests, sum(request.limit for request in requests) if budget is None else budget

@@ -63,3 +63,30 @@ def test_executors_with_several_workers(tmp_path):
         for sent, received in found["bytes"][count].values():
             assert 100 < sent < 5000
             assert 50 < received < 5000
+
+
+def speculation(tmp_path, *arguments):
+    """Return the measurements of the benchmark of speculation."""
+    script = str(ROOT / "benchmarks" / "speculation.py")
+    run(sys.executable, script, "--json", "found.json", *arguments, cwd=tmp_path)
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def test_acceptance_of_a_draft_model(tmp_path):
+    found = speculation(tmp_path, "--acceptance", "--streams", "3", "--tokens", "12")
+    assert [one["temperature"] for one in found] == [0.0, 0.7, 1.0] * 2
+    for one in found:
+        assert 0 < one["optimum"] < 1
+        if one["temperature"] == 0:
+            assert one["accepted"] == pytest.approx(one["optimum"])
+
+
+@pytest.mark.nightly
+def test_speculation(tmp_path):
+    sets = ("--sets", "edit", "chat", "--streams", "2", "--pairs", "1", "--tokens", "8")
+    found = speculation(tmp_path, "--peers", "--speculators", "ngram", *sets)
+    assert [one["set"] for one in found] == ["edit", "chat"]
+    for one in found:
+        assert one["changed"] == 0
+        assert one["outputs"] == 4
+        assert min(one["ratios"]) > 0.1

@@ -41,13 +41,15 @@ class _Drafted:
 
     Attributes:
         output: its tokens so far; grows.
-        hidden: hidden states of tokens that were computed since it got one.
+        hidden: hidden states of tokens that were computed since it got one, next to each other.
+        hidden_end: position after the last of them.
     """
 
     request: DraftRequest
     speculator: str
     output: list[int]
     hidden: list[torch.Tensor] = field(default_factory=list)
+    hidden_end: int = 0
 
 
 def _scope_of(source: EngineCoreRequest) -> str:
@@ -221,13 +223,23 @@ class Drafting(WorkerHalf):
 class DraftingFromHidden(Drafting):
     """As `Drafting`, with speculators that read hidden states."""
 
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:
+        """Take the limits of drafts, new requests, and where the tokens of the step are."""
+        super().begin(plan, data)
+        cached = plan.cached_requests
+        self._computed = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+        self._computed |= {n.source.request_id: n.num_computed_tokens for n in plan.new_requests}
+
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:
         """Keep the hidden states of the step for those speculators."""
         for index, name in enumerate(rows.request_ids):
             known = self._known.get(name)
             if known is not None and self._speculators[known.speculator].needs_hidden:
                 start, end = rows.starts[index : index + 2]
+                if known.hidden_end != self._computed[name]:
+                    known.hidden = []  # a preemption, or a step without data, was in between
                 known.hidden.append(hidden[start:end].clone())
+                known.hidden_end = self._computed[name] + end - start
 
     def _show_hidden(self, known: _Drafted, rejected: int) -> None:
         import torch  # noqa: PLC0415 - features load without it

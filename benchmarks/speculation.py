@@ -1,0 +1,259 @@
+"""Speculation: time and tokens with it and without, and how many drafts are accepted.
+
+    python benchmarks/speculation.py [--python vllm=/opt/vllm/bin/python]
+    python benchmarks/speculation.py --peers --sets edit chat --streams 1 8 --pairs 5
+    python benchmarks/speculation.py --acceptance
+
+Each engine loads the same bf16 weights in a process of its own, once without speculation and once
+with each speculator (of vLLM, with its `ngram`). The processes stay up and take turns: round by
+round, each gets the same prompts, which no other round has, and continues them greedily. The
+prompts are made of the pages in docs/: one asks for a copy with a word changed (`edit`), for a
+summary (`summary`), or is the beginning of a text (`completion`); `chat` has questions.
+
+Printed are, by set and number of streams, tokens per second without speculation, the time without
+it over the time with it (median of the rounds, their least and greatest), the draft tokens that
+were verified, the share of them that was accepted, and how many outputs speculation changed.
+
+`--acceptance` prints instead how many drafts of a draft model are accepted at several
+temperatures: see draft_acceptance.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import Engine, add_arguments, choose, exported
+
+PROGRAM = str(Path(__file__).with_name("speculation_engine.py"))
+DOCS = Path(__file__).parent.parent / "docs"
+NONE = "none"
+_LEAST = 4  # requests of a round, so that one stream is not one text
+_APART = 997  # characters between two pieces of the docs
+
+TOPICS = (
+    *("gravity", "the moon", "volcanoes", "bread", "bees", "glass", "the heart", "maps", "rain"),
+    *("chess", "silk", "trains", "music", "salt", "dreams", "the sea", "clocks", "paper", "cats"),
+    *("steel", "sleep", "wind", "money", "tea", "stars", "rice", "bridges", "colours", "horses"),
+)
+QUESTIONS = (
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "What would you like to know about {}?",
+    "List five facts about {}.",
+    "Write a poem about {}.",
+    "Why is {} of interest to scientists?",
+    "What do people often get wrong about {}?",
+)
+
+
+def _piece(number: int, size: int) -> str:
+    """Return characters of the docs; numbers that are less than 600 apart give other ones."""
+    text = "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
+    start = number * _APART % (len(text) - size)
+    return text[start : start + size]
+
+
+def _edit(number: int) -> str:
+    asked = "Write this text again, all of it, with the word 'job' in place of 'request'."
+    return f"{asked}\n\n{_piece(number, 900)}"
+
+
+def _summary(number: int) -> str:
+    return f"Summarize this text in a few sentences.\n\n{_piece(number, 1500)}"
+
+
+def _completion(number: int) -> str:
+    return _piece(number, 900)
+
+
+def _chat(number: int) -> str:
+    topic = TOPICS[number % len(TOPICS)]
+    return QUESTIONS[number // len(TOPICS) % len(QUESTIONS)].format(topic)
+
+
+SETS: dict[str, Callable[[int], str]] = {
+    "edit": _edit,
+    "summary": _summary,
+    "completion": _completion,
+    "chat": _chat,
+}
+
+
+class Prompts:
+    """The prompts of a set as token ids; a message in the model's chat template, or plain text."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Load the tokenizer of a checkpoint."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self._numbers = itertools.count()
+
+    def pop(self, name: str, count: int) -> list[list[int]]:
+        """Return prompts of a set that were not taken before, of any set."""
+        texts = [SETS[name](next(self._numbers)) for _ in range(count)]
+        if name == "completion":
+            return [self._tokenizer.encode(text) for text in texts]
+        return [self._as_message(text) for text in texts]
+
+    def _as_message(self, text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        rendered = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False)
+        return ids
+
+
+@dataclass(frozen=True)
+class Case:
+    """A set, and how many streams continue its prompts at once."""
+
+    set: str
+    streams: int
+
+    def rounds(self, prompts: Prompts, count: int) -> Iterator[list[list[list[int]]]]:
+        """Yield the batches of each round, after those of a first one that warms up."""
+        batches = -(-_LEAST // self.streams)
+        for number in range(count + 1):
+            yield [prompts.pop(self.set, self.streams) for _ in range(batches if number else 1)]
+
+
+def open_engines(options: argparse.Namespace, folder: Path) -> dict[tuple[str, str], Engine]:
+    """Return the engines by name and speculator; print why others refuse."""
+    engines: dict[tuple[str, str], Engine] = {}
+    for name, python in choose(options, ("hardpoint", "vllm")).items():
+        own = options.speculators if name == "hardpoint" else ["ngram"]
+        for speculator in (NONE, *own):
+            more = speculator, str(options.drafts)
+            try:
+                engines[name, speculator] = Engine(name, python, folder, PROGRAM, *more)
+            except SystemExit as refusal:
+                if (name, speculator) == ("hardpoint", NONE):
+                    raise
+                print(f"{name} refuses {speculator}: {_last_error(str(refusal))}")
+            else:
+                about = engines[name, speculator].about
+                print(f"{name} {about['version']}, {speculator}: {about['settings']}", flush=True)
+    return engines
+
+
+def _last_error(text: str) -> str:
+    lines = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
+    return lines[-1].strip()
+
+
+def measure(
+    engines: dict[tuple[str, str], Engine], rounds: Iterator[list[list[list[int]]]], tokens: int
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the answers of each engine to each round but the first."""
+    answers: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in engines}
+    for number, batches in enumerate(rounds):
+        order = list(engines) if number % 2 else list(engines)[::-1]
+        for key in order:
+            found = engines[key].ask({"batches": batches, "tokens": tokens})
+            if number:
+                answers[key].append(found)
+    return answers
+
+
+def figures(plain: list[dict[str, Any]], with_drafts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a table, from the answers to the same rounds."""
+    pairs = list(zip(plain, with_drafts, strict=True))
+    outputs = [both for a, b in pairs for both in zip(a["outputs"], b["outputs"], strict=True)]
+    drafts = sum(b["drafts"] for b in with_drafts)
+    return {
+        "tokens_per_second": statistics.median(
+            sum(map(len, a["outputs"])) / a["seconds"] for a in plain
+        ),
+        "ratios": [a["seconds"] / b["seconds"] for a, b in pairs],
+        "drafts": drafts,
+        "accepted": sum(b["accepted"] for b in with_drafts) / max(drafts, 1),
+        "outputs": len(outputs),
+        "changed": sum(a != b for a, b in outputs),
+    }
+
+
+def show(case: Case, key: tuple[str, str], found: dict[str, Any]) -> None:
+    """Print a line of the table."""
+    ratios, changed = found["ratios"], f"{found['changed']} of {found['outputs']}"
+    spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+    cells = (
+        f"{case.set:<11}{case.streams:>7}  {' '.join(key):<18}{found['tokens_per_second']:>6.0f}",
+        f"{statistics.median(ratios):>6.2f} {spread:<15}",
+        f"{found['drafts']:>6}{found['accepted']:>9.0%}  {changed}",
+    )
+    print("".join(cells), flush=True)
+
+
+def compare(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Measure all cases; print each as it is known."""
+    prompts = Prompts(folder / "checkpoint")
+    engines = open_engines(options, folder)
+    head = ("set        streams  engine            ", " tok/s", "  time ratio           ", "drafts")
+    print("".join(head) + " accepted  changed outputs", flush=True)
+    results: list[dict[str, Any]] = []
+    for case in [Case(name, streams) for name in options.sets for streams in options.streams]:
+        answers = measure(engines, case.rounds(prompts, options.pairs), options.tokens)
+        for key in engines:
+            plain = answers.get((key[0], NONE))
+            if key[1] == NONE or plain is None:
+                continue
+            found = figures(plain, answers[key])
+            show(case, key, found)
+            about = {"set": case.set, "streams": case.streams, "engine": " ".join(key)}
+            results.append(about | found)
+    for engine in engines.values():
+        engine.stop()
+    return results
+
+
+@contextmanager
+def weights(options: argparse.Namespace) -> Iterator[Path]:
+    """Give a folder with the checkpoint: that of `--model`, or of the demo model."""
+    if options.model is None:
+        with exported(options.folder) as folder:
+            yield folder
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            Path(name, "checkpoint").symlink_to(options.model.resolve())
+            yield Path(name)
+
+
+def main() -> None:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint; default: demo model")
+    parser.add_argument("--speculators", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once")
+    parser.add_argument("--pairs", type=int, default=3, help="counted rounds (default 3)")
+    parser.add_argument("--tokens", type=int, default=64, help="of an output, at most")
+    parser.add_argument("--drafts", type=int, default=5, help="of a step, at most")
+    parser.add_argument("--acceptance", action="store_true", help="of a draft model, instead")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser)
+    options = parser.parse_args()
+    results: Any
+    if options.acceptance:
+        import draft_acceptance
+
+        results = draft_acceptance.compare(max(options.streams), options.tokens)
+    else:
+        with weights(options) as folder:
+            results = compare(options, folder)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Heads that draft from hidden states: the right rows in every situation, and the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+from support.driving import FINAL, alone, run, varied_jobs
+from support.parallel import write_random_model
+from support.plugins import heads
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.testing import SpeculatorSuite, scripted_config, scripted_engine
+
+HERE = "support.plugins.heads"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **FINAL)
+PROMPT = [11 * n % 256 for n in range(20)]
+
+
+def settings(head="ExactHead", **tables):
+    table = {"use": [f"{HERE}:{head}"], "num_draft_tokens": 3, "adaptive": False}
+    return {"speculation": table | tables.pop("speculation", {}), **tables}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return varied_jobs(24)
+
+
+@pytest.fixture(scope="module")
+def expected(scripted, jobs):
+    engine = scripted_engine(scripted)
+    results = alone(engine, jobs)
+    engine.close()
+    return results
+
+
+SITUATIONS = {
+    "whole prompts": {},
+    "chunks": {"scheduler": {"max_num_batched_tokens": 24}},
+    "preemptions": {"kv_cache": {"num_blocks": 24, "block_size": 8}, "max_model_len": 128},
+    "preemptions of chunks": {
+        "kv_cache": {"num_blocks": 24, "block_size": 8},
+        "max_model_len": 128,
+        "scheduler": {"max_num_batched_tokens": 24},
+    },
+    "few drafts": {"speculation": {"adaptive": True}},
+}
+
+
+@pytest.mark.parametrize("head", ["Head", "ExactHead"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_tokens_are_those_without_a_head(scripted, jobs, expected, situation, head):
+    engine = scripted_engine(scripted, settings(head, **SITUATIONS[situation]))
+    for _ in range(2):  # the second time with cached prefixes
+        assert run(engine, jobs, per_step=3) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert stats.num_drafts > 0
+    if head == "ExactHead":
+        assert stats.num_accepted_drafts > 100  # of the few greedy requests
+    assert (stats.num_preemptions > 0) == ("preemptions" in situation)
+    assert not engine.health().fallbacks
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [16, 17, 20])
+def test_a_cached_prefix_has_no_hidden_states_but_the_last_token_has(scripted, length):
+    engine = scripted_engine(scripted, settings(kv_cache={"block_size": 8}))
+    found = []
+    for _ in range(2):
+        heads.STARTS.clear()
+        found.append(run(engine, [("r", PROMPT[:length], GREEDY)]))
+        stats = engine.call_utility("scheduler_stats")
+        assert stats.num_drafts == stats.num_accepted_drafts > 0
+        cached = 0 if len(found) == 1 else (length - 1) // 8 * 8
+        assert heads.STARTS[0] == (1, cached)
+        # A call shows what was computed since the one before: the token before it, and drafts.
+        for before, after in zip(heads.STARTS, heads.STARTS[1:], strict=False):
+            assert after[1] == length + before[0] - 1
+    assert found[0] == found[1]
+    assert not engine.health().fallbacks
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    return write_random_model(tmp_path_factory.mktemp("model"), "LlamaForCausalLM")
+
+
+def test_a_head_of_a_model_with_random_weights_changes_no_token(random_model):
+    table = {"model": str(random_model), "max_model_len": 128, "device": "cpu"}
+    table |= {"load": {"use": "dummy"}, "dtype": "float32"}
+    params = [GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=20, **FINAL)]
+    prompts = [PROMPT, [*PROMPT[:17], 7]]
+    found = []
+    for more in ({}, settings("Head"), settings("Head", scheduler={"max_num_batched_tokens": 16})):
+        with LLM(config=table | more) as llm:
+            outputs = llm.generate(prompts, params) + llm.generate(prompts, params)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            assert bool(more) == bool(llm.scheduler_stats().num_drafts)
+            assert not llm.health().fallbacks
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_head_drafts_in_the_last_stage_of_a_pipeline(scripted):
+    with LLM(config=scripted_config(scripted)) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate([PROMPT], GREEDY)]
+    more = settings(executor={"use": "multiproc"}, parallel={"pipeline": 2})
+    with LLM(config=scripted_config(scripted, more)) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate([PROMPT], GREEDY)]
+        stats = llm.scheduler_stats()
+        assert not llm.health().fallbacks
+    assert found == expected
+    assert stats.num_drafts == stats.num_accepted_drafts > 0
+
+
+class TestHead(SpeculatorSuite):
+    speculator = heads.Head
+    budget_us_per_request = 2000.0  # of operations of torch

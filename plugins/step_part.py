@@ -262,6 +262,14 @@ class EngineHalf:
         """
         return {}
 
+    def limit_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, int]:  # noqa: ARG002
+        """Return how many of the first drafts of requests may be accepted; of others, all may.
+
+        Called after `drafts` of all parts, with those of requests that use the part. The next step
+        computes no rows for the rest, which this part would not let be sampled.
+        """
+        return {}
+
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the part of a plan that was not executed, or not to its end."""
 

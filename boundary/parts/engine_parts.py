@@ -39,6 +39,7 @@ from .bound_half import BoundPart, call_for, open_halves
 from .gates import PartGates, PartTransfers
 from .returns import (
     combined_masks,
+    draft_limits_defect,
     drafts_defect,
     limit_defect,
     mask_defect,
@@ -305,7 +306,26 @@ class EngineParts:
                 self._blame(part, plan, f"its drafts() {defect}")
                 continue
             found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
-        return found
+        return self._limited(plan, found) if found else found
+
+    def _limited(self, plan: SchedulerOutput, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Return drafts without those that a part does not let be accepted."""
+        for part in self._active:
+            if not part.overrides("limit_drafts"):
+                continue
+            own = {name: tokens for name, tokens in drafts.items() if name in part.users}
+            if not own:
+                continue
+            try:
+                limits = part.run("limit_drafts", own)
+            except BaseException as cause:
+                self._blame(part, plan, "its limit_drafts() failed", cause)
+                continue
+            if (defect := draft_limits_defect(limits, own)) is not None:
+                self._blame(part, plan, f"its limit_drafts() {defect}")
+                continue
+            drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
+        return {name: tokens for name, tokens in drafts.items() if tokens}
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the parts of a plan that was not executed, or not to its end."""

@@ -124,6 +124,23 @@ def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: i
     return None
 
 
+def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str | None:
+    """Return the defect of numbers of drafts, as the end of a sentence; None if they have none.
+
+    Args:
+        limits: what limit_drafts() returned.
+        drafts: what it was given.
+    """
+    if not isinstance(limits, Mapping):
+        return f"gave {shown(limits)}, expected a number of drafts by request id"
+    for name, limit in limits.items():
+        if name not in drafts:
+            return f"gave a limit of {shown(name)}, which has no drafts that it was given"
+        if not isinstance(limit, int) or not 0 <= limit <= len(drafts[name]):
+            return f"gave {shown(limit)} for {name!r}, expected 0 to {len(drafts[name])} drafts"
+    return None
+
+
 def reason_defect(reason: Any) -> str | None:
     """Return the defect of a reason to wait, as the end of a sentence; None if it has none.
 

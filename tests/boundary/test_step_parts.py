@@ -252,6 +252,44 @@ def test_wrong_drafts_are_a_fault_of_their_part(answer, message):
     assert message in fault.message
 
 
+def test_each_part_limits_the_drafts_of_its_requests():
+    limits = {"uses": lambda request: request.request_id != "c"}
+    first = half_of(limit_drafts=lambda drafts: {"a": 2}, **limits)
+    second = half_of(limit_drafts=lambda drafts: dict.fromkeys(drafts, 1), **limits)
+    parts = parts_of(first, drafting({name: [1, 2, 3] for name in "abc"}, most=3), second)
+    for name in "abc":
+        parts.add(new(name))
+    assert parts.drafts(plan_of(*"abc")) == {"a": [1], "b": [1], "c": [1, 2, 3]}
+    assert first.calls[-1] == ("limit_drafts", {"a": [1, 2, 3], "b": [1, 2, 3]})
+    assert second.calls[-1] == ("limit_drafts", {"a": [1, 2], "b": [1, 2, 3]})
+
+
+def test_a_request_whose_drafts_are_all_refused_has_none():
+    parts = parts_of(drafting({"r": [1, 2]}), half_of(limit_drafts={"r": 0}))
+    parts.add(new())
+    assert parts.drafts(plan_of("r")) == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"foreign": 1}, "gave a limit of 'foreign', which has no drafts that it was given"),
+        ({"r": 3}, "gave 3 for 'r', expected 0 to 2 drafts"),
+        ({"r": -1}, "gave -1 for 'r', expected 0 to 2 drafts"),
+        ({"r": [1]}, "gave [1] for 'r', expected 0 to 2 drafts"),
+        (None, "gave None, expected a number of drafts by request id"),
+        (KeyError("x"), "failed: KeyError: 'x'"),
+    ],
+)
+def test_wrong_limits_of_drafts_are_a_fault_of_their_part(answer, message):
+    parts = parts_of(half_of(limit_drafts=answer), drafting({"r": [4, 5]}))
+    parts.add(new())
+    assert parts.drafts(plan_of("r")) == {"r": [4, 5]}
+    (fault,) = faults_of(parts, "r").values()
+    assert fault.plugin == "part0"
+    assert f"its limit_drafts() {message}" in fault.message
+
+
 def test_wrong_drafts_of_scope_step_are_left_out():
     faults = StepFaults()
     parts = parts_of(drafting({"r": [9]}), scope="step", faults=faults)

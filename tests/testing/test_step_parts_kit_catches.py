@@ -32,6 +32,8 @@ STEP_PARTS = [
     (broken.DraftsForOthers, "steps", "drafts", "names 'other', of the live requests only"),
     (broken.TooManyDrafts, "steps", "drafts", r"\[1, 2, 3\] for 'r.', expected at most 2 tokens"),
     (broken.NoSuchToken, "steps", "drafts", r"the token 300 for 'r.', .* in 0..299"),
+    (broken.LimitsOthers, "steps", "limited drafts", "names 'other', it was given drafts of"),
+    (broken.AddsDrafts, "steps", "limited drafts", r"for 'r.', expected a number from 0 to [12]"),
     (broken.NoNumberOfDrafts, "contract", "contract", "num_draft_tokens is None, expected a num"),
     (broken.LacksRows, "steps", "worker", r"hidden.. returned a tensor .*, expected a tensor"),
     (broken.WritesInput, "steps", "worker reads only", "linear.. changed what it was given, which"),

@@ -10,6 +10,7 @@ from support.plugins import speculating
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = "support.plugins.speculating"
@@ -144,6 +145,35 @@ def test_an_unknown_speculator_is_refused(scripted, use, message):
     with pytest.raises(RequestError, match=message):
         engine.add_request("r", [1], SamplingParams(speculator="nothing"))
     engine.close()
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend):
+    pytest.importorskip(backend)
+    speculating.CALLS.clear()
+    enabled = {"plugins": {"enable": ["xgrammar"]}} if backend == "xgrammar" else {}
+    config = speculating_with(f"{HERE}:Recorder", num_draft_tokens=3) | enabled
+    engine = scripted_engine(scripted, config)
+    a, b, c = 64, 65, 66  # of the scripted tokenizer
+    found = {}
+    for token in (None, a, b, c):
+        params = SamplingParams(
+            max_tokens=14,
+            temperature=1.0,
+            seed=3,
+            structured=StructuredOutputs(regex="b{9,40}a+", backend=backend),
+            speculator="none" if token is None else "recorder",
+            plugin_args={} if token is None else {"recorder": {"token": token}},
+            **FINAL,
+        )
+        before = engine.call_utility("scheduler_stats").num_verified_drafts
+        (found[token],) = run(engine, [("r", [7, 8], params)]).values()
+        verified = engine.call_utility("scheduler_stats").num_verified_drafts - before
+        assert found[token] == found[None]
+        assert (verified > 0) == (token in (a, b)), token
+        assert verified < 9 or token != a  # none before the last b that has to come
+    engine.close()
+    assert found[None][0][0][1][:9] == [b] * 9
 
 
 def test_a_batch_level_processor_and_a_speculator_are_refused_together(scripted):

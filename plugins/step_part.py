@@ -249,6 +249,14 @@ class EngineHalf:
         """
         return {}
 
+    def figures(self, request_id: str) -> Mapping[str, float | Sequence[float]]:  # noqa: ARG002
+        """Return figures of a request so far, by name.
+
+        Called with each output of a request whose `SamplingParams.include` names the part, after
+        `result`. They become `CompletionOutput.part_figures[name]`.
+        """
+        return {}
+
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the part that the scheduler has taken the result of a plan."""
 

@@ -141,6 +141,25 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
     return None
 
 
+def figures_defect(figures: Any) -> str | None:
+    """Return the defect of figures of a request, as the end of a sentence; None if they have none.
+
+    Args:
+        figures: what figures() returned.
+    """
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float)
+
+    if isinstance(figures, Mapping) and all(
+        isinstance(name, str)
+        and (is_number(value) or (isinstance(value, list) and all(map(is_number, value))))
+        for name, value in figures.items()
+    ):
+        return None
+    return f"gave {shown(figures)}, expected numbers, or lists of numbers, by name"
+
+
 def reason_defect(reason: Any) -> str | None:
     """Return the defect of a reason to wait, as the end of a sentence; None if it has none.
 

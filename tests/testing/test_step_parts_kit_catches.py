@@ -34,6 +34,7 @@ STEP_PARTS = [
     (broken.NoSuchToken, "steps", "drafts", r"the token 300 for 'r.', .* in 0..299"),
     (broken.LimitsOthers, "steps", "limited drafts", "names 'other', it was given drafts of"),
     (broken.AddsDrafts, "steps", "limited drafts", r"for 'r.', expected a number from 0 to [12]"),
+    (broken.FiguresAsText, "steps", "figures", r"figures.. returned \{'state': 'r.*"),
     (broken.NoNumberOfDrafts, "contract", "contract", "num_draft_tokens is None, expected a num"),
     (broken.LacksRows, "steps", "worker", r"hidden.. returned a tensor .*, expected a tensor"),
     (broken.WritesInput, "steps", "worker reads only", "linear.. changed what it was given, which"),

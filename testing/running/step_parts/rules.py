@@ -52,6 +52,10 @@ DRAFT_LIMITS = Rule(
     "limited drafts: limit_drafts gives how many of the drafts that it was given are left",
     "return a mapping of ids of these requests to numbers from 0 to that of their drafts",
 )
+FIGURES = Rule(
+    "figures: figures gives numbers, or lists of numbers, by name",
+    "return a mapping of texts to numbers of a live request, {} before there are any",
+)
 LOST = Rule(
     "lost plans: a plan that is lost and planned again has the same masks",
     "advance by the tokens of the request, which follow a result, and not by the calls of begin; "
@@ -257,6 +261,22 @@ def check_draft_limits(limits: Any, drafts: Mapping[str, Sequence[int]]) -> None
                 f"limit_drafts() returned {short_repr(limit)} for {name!r}, expected a number from "
                 f"0 to {len(drafts[name])}"
             )
+
+
+def check_figures(figures: Any) -> None:
+    """Check what figures() returned for a request.
+
+    Raises:
+        Violation: it has other values than numbers and lists of them.
+    """
+    listed = isinstance(figures, Mapping) and [
+        (name, value if isinstance(value, list) else [value]) for name, value in figures.items()
+    ]
+    if listed is False or not all(
+        isinstance(name, str) and all(isinstance(value, int | float) for value in values)
+        for name, values in listed
+    ):
+        raise FIGURES.violation(f"figures() returned {short_repr(figures)}")
 
 
 def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:

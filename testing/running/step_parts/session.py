@@ -395,6 +395,7 @@ class StepPartSession:
             own = rows.get(live.request_id)
             live.trace.masks.append(None if own is None else own.tobytes())
             live.trace.rows.append(changed.get(live.request_id, {}))
+            rules.check_figures(self._call(rules.FIGURES, "figures", live.request_id))
             live.num_steps += 1
             live.sent, live.proposed = True, []
             if live.request_id in (faults or {}):

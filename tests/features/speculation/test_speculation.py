@@ -176,6 +176,35 @@ def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend):
     assert found[None][0][0][1][:9] == [b] * 9
 
 
+@pytest.mark.parametrize("end", [{}, {"stop": ["b c"]}, {"n": 2}])
+def test_a_request_may_include_the_figures_of_its_drafts(scripted, end):
+    config = scripted_config(scripted, speculating_with("ngram"))
+    asking = SamplingParams(temperature=0.0, max_tokens=20, include=["speculation"], **end)
+    with LLM(config=config) as llm:
+        (plain,) = llm.generate(["say abc"], SamplingParams(temperature=0.0, max_tokens=20))
+        before = llm.scheduler_stats()
+        (output,) = llm.generate(["say abc"], asking)
+        after = llm.scheduler_stats()
+    assert plain.outputs[0].part_figures is None
+    figures = [completion.part_figures["speculation"] for completion in output.outputs]
+    for name in ("num_drafts", "num_accepted_drafts", "num_verified_drafts"):
+        total = getattr(after, name) - getattr(before, name)
+        assert sum(one[name] for one in figures) == total
+        assert total > 0
+    for one in figures:
+        by_position = one["num_accepted_by_position"]
+        assert sum(by_position) == one["num_accepted_drafts"]
+        assert sorted(by_position, reverse=True) == by_position
+        assert one["num_verified_drafts"] >= by_position[0]
+
+
+def test_figures_of_drafts_that_there_are_none_of_are_refused(scripted):
+    asking = SamplingParams(max_tokens=2, include=["speculation"])
+    expected = "include: expected none, as no part has any of it, got 'speculation'"
+    with LLM(config=scripted_config(scripted)) as llm, pytest.raises(RequestError, match=expected):
+        llm.generate(["say"], asking)
+
+
 def test_a_batch_level_processor_and_a_speculator_are_refused_together(scripted):
     config = speculating_with("ngram") | {"plugins": {"enable": ["support.plugins.faulty:Whole"]}}
     with pytest.raises(Exception, match="'whole'.*supports_drafts.* together with speculation"):

@@ -406,6 +406,11 @@ class _AddsDraftsHalf(GoodHalf):
         return {name: len(tokens) + 1 for name, tokens in drafts.items()}
 
 
+class _FiguresAsTextHalf(GoodHalf):
+    def figures(self, request_id):
+        return {"state": f"{request_id} goes on"}
+
+
 class _NoNumberOfDraftsHalf(_DraftsHalf):
     num_draft_tokens = None
 
@@ -543,6 +548,7 @@ TooManyDrafts = part_of(_TooManyDraftsHalf)
 NoSuchToken = part_of(_NoSuchTokenHalf)
 LimitsOthers = part_of(_LimitsOthersHalf)
 AddsDrafts = part_of(_AddsDraftsHalf)
+FiguresAsText = part_of(_FiguresAsTextHalf)
 NoNumberOfDrafts = part_of(_NoNumberOfDraftsHalf)
 WritesPlan = part_of(_WritesPlanHalf)
 WritesResult = part_of(_WritesResultHalf)

@@ -229,7 +229,7 @@ def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
     token, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
     raise ModelError(
         f"model: {further.config.model!r} has another tokenizer: its token {token} is "
-        f"{_shown(other)}, that of {spec.config.model!r} is {_shown(one)}"
+        f"{_text_of(other)}, that of {spec.config.model!r} is {_text_of(one)}"
     )
 
 
@@ -245,7 +245,7 @@ def _tokens_of(spec: WorkerSpec, files: ModelFiles) -> Sequence[bytes]:
         return tokenizer.vocabulary().tokens
 
 
-def _shown(token: bytes) -> str:
+def _text_of(token: bytes) -> str:
     return repr(token.decode(errors="backslashreplace")) if token else "none"
 
 

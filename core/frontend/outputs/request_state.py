@@ -285,7 +285,7 @@ class RequestState:
                 self.plain = stream
         new = stream.push(output.new_token_ids, output.finish_reason)
         if stream.stop_string is not None:
-            self._stopped_by(stream.stop_string)
+            self._stopped_by(stream.stop_string, has_tokens=bool(new))
         if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
             self._logprobs += [self._decoded(entry) for entry in entries]
@@ -345,10 +345,14 @@ class RequestState:
             self._parsers.close()
             self._parsers = None
 
-    def _stopped_by(self, stop_string: str) -> None:
-        """Record the stop string as the reason of the end, unless a fault ended the request."""
-        if self.finish_reason is not FinishReason.ERROR:
+    def _stopped_by(self, stop_string: str, *, has_tokens: bool = False) -> None:
+        """Record the stop string as the reason of the end, unless a fault ended the request.
+
+        A fault in a message with tokens is one of a later step, which the stop string forestalls.
+        """
+        if has_tokens or self.finish_reason is not FinishReason.ERROR:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
+            self._error = None
 
     def _begin(self, part: PromptPart) -> None:
         """Begin the completion of a further part of the prompt."""

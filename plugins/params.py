@@ -87,6 +87,8 @@ class SamplingParams(Strict, omit_defaults=True):
             None is the first of the configuration's `speculation.use`. It changes no output.
         routed_experts: return the experts that a mixture of experts chose for each token; see
             `CompletionOutput.routed_experts`.
+        include: names of step parts whose figures of this request come with its last output, such
+            as "speculation"; see `CompletionOutput.part_figures`.
         structured: what the answer must be: JSON of a schema, for example. A mapping with the
             fields of `StructuredOutputs` will do.
         logits_processors: callables `(output_ids, logits)` or `(prompt_ids, output_ids, logits)`
@@ -125,6 +127,7 @@ class SamplingParams(Strict, omit_defaults=True):
     tool_parser: NonEmpty | None = None
     speculator: NonEmpty | None = None
     routed_experts: bool = False
+    include: list[NonEmpty] = []
     structured: StructuredOutputs | None = None
     logits_processors: list[Any] = []
     plugin_args: dict[str, Any] = {}

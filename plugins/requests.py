@@ -221,6 +221,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         routed_experts: experts of the positions computed since the last output, as those of
             CompletionOutput; they follow one another from the first position of the prompt.
         trace_headers: in the last output, those of the request.
+        part_figures: figures so far, by the step part that has them; those of
+            `SamplingParams.include`.
     """
 
     request_id: str
@@ -240,6 +242,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     prefill_stats: PrefillStats | None = None
     routed_experts: Any = None
     trace_headers: dict[str, str] | None = None
+    part_figures: dict[str, dict[str, Any]] | None = None
 
     @property
     def finished(self) -> bool:
@@ -327,6 +330,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             array [positions, layers, experts per token]. The last token has none, as it was not
             computed. -1 stands for none: in layers without experts, and in positions whose keys
             and values came from the prefix cache.
+        part_figures: in the last output, figures of step parts by their names; None unless
+            `SamplingParams.include` names some.
     """
 
     index: int
@@ -345,6 +350,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     error_kind: str | None = None
     metrics: RequestMetrics | None = None
     routed_experts: Any = None
+    part_figures: dict[str, dict[str, Any]] | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):

@@ -249,6 +249,14 @@ class EngineHalf:
         """
         return {}
 
+    def figures(self, request_id: str) -> Mapping[str, float | Sequence[float]]:  # noqa: ARG002
+        """Return figures of a request so far, by name.
+
+        Called with each output of a request whose `SamplingParams.include` names the part, after
+        `result`. They become `CompletionOutput.part_figures[name]`.
+        """
+        return {}
+
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the part that the scheduler has taken the result of a plan."""
 
@@ -259,6 +267,14 @@ class EngineHalf:
         next step verifies drafts of requests that decode; others are dropped. A draft is accepted
         if it is the token that is sampled at its position, so that drafts change no output. Of
         several parts that draft for a request, the first one's drafts are used.
+        """
+        return {}
+
+    def limit_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, int]:  # noqa: ARG002
+        """Return how many of the first drafts of requests may be accepted; of others, all may.
+
+        Called after `drafts` of all parts, with those of requests that use the part. The next step
+        computes no rows for the rest, which this part would not let be sampled.
         """
         return {}
 

@@ -125,7 +125,12 @@ class ModelOpener(Protocol):
     """Opens further models in a worker."""
 
     def __call__(
-        self, model: str, num_tokens: int, *, vocab_size: int | None = None
+        self,
+        model: str,
+        num_tokens: int,
+        *,
+        vocab_size: int | None = None,
+        same_tokens: bool = False,
     ) -> SequenceModel:
         """Return a loaded model, which the caller closes. Settings are those of the engine's model.
 
@@ -133,9 +138,11 @@ class ModelOpener(Protocol):
             model: as `EngineConfig.model`.
             num_tokens: tokens of all sequences together, for which its KV cache has room.
             vocab_size: required size of its vocabulary; None takes any.
+            same_tokens: whether its token ids have to stand for the same texts as those of the
+                engine's model. Where one of them has no tokenizer, they are not compared.
 
         Raises:
-            ModelError: it cannot be loaded, has another vocabulary, or does not fit.
+            ModelError: it cannot be loaded, has another vocabulary or tokenizer, or does not fit.
         """
 
 

@@ -17,10 +17,12 @@ from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
     PluginConflictError,
     PluginFaultError,
+    RequestError,
     shown,
 )
 from hardpoint.plugins import (
     EngineConfig,
+    EngineCoreOutputs,
     EngineCoreRequest,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -39,7 +41,9 @@ from .bound_half import BoundPart, call_for, open_halves
 from .gates import PartGates, PartTransfers
 from .returns import (
     combined_masks,
+    draft_limits_defect,
     drafts_defect,
+    figures_defect,
     limit_defect,
     mask_defect,
     names_defect,
@@ -63,6 +67,7 @@ class EngineParts:
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
+        self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
@@ -146,7 +151,7 @@ class EngineParts:
         Raises:
             RequestError: it is refused; no part knows it then.
         """
-        if not self._parts:
+        if not self._parts and not request.params.include:
             return
         users: list[BoundPart] = []
         if (name := request.request_id) in self._by_request:  # of one that no plan has reported
@@ -158,11 +163,14 @@ class EngineParts:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
+            asked = _asked_for_figures(request, users)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
         if users:
             self._by_request[request.request_id] = users
+            if asked:
+                self._asked[request.request_id] = asked
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
@@ -270,6 +278,22 @@ class EngineParts:
             ended.setdefault(name, self._faults.pop(name))
         return ended
 
+    def add_figures(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Add the figures of parts to outputs of requests that asked for them."""
+        if not self._asked:
+            return
+        for output in (output for message in outputs.values() for output in message.outputs):
+            for part in self._asked.get(output.request_id, ()):
+                try:
+                    found = part.run("figures", output.request_id)
+                except BaseException as cause:
+                    self._blame(part, plan, "its figures() failed", cause)
+                    continue
+                if (defect := figures_defect(found)) is not None:
+                    self._blame(part, plan, f"its figures() {defect}")
+                    continue
+                output.part_figures = {**(output.part_figures or {}), part.name: dict(found)}
+
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the parts that the scheduler has taken the result of a plan."""
         for part in self._active:
@@ -309,7 +333,26 @@ class EngineParts:
                 self._blame(part, plan, f"its drafts() {defect}")
                 continue
             found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
-        return found
+        return self._limited(plan, found) if found else found
+
+    def _limited(self, plan: SchedulerOutput, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Return drafts without those that a part does not let be accepted."""
+        for part in self._active:
+            if not part.overrides("limit_drafts"):
+                continue
+            own = {name: tokens for name, tokens in drafts.items() if name in part.users}
+            if not own:
+                continue
+            try:
+                limits = part.run("limit_drafts", own)
+            except BaseException as cause:
+                self._blame(part, plan, "its limit_drafts() failed", cause)
+                continue
+            if (defect := draft_limits_defect(limits, own)) is not None:
+                self._blame(part, plan, f"its limit_drafts() {defect}")
+                continue
+            drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
+        return {name: tokens for name, tokens in drafts.items() if tokens}
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Notify the parts of a plan that was not executed, or not to its end."""
@@ -384,6 +427,7 @@ class EngineParts:
 
     def _forget(self, request_id: str) -> None:
         users = self._by_request.pop(request_id, None)
+        self._asked.pop(request_id, None)
         self._faults.pop(request_id, None)
         if users:
             for part in users:
@@ -392,6 +436,20 @@ class EngineParts:
 
     def _find_active(self) -> None:
         self._active = [part for part in self._parts if part.users or part.every_plan]
+
+
+def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -> list[BoundPart]:
+    """Return the parts that a request includes figures of.
+
+    Raises:
+        RequestError: it uses no such part.
+    """
+    having = {part.name: part for part in users if part.overrides("figures")}
+    for name in request.params.include:
+        if name not in having:
+            found = " or ".join(sorted(map(repr, having))) or "none, as no part has any of it"
+            raise RequestError(f"include: expected {found}, got {name!r}")
+    return [having[name] for name in dict.fromkeys(request.params.include)]
 
 
 def open_parts(

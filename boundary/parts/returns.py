@@ -124,6 +124,42 @@ def drafts_defect(drafts: Any, users: Collection[str], limit: int, vocab_size: i
     return None
 
 
+def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str | None:
+    """Return the defect of numbers of drafts, as the end of a sentence; None if they have none.
+
+    Args:
+        limits: what limit_drafts() returned.
+        drafts: what it was given.
+    """
+    if not isinstance(limits, Mapping):
+        return f"gave {shown(limits)}, expected a number of drafts by request id"
+    for name, limit in limits.items():
+        if name not in drafts:
+            return f"gave a limit of {shown(name)}, which has no drafts that it was given"
+        if not isinstance(limit, int) or not 0 <= limit <= len(drafts[name]):
+            return f"gave {shown(limit)} for {name!r}, expected 0 to {len(drafts[name])} drafts"
+    return None
+
+
+def figures_defect(figures: Any) -> str | None:
+    """Return the defect of figures of a request, as the end of a sentence; None if they have none.
+
+    Args:
+        figures: what figures() returned.
+    """
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float)
+
+    if isinstance(figures, Mapping) and all(
+        isinstance(name, str)
+        and (is_number(value) or (isinstance(value, list) and all(map(is_number, value))))
+        for name, value in figures.items()
+    ):
+        return None
+    return f"gave {shown(figures)}, expected numbers, or lists of numbers, by name"
+
+
 def reason_defect(reason: Any) -> str | None:
     """Return the defect of a reason to wait, as the end of a sentence; None if it has none.
 

@@ -26,7 +26,7 @@ _CHUNK = 512
 
 
 class DraftModel(Speculator):
-    """Lets a smaller model of the same vocabulary go on with the text.
+    """Lets a smaller model of the same tokens go on with the text.
 
     It draws with the request's temperature, truncation and noise. With the same noise, two
     distributions choose the same token nearly as often as they overlap (M. Daliri, C. Musco,
@@ -57,7 +57,7 @@ class DraftModel(Speculator):
         """Load the draft model.
 
         Raises:
-            ConfigError: it has another vocabulary, cannot be loaded or does not fit.
+            ConfigError: it has another vocabulary or tokenizer, cannot be loaded or does not fit.
         """
         super().__init__(context)
         if context.open_model is None:
@@ -67,7 +67,7 @@ class DraftModel(Speculator):
         path = f"plugin.{self.name}.model"
         try:
             self._model = context.open_model(
-                self.options.model, num_tokens, vocab_size=context.vocab_size
+                self.options.model, num_tokens, vocab_size=context.vocab_size, same_tokens=True
             )
         except ModelError as error:
             raise ConfigError(f"{path}: {str(error).removeprefix('model: ')}") from error

@@ -309,6 +309,7 @@ class StepRunner:
         outputs = self._scheduler.update(plan, result)
         self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
+        self._step_parts.add_figures(plan, outputs)
         self._step_parts.updated(plan)
         return outputs
 

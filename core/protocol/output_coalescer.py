@@ -82,6 +82,8 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
         held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
         held.error, held.error_kind = later.error, later.error_kind
         held.faulty_plugin = later.faulty_plugin
+    if later.part_figures is not None:
+        held.part_figures = later.part_figures
     held.num_nans_in_logits += later.num_nans_in_logits
     if held.routed_experts is None:
         held.routed_experts = later.routed_experts

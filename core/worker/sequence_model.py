@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from hardpoint.boundary.text_guards import open_tokenizer
 from hardpoint.core.weights.planned_model import (
     load_weights,
     open_attention,
@@ -19,13 +21,16 @@ from hardpoint.core.weights.planned_model import (
 )
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import ModelError
-from hardpoint.plugins import AttentionStep, EngineConfig, ForwardBatch
+from hardpoint.plugins import AttentionStep, EngineConfig, ForwardBatch, ModelFiles
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.parallel import Parallel
+from hardpoint.registry.model_files import find_files
 from hardpoint.system.memory import memory_limit
 from hardpoint.system.weight_cache import WeightCache
 
 _TRIAL_TOKENS = 8
+
+_log = logging.getLogger("hardpoint")
 
 
 class LoadedSequences:
@@ -181,7 +186,11 @@ def model_opener(spec: WorkerSpec) -> Callable[..., LoadedSequences]:
     """
 
     def open_model(
-        model: str, num_tokens: int, *, vocab_size: int | None = None
+        model: str,
+        num_tokens: int,
+        *,
+        vocab_size: int | None = None,
+        same_tokens: bool = False,
     ) -> LoadedSequences:
         assert spec.prepare is not None, "the worker's spec was made by hand"
         further = spec.prepare(_config_of(spec.config, model))
@@ -191,9 +200,53 @@ def model_opener(spec: WorkerSpec) -> Callable[..., LoadedSequences]:
                 f"model: {model!r} has a vocabulary of {own} tokens, expected {vocab_size}, that "
                 f"of {spec.config.model!r}"
             )
+        if same_tokens:
+            _check_tokens(spec, further)
         return LoadedSequences(further, num_tokens)
 
     return open_model
+
+
+def _check_tokens(spec: WorkerSpec, further: WorkerSpec) -> None:
+    """Check that token ids stand for the same texts in a further model.
+
+    Raises:
+        ModelError: one does not.
+    """
+    path = spec.config.tokenizer.path
+    own = find_files(path, "tokenizer.path") if path else spec.loader.context.files
+    files = further.loader.context.files
+    if own.path == files.path:
+        return
+    try:
+        tokens, others = _tokens_of(spec, own), _tokens_of(spec, files)
+    except (ModelError, NotImplementedError) as cause:
+        _log.warning("the tokens of %s and %s are not compared: %s", own.name, files.name, cause)
+        return
+    if tokens == others:
+        return
+    pairs = enumerate(zip_longest(tokens, others, fillvalue=b""))
+    token, (one, other) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    raise ModelError(
+        f"model: {further.config.model!r} has another tokenizer: its token {token} is "
+        f"{_text_of(other)}, that of {spec.config.model!r} is {_text_of(one)}"
+    )
+
+
+def _tokens_of(spec: WorkerSpec, files: ModelFiles) -> Sequence[bytes]:
+    """Return the bytes of each token of a tokenizer.
+
+    Raises:
+        ModelError: there is no tokenizer.
+        NotImplementedError: it has no vocabulary.
+    """
+    entry, size = spec.plugins.one("tokenizers"), spec.model_config.vocab_size
+    with contextlib.closing(open_tokenizer(spec.plugins, entry, files, size)) as tokenizer:
+        return tokenizer.vocabulary().tokens
+
+
+def _text_of(token: bytes) -> str:
+    return repr(token.decode(errors="backslashreplace")) if token else "none"
 
 
 def _config_of(config: EngineConfig, model: str) -> EngineConfig:

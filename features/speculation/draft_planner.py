@@ -71,6 +71,9 @@ class _Live:
         num_known: tokens of its output that the worker has; None if it does not know the request.
         is_off: whether its speculator has failed for it.
         rate: share of its drafts that were accepted.
+        num_verified: its drafts that were verified, each of several tokens.
+        num_tokens: their tokens.
+        by_position: tokens that were accepted, by position in their draft.
     """
 
     request: Request
@@ -78,6 +81,18 @@ class _Live:
     num_known: int | None = None
     is_off: bool = False
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)
+    num_verified: int = 0
+    num_tokens: int = 0
+    by_position: list[int] = field(default_factory=list)
+
+    def add(self, verified: int, accepted: int) -> None:
+        """Count the outcome of a step."""
+        self.rate.add(verified, accepted)
+        self.num_verified += 1
+        self.num_tokens += verified
+        self.by_position += [0] * (accepted - len(self.by_position))
+        for position in range(accepted):
+            self.by_position[position] += 1
 
 
 class DraftPlanner(EngineHalf):
@@ -165,8 +180,8 @@ class DraftPlanner(EngineHalf):
         for name, drafts in plan.draft_token_ids.items():
             tokens, live = result.sampled_token_ids.get(name), self._live.get(name)
             if live is not None and tokens:
-                for rate in (live.rate, self._rates[live.speculator]):
-                    rate.add(len(drafts), len(tokens) - 1)
+                live.add(len(drafts), len(tokens) - 1)
+                self._rates[live.speculator].add(len(drafts), len(tokens) - 1)
         for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
             report = msgspec.msgpack.decode(data, type=DraftReport)
             for name, tokens in result.sampled_token_ids.items():
@@ -180,6 +195,16 @@ class DraftPlanner(EngineHalf):
             for speculator, message in report.faults:
                 self._faults.record(speculator, message, _CONSEQUENCE)
         return {}
+
+    def figures(self, request_id: str) -> Mapping[str, float | Sequence[float]]:
+        """Return the drafts of a request, with the names of `SchedulerStats`."""
+        live = self._live[request_id]
+        return {
+            "num_drafts": live.num_tokens,
+            "num_accepted_drafts": sum(live.by_position),
+            "num_verified_drafts": live.num_verified,
+            "num_accepted_by_position": list(live.by_position),
+        }
 
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Return the drafts of the worker after the last step."""

@@ -104,14 +104,7 @@ class Answer:
         Raises:
             ValueError: the grammar forbids the output, or allows no token after it.
         """
-        outputs = self.request.output_token_ids
-        while self._seen < len(outputs):
-            token = outputs[self._seen]
-            if not self.advance(token):
-                raise ValueError(
-                    f"it does not allow the token {token}, the output's number {self._seen + 1}"
-                )
-            self._seen += 1
+        self._follow()
         before = self._at
         self._fill(rows[0])
         try:
@@ -127,6 +120,42 @@ class Answer:
                 self._fill(rows[index])
         finally:
             self._return_to(before)
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """Return how many of the first drafts the answer may go on with.
+
+        None of them ends the output: where that is allowed, it needs no draft.
+
+        Raises:
+            ValueError: the grammar forbids the output.
+        """
+        self._follow()
+        before, count = self._at, 0
+        try:
+            for token in drafts:
+                if token in self._ends or not self.advance(token):
+                    break
+                count += 1
+        except ValueError:
+            pass  # it is raised again if the request takes this token
+        finally:
+            self._return_to(before)
+        return count
+
+    def _follow(self) -> None:
+        """Take the tokens of the output that are new.
+
+        Raises:
+            ValueError: the grammar forbids one.
+        """
+        outputs = self.request.output_token_ids
+        while self._seen < len(outputs):
+            token = outputs[self._seen]
+            if not self.advance(token):
+                raise ValueError(
+                    f"it does not allow the token {token}, the output's number {self._seen + 1}"
+                )
+            self._seen += 1
 
     def advance(self, token: int) -> bool:
         """Follow one more token; return False if the grammar does not allow it.

@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -214,6 +214,20 @@ class GrammarManager(EngineHalf):
                 self._faults[name] = self._fault(answer.structured, cause)
                 rows[:] = -1  # what is sampled is dropped
         return GrammarBitmask(names, masks)
+
+    def limit_drafts(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, int]:
+        """Return how many drafts the grammar of each request allows."""
+        limits: dict[str, int] = {}
+        for name, tokens in drafts.items():
+            answer = self._answers.get(name)
+            if answer is None:
+                continue
+            try:
+                limits[name] = answer.num_allowed(tokens)
+            except BaseException as cause:
+                self._faults[name] = self._fault(answer.structured, cause)
+                limits[name] = 0
+        return limits
 
     def result(
         self,

@@ -12,6 +12,8 @@ from hardpoint.boundary.parts.bound_half import BoundPart
 from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError
 from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
     EngineHalf,
     GrammarBitmask,
@@ -249,6 +251,112 @@ def test_wrong_drafts_are_a_fault_of_their_part(answer, message):
     assert parts.drafts(plan_of("r")) == {"r": [4]}
     (fault,) = faults_of(parts, "r").values()
     assert fault.plugin == "part0"
+    assert message in fault.message
+
+
+def test_each_part_limits_the_drafts_of_its_requests():
+    limits = {"uses": lambda request: request.request_id != "c"}
+    first = half_of(limit_drafts=lambda drafts: {"a": 2}, **limits)
+    second = half_of(limit_drafts=lambda drafts: dict.fromkeys(drafts, 1), **limits)
+    parts = parts_of(first, drafting({name: [1, 2, 3] for name in "abc"}, most=3), second)
+    for name in "abc":
+        parts.add(new(name))
+    assert parts.drafts(plan_of(*"abc")) == {"a": [1], "b": [1], "c": [1, 2, 3]}
+    assert first.calls[-1] == ("limit_drafts", {"a": [1, 2, 3], "b": [1, 2, 3]})
+    assert second.calls[-1] == ("limit_drafts", {"a": [1, 2], "b": [1, 2, 3]})
+
+
+def test_a_request_whose_drafts_are_all_refused_has_none():
+    parts = parts_of(drafting({"r": [1, 2]}), half_of(limit_drafts={"r": 0}))
+    parts.add(new())
+    assert parts.drafts(plan_of("r")) == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"foreign": 1}, "gave a limit of 'foreign', which has no drafts that it was given"),
+        ({"r": 3}, "gave 3 for 'r', expected 0 to 2 drafts"),
+        ({"r": -1}, "gave -1 for 'r', expected 0 to 2 drafts"),
+        ({"r": [1]}, "gave [1] for 'r', expected 0 to 2 drafts"),
+        (None, "gave None, expected a number of drafts by request id"),
+        (KeyError("x"), "failed: KeyError: 'x'"),
+    ],
+)
+def test_wrong_limits_of_drafts_are_a_fault_of_their_part(answer, message):
+    parts = parts_of(half_of(limit_drafts=answer), drafting({"r": [4, 5]}))
+    parts.add(new())
+    assert parts.drafts(plan_of("r")) == {"r": [4, 5]}
+    (fault,) = faults_of(parts, "r").values()
+    assert fault.plugin == "part0"
+    assert f"its limit_drafts() {message}" in fault.message
+
+
+# Figures
+
+
+def including(*names, request_id="r"):
+    params = SamplingParams(include=list(names))
+    return EngineCoreRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params)
+
+
+def outputs_of(*names):
+    found = [EngineCoreOutput(request_id=name, new_token_ids=[1]) for name in names]
+    return {0: EngineCoreOutputs(outputs=found)}
+
+
+def test_outputs_have_the_figures_of_the_parts_that_their_requests_include():
+    parts = parts_of(
+        half_of(figures=lambda name: {"of": 1, "list": [2, 3]}), half_of(figures=KeyError("never"))
+    )
+    parts.add(including("part0", "part0"))
+    parts.add(new("other"))
+    outputs = outputs_of("r", "other")
+    parts.add_figures(plan_of("r", "other"), outputs)
+    asked, other = outputs[0].outputs
+    assert asked.part_figures == {"part0": {"of": 1, "list": [2, 3]}}
+    assert other.part_figures is None
+    parts.begin(plan_of(finished=["r"]))
+    outputs = outputs_of("r")
+    parts.add_figures(plan_of("r"), outputs)
+    assert outputs[0].outputs[0].part_figures is None
+
+
+@pytest.mark.parametrize(
+    ("halves", "expected"),
+    [
+        ([{"figures": {}}], "'part0'"),
+        ([{"figures": {}, "uses": False}], "none, as no part has any of it"),
+        ([{}], "none, as no part has any of it"),
+        ([], "none, as no part has any of it"),
+    ],
+)
+def test_figures_that_no_part_has_are_refused(halves, expected):
+    parts = parts_of(*(half_of(**answers) for answers in halves))
+    with pytest.raises(RequestError, match=f"^include: expected {expected}, got 'parts'$"):
+        parts.add(including("parts"))
+    assert not parts.of("r")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"a": "text"}, "gave {'a': 'text'}, expected numbers, or lists of numbers, by name"),
+        ({1: 1}, "gave {1: 1}, expected numbers, or lists of numbers, by name"),
+        ({"a": [None]}, "expected numbers, or lists of numbers, by name"),
+        (None, "gave None, expected numbers, or lists of numbers, by name"),
+        (KeyError("x"), "failed: KeyError: 'x'"),
+    ],
+)
+def test_wrong_figures_are_a_fault_of_their_part(answer, message):
+    parts = parts_of(half_of(figures=answer), half_of(figures={"b": 2}))
+    parts.add(including("part0", "part1"))
+    outputs = outputs_of("r")
+    parts.add_figures(plan_of("r"), outputs)
+    assert outputs[0].outputs[0].part_figures == {"part1": {"b": 2}}
+    (fault,) = faults_of(parts, "r").values()
+    assert fault.plugin == "part0"
+    assert "its figures() " in fault.message
     assert message in fault.message
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from support.driving import FINAL
@@ -21,7 +23,7 @@ class LastTokens:
 
     vocab_size, max_model_len, cache_bytes = 131, 1 << 20, 1
 
-    def __init__(self, model, num_tokens, *, vocab_size):
+    def __init__(self, model, num_tokens, *, vocab_size, same_tokens):
         self.texts = {}
 
     def extend(self, token_ids):
@@ -68,9 +70,9 @@ def folders(tmp_path_factory):
     }
 
 
-def opened(folders, draft=None, **options):
+def opened(folders, draft=None, *, engine=None, **options):
     config = {"model": str(folders["target"]), "max_model_len": 128, "device": "cpu"}
-    config |= {"load": {"use": "dummy"}, "dtype": "float32"}
+    config |= {"load": {"use": "dummy"}, "dtype": "float32"} | (engine or {})
     if draft is not None:
         config["speculation"] = {"use": ["draft_model"], "adaptive": False}
         config["plugin"] = {"draft_model": {"model": str(folders[draft]), **options}}
@@ -132,3 +134,55 @@ def test_another_vocabulary_is_refused_before_weights_are_read(folders):
     )
     with pytest.raises(ConfigError, match=message):
         opened(folders, "foreign")
+
+
+def with_tokenizer(folder, change):
+    """Write a model with the same sizes whose tokenizer is changed."""
+    path = write_random_model(folder, LLAMA, num_hidden_layers=1) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return folder
+
+
+def exchange(content):
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def without_end(content):
+    content["added_tokens"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (exchange, "its token 64 is 'b', that of .*target' is 'a'"),
+        (without_end, "its token 256 is none, that of .*target' is '.+'"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_tokenizer_is_refused_before_weights_are_read(
+    folders, tmp_path, change, words, ranks
+):
+    draft = with_tokenizer(tmp_path / "draft", change)
+    message = rf"plugin.draft_model.model: '.*draft' has another tokenizer: {words}"
+    parallel = {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}} if ranks > 1 else {}
+    with pytest.raises(ConfigError, match=message):
+        opened(folders | {"draft": draft}, "draft", engine=parallel)
+
+
+def test_without_a_tokenizer_the_sizes_alone_are_compared(folders, tmp_path, expected, caplog):
+    draft = with_tokenizer(tmp_path / "draft", lambda content: None)
+    (draft / "tokenizer.json").unlink()
+    with opened(folders | {"draft": draft}, "draft") as llm:
+        assert generate(llm)[0] == expected
+    assert "the tokens of" in caplog.text
+
+
+def test_the_tokenizer_of_the_configuration_is_compared(folders, tmp_path):
+    """The one that the engine uses, and not that of its model's folder."""
+    tokenizer = with_tokenizer(tmp_path / "tokenizer", exchange)
+    engine = {"tokenizer": {"path": str(tokenizer)}}
+    with pytest.raises(ConfigError, match="its token 64 is 'a', that of .* is 'b'"):
+        opened(folders, "other", engine=engine)

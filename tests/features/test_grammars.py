@@ -299,6 +299,41 @@ class TestDrafts:
         expected = [after(outputs + drafts[:n], (50,), THINK) for n in range(len(drafts) + 1)]
         assert self.rows(outputs, drafts, (50,), THINK) == expected
 
+    @pytest.mark.parametrize(
+        ("outputs", "drafts", "left"),
+        [
+            ([3], [5, 2, 7], 1),
+            ([3], [2], 0),
+            ([3], [4, 5, 9], 3),
+            ([3, 3, 3], [END, 4], 0),
+            ([3], [4, 40], 1),
+            ([20, 44], [45, 21, 3, 2], 3),
+            ([20], [END], 0),
+        ],
+    )
+    def test_are_cut_at_the_first_one_that_is_refused(self, outputs, drafts, left):
+        request = LiveRequest((50,), THINK)
+        answer = answer_of(request)
+        request.output_token_ids += outputs
+        assert answer.num_allowed(drafts) == left
+        assert rows_of(answer, drafts) == self.rows(outputs, drafts, (50,), THINK)
+
+    def test_where_a_grammar_cannot_go_on_they_are_cut_and_the_request_goes_on(self):
+        class Short(Counting):
+            def advance(self, token_id):
+                if len(self.tokens) == 2:
+                    raise ValueError("too long")
+                return super().advance(token_id)
+
+            def fork(self):
+                return Short(self.tokens)
+
+        request = LiveRequest()
+        answer = answer_of(request, Short())
+        request.output_token_ids.append(3)
+        assert answer.num_allowed([4, 5, 6]) == 1
+        assert allowed(answer) == after([3])
+
     def test_that_were_text_until_they_began_reasoning_are_undone(self):
         markers = ReasoningMarkers(start=((3, 4),), end=((21,),))
         request = LiveRequest((50,), markers)
@@ -548,6 +583,25 @@ class TestCompiling:
         assert not is_ready(manager, requests[2])
         Backend.may.set()
         ready(manager, requests[2])
+
+    def test_drafts_end_at_the_first_token_that_a_grammar_refuses(self, manager):
+        requests = [live(name, "x") for name in ("a", "b")]
+        for request in requests:
+            ready(manager, request)
+        drafts = {"a": [4, 5, 3, 9], "b": [40, 4], "no grammar": [1]}
+        assert manager.limit_drafts(drafts) == {"a": 2, "b": 0}
+        assert manager.limit_drafts(drafts) == {"a": 2, "b": 0}
+        requests[0].output_token_ids.append(6)
+        assert manager.limit_drafts(drafts) == {"a": 0, "b": 0}
+
+    def test_a_backend_that_fails_for_a_draft_ends_its_request(self, manager, monkeypatch):
+        request = live("a", "x")
+        ready(manager, request)
+        monkeypatch.setattr(Counting, "advance", lambda *_: 1 // 0)
+        assert manager.limit_drafts({"a": [4]}) == {"a": 0}
+        plan = SchedulerOutput(step=1, num_scheduled_tokens={"a": 1})
+        (fault,) = manager.result(plan, ModelRunnerOutput()).values()
+        assert fault.message.startswith("plugin 'backend': its grammar failed: ZeroDivisionError")
 
     def test_waiting_returns_when_there_is_nothing_to_wait_for(self, manager):
         manager.wait()

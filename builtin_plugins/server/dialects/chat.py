@@ -273,6 +273,7 @@ class Choice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
+    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -286,6 +287,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
+    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -372,6 +374,8 @@ def ended(completion: CompletionOutput) -> dict[str, Any]:
         fields["warning"] = completion.warning
     if completion.validation_error:
         fields["validation_error"] = completion.validation_error
+    if completion.part_figures is not None:
+        fields["part_figures"] = completion.part_figures
     return fields
 
 

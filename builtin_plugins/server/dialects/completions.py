@@ -126,6 +126,7 @@ class Choice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[Any] | msgspec.UnsetType = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
+    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):

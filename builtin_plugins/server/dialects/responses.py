@@ -149,7 +149,9 @@ class ResponsesRequest(GenerationFields):
         input: a text of the user, or items: messages, calls, their results, and reasoning.
         instructions: the system message.
         max_output_tokens: maximum length of the answer with its reasoning.
-        include: "message.output_text.logprobs" asks for log-probabilities; others add nothing.
+        include: "message.output_text.logprobs" asks for log-probabilities; other names with a dot,
+            which are OpenAI's, add nothing. A name without one is that of a step part, such as
+            "speculation", whose figures the response has as `part_figures`.
         top_logprobs: likeliest tokens per position; needs that.
         store: ignored and answered as false.
         truncation: ignored and answered as "disabled".
@@ -327,7 +329,12 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         if body.background:
             raise RequestError(f"background: expected false, for {_NOTHING_STORED}")
         logprobs = body.logprobs
-        params = self._params(body, max_tokens=body.max_output_tokens, logprobs=logprobs)
+        params = self._params(
+            body,
+            max_tokens=body.max_output_tokens,
+            logprobs=logprobs,
+            include=[name for name in body.include if "." not in name],
+        )
         messages = body.messages()
         tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")

@@ -104,6 +104,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
         truncation: "disabled": prompts that are too long are refused.
         warning: what an output parser finds wrong.
         validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
+        part_figures: figures of step parts that the request includes.
     """
 
     id: str
@@ -135,6 +136,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     warning: str | UnsetType = UNSET
     validation_error: str | UnsetType = UNSET
+    part_figures: dict[str, Any] | UnsetType = UNSET
 
 
 def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
@@ -302,6 +304,8 @@ class ResponseAnswer(ItemAnswer):
             ended.warning = completion.warning
         if completion.validation_error:
             ended.validation_error = completion.validation_error
+        if completion.part_figures is not None:
+            ended.part_figures = completion.part_figures
         return ended
 
     def failed(self, error: AnswerError) -> bytes:

@@ -131,6 +131,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
+    part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct, kw_only=True):

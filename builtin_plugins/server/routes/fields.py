@@ -252,6 +252,8 @@ class SamplingFields(GenerationFields):
         return_progress: the same as `stream_options.include_progress`.
         prompt_logprobs: likeliest tokens for each prompt position after the first.
         return_token_ids: whether choices hold token ids.
+        include: names of step parts, such as "speculation", whose figures choices hold, as
+            `part_figures`.
         kv_transfer_params: for the KV connector; from keys that may.
     """
 
@@ -267,6 +269,7 @@ class SamplingFields(GenerationFields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
+    include: list[str] | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | None = None
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
@@ -339,6 +342,7 @@ _SAME_NAME = (
     "repetition_detection",
     "thinking_token_budget",
     "prompt_logprobs",
+    "include",
 )
 """Fields that SamplingParams has under the same names."""
 

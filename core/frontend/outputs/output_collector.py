@@ -97,6 +97,7 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
     held.error, held.error_kind = new.error, new.error_kind
     held.metrics = new.metrics
+    held.part_figures = new.part_figures
     held.routed_experts = new.routed_experts
 
 

@@ -244,6 +244,7 @@ class RequestState:
         self._sent_prompt = 0
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
+        self._part_figures: dict[str, dict[str, Any]] | None = None
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
 
     @property
@@ -267,6 +268,7 @@ class RequestState:
         self._stop_reason, self._error = output.stop_reason, output.error
         if output.num_cached_tokens is not None:
             self._num_cached_tokens = output.num_cached_tokens
+        self._part_figures = output.part_figures or self._part_figures
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
@@ -283,7 +285,7 @@ class RequestState:
                 self.plain = stream
         new = stream.push(output.new_token_ids, output.finish_reason)
         if stream.stop_string is not None:
-            self._stopped_by(stream.stop_string)
+            self._stopped_by(stream.stop_string, has_tokens=bool(new))
         if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
             self._logprobs += [self._decoded(entry) for entry in entries]
@@ -304,7 +306,7 @@ class RequestState:
     def _is_plain(self) -> bool:
         params = self._request.params
         asks = params.logprobs is not None or params.prompt_logprobs is not None
-        asks = asks or params.routed_experts or bool(params.stop_strings)
+        asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
         watches = self._parsers is not None or self._flaw_of is not None or self.parts is not None
         is_alone = self._delta and self.parent.n == self._interval == 1
         return is_alone and self._decoder is not None and not (asks or watches)
@@ -343,10 +345,14 @@ class RequestState:
             self._parsers.close()
             self._parsers = None
 
-    def _stopped_by(self, stop_string: str) -> None:
-        """Record the stop string as the reason of the end, unless a fault ended the request."""
-        if self.finish_reason is not FinishReason.ERROR:
+    def _stopped_by(self, stop_string: str, *, has_tokens: bool = False) -> None:
+        """Record the stop string as the reason of the end, unless a fault ended the request.
+
+        A fault in a message with tokens is one of a later step, which the stop string forestalls.
+        """
+        if has_tokens or self.finish_reason is not FinishReason.ERROR:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
+            self._error = None
 
     def _begin(self, part: PromptPart) -> None:
         """Begin the completion of a further part of the prompt."""
@@ -412,6 +418,7 @@ class RequestState:
             completion.stop_reason, completion.error = self._stop_reason, self._error
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
+            completion.part_figures = self._part_figures
             completion.routed_experts = self._all_experts()
         if ended:
             self.close()

@@ -48,6 +48,14 @@ DRAFTS = Rule(
     "return a mapping of request ids to lists of token ids of the model's vocabulary, and forget "
     "requests in ended()",
 )
+DRAFT_LIMITS = Rule(
+    "limited drafts: limit_drafts gives how many of the drafts that it was given are left",
+    "return a mapping of ids of these requests to numbers from 0 to that of their drafts",
+)
+FIGURES = Rule(
+    "figures: figures gives numbers, or lists of numbers, by name",
+    "return a mapping of texts to numbers of a live request, {} before there are any",
+)
 LOST = Rule(
     "lost plans: a plan that is lost and planned again has the same masks",
     "advance by the tokens of the request, which follow a result, and not by the calls of begin; "
@@ -231,6 +239,44 @@ def check_drafts(drafts: Any, users: Collection[str], limit: int, vocab_size: in
                 f"drafts() returned the token {short_repr(wrong[0])} for {name!r}, expected token "
                 f"ids in 0..{vocab_size - 1}"
             )
+
+
+def check_draft_limits(limits: Any, drafts: Mapping[str, Sequence[int]]) -> None:
+    """Check what limit_drafts() returned for drafts.
+
+    Raises:
+        Violation: it is of others, or no number of their drafts.
+    """
+    if not isinstance(limits, Mapping):
+        raise DRAFT_LIMITS.violation(
+            f"limit_drafts() returned {short_repr(limits)}, expected a mapping"
+        )
+    for name, limit in limits.items():
+        if name not in drafts:
+            raise DRAFT_LIMITS.violation(
+                f"limit_drafts() names {name!r}, it was given drafts of {sorted(drafts)}"
+            )
+        if type(limit) is not int or not 0 <= limit <= len(drafts[name]):
+            raise DRAFT_LIMITS.violation(
+                f"limit_drafts() returned {short_repr(limit)} for {name!r}, expected a number from "
+                f"0 to {len(drafts[name])}"
+            )
+
+
+def check_figures(figures: Any) -> None:
+    """Check what figures() returned for a request.
+
+    Raises:
+        Violation: it has other values than numbers and lists of them.
+    """
+    listed = isinstance(figures, Mapping) and [
+        (name, value if isinstance(value, list) else [value]) for name, value in figures.items()
+    ]
+    if listed is False or not all(
+        isinstance(name, str) and all(isinstance(value, int | float) for value in values)
+        for name, values in listed
+    ):
+        raise FIGURES.violation(f"figures() returned {short_repr(figures)}")
 
 
 def check_changed(method: str, returned: Any, given: torch.Tensor) -> None:

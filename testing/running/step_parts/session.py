@@ -283,6 +283,7 @@ class StepPartSession:
         self._process(plan, data, batch, rows)
         if batch and self.half.num_draft_tokens:
             self._take_drafts()
+        self._limit_drafts()
         if batch:
             self.call_seconds.append(self._seconds)
         return bool(batch)
@@ -337,15 +338,25 @@ class StepPartSession:
         for name, live in self._running.items():
             live.proposed = list(drafts.get(name, ()))
 
+    def _limit_drafts(self) -> None:
+        """Let the part limit drafts of the next step; the steps have some that it would drop."""
+        drafts = {name: tokens for name, x in self._running.items() if (tokens := self._drawn(x))}
+        if drafts:
+            limits = self._call(rules.DRAFT_LIMITS, "limit_drafts", drafts)
+            rules.check_draft_limits(limits, drafts)
+
     def _draw_drafts(self, live: _Live) -> list[int]:
         if live.proposed:
             return live.proposed
-        drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
-        count = drawn.choice([0, 0, 1, 2])
-        tokens = [drawn.randrange(self._vocab_size) for _ in range(count)]
-        if tokens and drawn.random() < 0.2:
+        tokens = self._drawn(live)
+        if tokens and random.Random(f"{live.script.seed} {live.num_steps} none").random() < 0.2:
             tokens[-1] = _NO_DRAFT
         return tokens
+
+    def _drawn(self, live: _Live) -> list[int]:
+        drawn = random.Random(f"{live.script.seed} {live.num_steps} drafts")
+        count = drawn.choice([0, 0, 1, 2])
+        return [drawn.randrange(self._vocab_size) for _ in range(count)]
 
     def _check_again(self, live: _Live, rows: Mapping[str, Any], lost: bool) -> None:
         """Compare the mask of a plan with that of the lost plan before it."""
@@ -384,6 +395,7 @@ class StepPartSession:
             own = rows.get(live.request_id)
             live.trace.masks.append(None if own is None else own.tobytes())
             live.trace.rows.append(changed.get(live.request_id, {}))
+            rules.check_figures(self._call(rules.FIGURES, "figures", live.request_id))
             live.num_steps += 1
             live.sent, live.proposed = True, []
             if live.request_id in (faults or {}):

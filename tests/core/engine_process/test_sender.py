@@ -259,5 +259,5 @@ def lives(outputs):
 def test_no_field_of_an_output_is_forgotten():
     looked_at = {"request_id", "finish_reason", "stop_reason", "error", "error_kind"}
     looked_at |= {"faulty_plugin", "new_token_ids", "logprobs", "prompt_logprobs", "events"}
-    looked_at |= {"num_nans_in_logits", "routed_experts", *_SET_ONCE}
+    looked_at |= {"num_nans_in_logits", "routed_experts", "part_figures", *_SET_ONCE}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutput)} == looked_at

@@ -101,12 +101,22 @@ class TestStopStrings:
         assert (found.finish_reason, found.stop_reason) == ("stop", 7)
 
     @pytest.mark.parametrize("text", ["abSTOPcd", "abSTOP"])
-    def test_an_error_stays_an_error(self, desk, text):
+    def test_one_before_an_error_in_the_same_message_is_the_end(self, desk, text):
+        """As where the error would have come by itself, to a request that has ended."""
         desk.add(stop=["STOP"])
         (output,), aborts = desk.take(desk.output(text, ERROR, error="dry: it broke"))
         found = completion(output)
+        assert (found.finish_reason, found.error) == ("stop", None)
+        assert (found.text, found.stop_reason) == ("ab", "STOP")
+        assert aborts == []
+
+    def test_an_error_stays_an_error(self, desk):
+        desk.add(stop=["STOP"])
+        desk.take(desk.output("abSTO"))
+        (output,), aborts = desk.take(desk.output("", ERROR, error="dry: it broke"))
+        found = completion(output)
         assert (found.finish_reason, found.error) == ("error", "dry: it broke")
-        assert (found.text, found.stop_reason) == ("ab", None)
+        assert (found.text, found.stop_reason) == ("abSTO", None)
         assert aborts == []
 
     @pytest.mark.parametrize("reason", [TIMEOUT, ABORT])

@@ -11,6 +11,7 @@ from support.plugins import speculating
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config, scripted_engine
 
 HERE = "support.plugins.speculating"
@@ -161,6 +162,64 @@ def test_an_unknown_speculator_is_refused(scripted, use, message):
     with pytest.raises(RequestError, match=message):
         engine.add_request("r", [1], SamplingParams(speculator="nothing"))
     engine.close()
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_drafts_that_a_grammar_refuses_are_not_computed(scripted, backend):
+    pytest.importorskip(backend)
+    speculating.CALLS.clear()
+    enabled = {"plugins": {"enable": ["xgrammar"]}} if backend == "xgrammar" else {}
+    config = speculating_with(f"{HERE}:Recorder", num_draft_tokens=3) | enabled
+    engine = scripted_engine(scripted, config)
+    a, b, c = 64, 65, 66  # of the scripted tokenizer
+    found = {}
+    for token in (None, a, b, c):
+        params = SamplingParams(
+            max_tokens=14,
+            temperature=1.0,
+            seed=3,
+            structured=StructuredOutputs(regex="b{9,40}a+", backend=backend),
+            speculator="none" if token is None else "recorder",
+            plugin_args={} if token is None else {"recorder": {"token": token}},
+            **FINAL,
+        )
+        before = engine.call_utility("scheduler_stats").num_verified_drafts
+        (found[token],) = run(engine, [("r", [7, 8], params)]).values()
+        verified = engine.call_utility("scheduler_stats").num_verified_drafts - before
+        assert found[token] == found[None]
+        assert (verified > 0) == (token in (a, b)), token
+        assert verified < 9 or token != a  # none before the last b that has to come
+    engine.close()
+    assert found[None][0][0][1][:9] == [b] * 9
+
+
+@pytest.mark.parametrize("end", [{}, {"stop": ["b c"]}, {"n": 2}])
+def test_a_request_may_include_the_figures_of_its_drafts(scripted, end):
+    config = scripted_config(scripted, speculating_with("ngram"))
+    asking = SamplingParams(temperature=0.0, max_tokens=20, include=["speculation"], **end)
+    with LLM(config=config) as llm:
+        (plain,) = llm.generate(["say abc"], SamplingParams(temperature=0.0, max_tokens=20))
+        before = llm.scheduler_stats()
+        (output,) = llm.generate(["say abc"], asking)
+        after = llm.scheduler_stats()
+    assert plain.outputs[0].part_figures is None
+    figures = [completion.part_figures["speculation"] for completion in output.outputs]
+    for name in ("num_drafts", "num_accepted_drafts", "num_verified_drafts"):
+        total = getattr(after, name) - getattr(before, name)
+        assert sum(one[name] for one in figures) == total
+        assert total > 0
+    for one in figures:
+        by_position = one["num_accepted_by_position"]
+        assert sum(by_position) == one["num_accepted_drafts"]
+        assert sorted(by_position, reverse=True) == by_position
+        assert one["num_verified_drafts"] >= by_position[0]
+
+
+def test_figures_of_drafts_that_there_are_none_of_are_refused(scripted):
+    asking = SamplingParams(max_tokens=2, include=["speculation"])
+    expected = "include: expected none, as no part has any of it, got 'speculation'"
+    with LLM(config=scripted_config(scripted)) as llm, pytest.raises(RequestError, match=expected):
+        llm.generate(["say"], asking)
 
 
 def test_a_batch_level_processor_and_a_speculator_are_refused_together(scripted):

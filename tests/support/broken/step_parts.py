@@ -396,6 +396,21 @@ class _NoSuchTokenHalf(_DraftsHalf):
         return {name: [1, self.vocab_size] for name in self.requests}
 
 
+class _LimitsOthersHalf(GoodHalf):
+    def limit_drafts(self, drafts):
+        return dict.fromkeys(drafts, 0) | {"other": 0}
+
+
+class _AddsDraftsHalf(GoodHalf):
+    def limit_drafts(self, drafts):
+        return {name: len(tokens) + 1 for name, tokens in drafts.items()}
+
+
+class _FiguresAsTextHalf(GoodHalf):
+    def figures(self, request_id):
+        return {"state": f"{request_id} goes on"}
+
+
 class _NoNumberOfDraftsHalf(_DraftsHalf):
     num_draft_tokens = None
 
@@ -531,6 +546,9 @@ Drafts = part_of(_DraftsHalf)
 DraftsForOthers = part_of(_DraftsForOthersHalf)
 TooManyDrafts = part_of(_TooManyDraftsHalf)
 NoSuchToken = part_of(_NoSuchTokenHalf)
+LimitsOthers = part_of(_LimitsOthersHalf)
+AddsDrafts = part_of(_AddsDraftsHalf)
+FiguresAsText = part_of(_FiguresAsTextHalf)
 NoNumberOfDrafts = part_of(_NoNumberOfDraftsHalf)
 WritesPlan = part_of(_WritesPlanHalf)
 WritesResult = part_of(_WritesResultHalf)

@@ -77,6 +77,7 @@ PARAMS = whole(
     ),
     thinking_token_budget=st.none() | st.integers(0, 99),
     routed_experts=st.booleans(),
+    include=st.lists(TEXT.filter(bool), max_size=2),
     reasoning_parser=st.none() | TEXT.filter(bool),
     tool_parser=st.none() | TEXT.filter(bool),
     speculator=st.none() | TEXT.filter(bool),
@@ -170,6 +171,7 @@ OUTPUTS = whole(
     prefill_stats=st.none() | PREFILL,
     routed_experts=PLAIN,
     trace_headers=HEADERS,
+    part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
 )
 CACHE_STATS = whole(PrefixCacheStats, requests=COUNT, queried_tokens=COUNT, hit_tokens=COUNT)
 TIER_STATS = whole(

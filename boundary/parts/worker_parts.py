@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
+from hardpoint.boundary.checked_attention import is_block_view
 from hardpoint.boundary.checked_model import CheckedModel
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
@@ -137,6 +138,28 @@ class WorkerParts:
             for half in self._halves:
                 if half.overrides("cache_released"):
                     stack.callback(half.checked, "cache_released")
+
+    def with_memory(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Return views of each layer's blocks, with those of what halves keep beside them.
+
+        Raises:
+            PluginFaultError: a half failed, or returned something else.
+        """
+        result = [list(views) for views in layers]
+        for half in self._halves:
+            if half.overrides("block_memory"):
+                memory = half.checked("block_memory")
+                if (
+                    not isinstance(memory, Sequence)
+                    or len(memory) != len(result)
+                    or not all(map(is_block_view, memory))
+                    or any(len(view) != len(own[0]) for own, view in zip(result, memory))
+                ):
+                    expected = f"expected {len(result)} uint8 tensors [num_blocks, bytes]"
+                    raise half.wrong("block_memory", memory, expected)
+                for own, view in zip(result, memory, strict=True):
+                    own.append(view)
+        return result
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Notify the halves of requests that have ended.

@@ -1,0 +1,269 @@
+"""The worker half of the KV canary: writes and checks an entry for each slot of each layer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from hardpoint.plugins import NewRequest, SchedulerOutput, WorkerHalf
+from hardpoint.plugins.worker_half import (
+    AllocatedCache,
+    Forward,
+    ForwardStep,
+    PackedInputs,
+    StepRows,
+    WorkerHalfContext,
+)
+
+from .chain import NEVER_WRITTEN, Ints, TokenChain, entries_of
+from .messages import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_PAST = 64  # requests that have left, whose entries are still recognised
+
+
+@dataclass
+class _Sequence:
+    """What the plan of a step says of one of its requests.
+
+    Attributes:
+        chain: of its tokens.
+        start: first position of the step.
+        entries: of all positions up to the last one of the step, as far as tokens are known.
+    """
+
+    chain: TokenChain
+    start: int
+    entries: Ints
+
+
+class CanaryWorker(WorkerHalf):
+    """Follows the tokens of requests by plans and samples, and compares the cache with them.
+
+    Entries are written from the inputs that the attention gets, before the layers write keys and
+    values; they are read through its block tables, after the layers have read those.
+    """
+
+    packs = True
+
+    def __init__(self, context: WorkerHalfContext) -> None:
+        """Wait for a KV cache."""
+        self._device = context.device
+        self._cache: AllocatedCache | None = None
+        self._entries: list[torch.Tensor] = []  # per group, int64 [layers, slots]
+        self._chains: dict[str, TokenChain] = {}
+        self._past: OrderedDict[str, TokenChain] = OrderedDict()
+        self._rejected: dict[int, str] = {}  # entries of drafts of the last steps
+        self._drafted: dict[str, tuple[int, Ints]] = {}  # drafts of the last step
+        self._step: list[_Sequence] = []  # in the order of the attention
+        self._packed: PackedInputs | None = None
+        self._findings: dict[str, Finding] = {}
+
+    # The cache
+
+    def cache_allocated(self, cache: AllocatedCache) -> None:
+        """Allocate an entry per slot and layer."""
+        import torch  # noqa: PLC0415 - features load without it
+
+        self._cache = cache
+        slots = cache.num_blocks * cache.block_size
+        self._entries = [
+            torch.zeros(cache.group_of.count(group), slots, dtype=torch.int64, device=self._device)
+            for group in range(cache.num_groups)
+        ]
+
+    def cache_released(self) -> None:
+        """Forget the entries with the keys and values."""
+        self._cache, self._entries = None, []
+
+    def block_memory(self) -> Sequence[torch.Tensor]:
+        """Return the entries of each layer by block, for parts that move blocks."""
+        import torch  # noqa: PLC0415 - features load without it
+
+        assert self._cache is not None, "cache_allocated() comes first"
+        rows = [iter(entries) for entries in self._entries]
+        size = self._cache.block_size
+        return [next(rows[g]).view(-1, size).view(torch.uint8) for g in self._cache.group_of]
+
+    # Tokens, as plans and samples say
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
+        """Take the requests of the step, with the tokens that they should have."""
+        for new in plan.new_requests:
+            self._start(new)
+        for request_id, block_ids in plan.cached_requests.new_block_ids.items():
+            self._extend(self._chains[request_id], block_ids)
+        self._packed, self._findings = None, {}
+        self._step, computed = [], plan.num_computed_tokens()
+        # Sequences with a single token come first.
+        for request_id, count in sorted(plan.num_scheduled_tokens.items(), key=_is_longer):
+            chain, start = self._chains[request_id], computed[request_id]
+            drafts = plan.draft_token_ids.get(request_id, ())
+            entries = chain.entries(drafts)
+            self._step.append(_Sequence(chain, start, entries[: start + count]))
+            if drafts:
+                self._drafted[request_id] = chain.length, entries[chain.length :]
+
+    def _start(self, new: NewRequest) -> None:
+        assert self._cache is not None, "cache_allocated() comes first"
+        chain = TokenChain(new.source, self._cache.max_model_len, self._cache.num_groups)
+        chain.append([*new.source.prompt_token_ids, *new.output_token_ids])
+        self._extend(chain, new.block_ids)
+        self._chains[new.source.request_id] = chain
+
+    def _extend(self, chain: TokenChain, block_ids: Sequence[Sequence[int]]) -> None:
+        for table, new in zip(chain.block_ids, block_ids, strict=False):
+            table += new
+
+    def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        """Append the tokens of the step, and remember the drafts that were rejected."""
+        for request_id, tokens in token_ids.items():
+            self._chains[request_id].append(tokens)
+        drafted, self._drafted = self._drafted, {}
+        for request_id, (start, entries) in drafted.items():
+            chain = self._chains[request_id]
+            known = chain.entries()[start : start + len(entries)]
+            wrong = set(entries.tolist()).difference(known.tolist())
+            self._rejected |= dict.fromkeys(wrong, request_id)
+        while len(self._rejected) > 1 << 12:
+            del self._rejected[next(iter(self._rejected))]
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended, but for the last ones."""
+        for request_id in request_ids:
+            self._drafted.pop(request_id, None)
+            if (chain := self._chains.pop(request_id, None)) is not None:
+                self._past[request_id] = chain
+        while len(self._past) > _MOST_PAST:
+            self._past.popitem(last=False)
+
+    # Entries
+
+    def around_model(self, forward: Forward) -> Forward:
+        """Return `forward` with the entries written before it."""
+
+        def run(step: ForwardStep) -> torch.Tensor:
+            if step.packed is not None and self._step and self._entries:
+                self._write(step.packed)
+                self._packed = step.packed
+            return forward(step)
+
+        return run
+
+    def _write(self, packed: PackedInputs) -> None:
+        """Write the entries of what the attention gets at its slots."""
+        spans = pairwise(packed.starts.tolist())
+        tokens, positions = packed.token_ids.cpu().numpy(), packed.positions.cpu().numpy()
+        written = np.empty_like(positions)
+        for sequence, (first, end) in zip(self._step, spans, strict=True):
+            start = int(positions[first])
+            known = min(start, sequence.chain.length)
+            sums = sequence.chain.sums_of(tokens[first:end], known)
+            written[first:end] = entries_of(sums, start)
+        values = packed.positions.new_tensor(written)
+        for entries, slots in zip(self._entries, packed.slots, strict=True):
+            entries[:, slots] = values
+
+    def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:  # noqa: ARG002
+        """Compare what the attention has read with what the plan says.
+
+        Raises:
+            RuntimeError: the step has other sequences than the plan.
+        """
+        if (packed := self._packed) is None:
+            return
+        names = [sequence.chain.request_id for sequence in self._step]
+        if names != list(rows.request_ids):
+            raise RuntimeError(f"the step has {list(rows.request_ids)}, expected {names}")
+        lens = packed.lens.tolist()
+        for group in range(len(self._entries)):
+            table = packed.tables[group].cpu().numpy()
+            for row, sequence in enumerate(self._step):
+                if sequence.chain.request_id not in self._findings:
+                    self._check(sequence, group, table[row], lens[row])
+
+    def _check(self, sequence: _Sequence, group: int, table: Ints, length: int) -> None:
+        """Compare the entries of a sequence with those that the plan implies.
+
+        Args:
+            sequence: as the plan says.
+            group: KV cache group.
+            table: block table of the attention, [blocks].
+            length: tokens of the sequence as the attention sees it.
+        """
+        import torch  # noqa: PLC0415 - features load without it
+
+        cache, chain = self._cache, sequence.chain
+        assert cache is not None, "cache_allocated() comes first"
+        window, size = cache.windows[group], cache.block_size
+        first = 0 if window is None else max(0, sequence.start - window + 1)
+        positions = np.arange(first, min(len(sequence.entries), len(table) * size))
+        columns = positions // size
+        slots = table[columns] * size + positions % size
+        planned = np.asarray(chain.block_ids[group], dtype=np.int64)[columns]
+        found = self._entries[group][:, torch.from_numpy(slots).to(self._device)].cpu().numpy()
+        expected = sequence.entries[positions]
+        wrong = (found != expected).any(axis=0) | (planned != table[columns])
+        if wrong.any():
+            at = int(wrong.argmax())
+            column = found[:, at]
+            other = column[column != expected[at]]
+            block = int(table[columns[at]])
+            where = f"block {block} of request {chain.request_id!r}"
+            if block != planned[at]:
+                where += f", in place of block {planned[at]}"
+            if len(self._entries) > 1:
+                where += f" in KV cache group {group}"
+            position = int(positions[at])
+            what = self._named(int(other[0]), chain, position) if len(other) else "its own"
+            text = f"{where} has keys and values at position {position} that are {what}"
+        elif length != len(sequence.entries):
+            block = int(table[columns[-1]])
+            text = (
+                f"request {chain.request_id!r} has {length} tokens with keys and values after the "
+                f"step, the plan says {len(sequence.entries)}: block {block} is filled otherwise"
+            )
+        else:
+            return
+        self._findings[chain.request_id] = Finding(text, block)
+
+    def _named(self, entry: int, chain: TokenChain, position: int) -> str:
+        """Return whose keys and values an entry stands for, in place of those of a position."""
+        if entry == NEVER_WRITTEN:
+            return "none: they were never written"
+        if (owner := self._rejected.get(entry)) is not None:
+            return f"those of a rejected draft of request {owner!r}"
+        for other in self._others(chain):
+            at = np.flatnonzero(other.entries() == entry)
+            if len(at):
+                ended = "" if self._chains.get(other.request_id) is other else ", which has ended"
+                return f"those of request {other.request_id!r}{ended}, at position {at[0]}"
+        for other in self._others(chain):
+            if position < chain.length and chain.entries(seed=other.seed)[position] == entry:
+                if other.adapter != chain.adapter:
+                    used = other.adapter and f" {other.adapter!r}"
+                    return f"those of its tokens with {'adapter' if used else 'no adapter'}{used}"
+                return "those of its tokens with another cache salt or adapter"
+        return "those of another token, or of other tokens before it"
+
+    def _others(self, chain: TokenChain) -> Iterator[TokenChain]:
+        """Return the chains of known requests, that of a request itself first."""
+        yield chain
+        yield from (x for x in (*self._chains.values(), *self._past.values()) if x is not chain)
+
+    def report(self) -> bytes | None:
+        """Return what was found."""
+        self._step, self._packed = [], None
+        return msgspec.msgpack.encode(self._findings) if self._findings else None
+
+
+def _is_longer(scheduled: tuple[str, int]) -> bool:
+    return scheduled[1] > 1

@@ -153,7 +153,9 @@ class WorkerParts:
                     not isinstance(memory, Sequence)
                     or len(memory) != len(result)
                     or not all(map(is_block_view, memory))
-                    or any(len(view) != len(own[0]) for own, view in zip(result, memory))
+                    or any(
+                        len(view) != len(own[0]) for own, view in zip(result, memory, strict=True)
+                    )
                 ):
                     expected = f"expected {len(result)} uint8 tensors [num_blocks, bytes]"
                     raise half.wrong("block_memory", memory, expected)

@@ -218,10 +218,10 @@ class CanaryWorker(WorkerHalf):
             other = column[column != expected[at]]
             block = int(table[columns[at]])
             where = f"block {block} of request {chain.request_id!r}"
-            if block != planned[at]:
-                where += f", in place of block {planned[at]}"
             if len(self._entries) > 1:
                 where += f" in KV cache group {group}"
+            if block != planned[at]:
+                where += f", in place of block {planned[at]},"
             position = int(positions[at])
             what = self._named(int(other[0]), chain, position) if len(other) else "its own"
             text = f"{where} has keys and values at position {position} that are {what}"
@@ -242,16 +242,13 @@ class CanaryWorker(WorkerHalf):
         if (owner := self._rejected.get(entry)) is not None:
             return f"those of a rejected draft of request {owner!r}"
         for other in self._others(chain):
+            if position < chain.length and chain.entries(seed=other.seed)[position] == entry:
+                return f"those of the same tokens with {_difference(chain, other)}"
+        for other in self._others(chain):
             at = np.flatnonzero(other.entries() == entry)
             if len(at):
                 ended = "" if self._chains.get(other.request_id) is other else ", which has ended"
                 return f"those of request {other.request_id!r}{ended}, at position {at[0]}"
-        for other in self._others(chain):
-            if position < chain.length and chain.entries(seed=other.seed)[position] == entry:
-                if other.adapter != chain.adapter:
-                    used = other.adapter and f" {other.adapter!r}"
-                    return f"those of its tokens with {'adapter' if used else 'no adapter'}{used}"
-                return "those of its tokens with another cache salt or adapter"
         return "those of another token, or of other tokens before it"
 
     def _others(self, chain: TokenChain) -> Iterator[TokenChain]:
@@ -263,6 +260,13 @@ class CanaryWorker(WorkerHalf):
         """Return what was found."""
         self._step, self._packed = [], None
         return msgspec.msgpack.encode(self._findings) if self._findings else None
+
+
+def _difference(chain: TokenChain, other: TokenChain) -> str:
+    """Return what a request has that another one of the same tokens has not."""
+    if other.adapter == chain.adapter:
+        return "another cache salt or adapter"
+    return f"adapter {other.adapter!r}" if other.adapter else "no adapter"
 
 
 def _is_longer(scheduled: tuple[str, int]) -> bool:

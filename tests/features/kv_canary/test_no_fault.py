@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.core.scripted_connector import Script, use
 from support.driving import FINAL, alone, run, varied_jobs
-from support.internals import core_of
+from support.parallel import write_random_model
 
-from hardpoint import SamplingParams
+from hardpoint import LLM, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.features.kv_canary.checking import CanaryWorker
+from hardpoint.features.kv_canary.part import CanaryFindings
 from hardpoint.testing import scripted_engine
 
 CANARY = {"debug": {"kv_canary": True}}
@@ -18,8 +21,6 @@ LEVELS = {
     "few blocks": SMALL | {"scheduler": {"max_num_seqs": 6}},
     "n-grams": {"speculation": {"use": ["ngram"]}},
     "stores": SMALL | {"kv_connector": {"stores": ["memory"]}},
-    "layer by layer": SMALL
-    | {"kv_connector": {"stores": ["memory"]}, "plugin": {"stores": {"layer_groups": 2}}},
     "ahead": {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}},
     "tensor ranks": {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}},
     "stages": {"executor": {"use": "multiproc"}, "parallel": {"pipeline": 2}},
@@ -48,9 +49,7 @@ def test_tokens_are_those_without_it(scripted, jobs, expected, level):
 
 
 def test_wrong_drafts_that_are_rejected_are_no_fault(scripted, jobs, expected):
-    replies = [
-        [prompt, tokens] for name, prompt, _ in jobs for _, tokens, *_ in expected[name][0]
-    ]
+    replies = [[prompt, tokens] for name, prompt, _ in jobs for _, tokens, *_ in expected[name][0]]
     drafts = {
         "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"], "adaptive": False},
         "plugin": {"scripted_speculator": {"right": 0.6, "replies": replies}},
@@ -74,7 +73,8 @@ def test_requests_that_were_kept_in_a_sleep_go_on(scripted, jobs, expected, leve
     engine.call_utility("sleep", level, "keep")
     engine.call_utility("wake_up")
     left = run(engine, [])
-    assert left and left == {name: expected[name] for name in left}
+    assert left
+    assert left == {name: expected[name] for name in left}
     engine.close()
 
 
@@ -91,7 +91,69 @@ def test_salts_share_nothing(scripted):
     engine.close()
 
 
-def test_nothing_is_called_when_it_is_off(scripted):
-    engine = scripted_engine(scripted)
-    assert "kv_canary" not in [part.name for part in core_of(engine)._step_parts._parts]
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("bad", [False, True])
+def test_blocks_that_were_loaded_or_could_not_be(scripted, asynchronous, bad):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **FINAL)
+    prompt = [7] * 3 + list(range(30))
+    jobs = [("a", prompt, params), ("b", [*prompt[:20], 9, 9, 9, 9, 9, 9], params)]
+    script = use(Script(asynchronous=asynchronous))
+    connector = {"kv_connector": {"use": "support.core.scripted_connector:ScriptedConnector"}}
+    engine = scripted_engine(scripted, CANARY | SMALL | connector)
+    wanted = run(engine, jobs)
+    engine.call_utility("reset_prefix_cache")
+    script.bad = {sorted(script.kept)[1]} if bad else set()
+    assert run(engine, jobs) == wanted
+    assert "worker.wait_for_save" in script.calls
     engine.close()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_nothing_is_built_unless_it_is_on(scripted, on, monkeypatch):
+    built = []
+    for cls in (CanaryFindings, CanaryWorker):
+        monkeypatch.setattr(cls, "close", lambda self: built.append(self))
+    scripted_engine(scripted, CANARY if on else None).close()
+    assert len(built) == 2 * on
+
+
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2
+
+
+@pytest.mark.parametrize("groups", [True, False])
+def test_windows_and_layers(tmp_path, groups):
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": len(LAYERS),
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "layer_types": LAYERS,
+    }
+    folder = write_random_model(tmp_path / "qwen2", "Qwen2ForCausalLM", **fields)
+    config = {
+        "dtype": "float32",
+        "device": "cpu",
+        "load": {"use": "dummy"},
+        "max_model_len": 136,
+        "kv_cache": {"block_size": 8, "window_groups": groups, "num_blocks": 60, "watermark": 0.0},
+        "scheduler": {"max_num_batched_tokens": 24},
+        **CANARY,
+    }
+    if not groups:
+        layers = {"plugin": {"stores": {"layer_groups": 4}}}
+        config |= {"kv_connector": {"stores": ["memory"]}} | layers
+    params = SamplingParams(max_tokens=24, ignore_eos=True, seed=1, n=3)
+    prompts = [
+        {"prompt_token_ids": [(7 * count + i) % 250 for i in range(count)]} for count in (3, 40, 90)
+    ]
+    with LLM(str(folder), config=config, progress=False) as llm:
+        first = [[c.token_ids for c in x.outputs] for x in llm.generate(prompts, params)]
+        llm.reset_prefix_cache()
+        again = [[c.token_ids for c in x.outputs] for x in llm.generate(prompts, params)]
+        stats = llm.scheduler_stats()
+    assert all(len(tokens) == 24 for one in first for tokens in one)
+    assert len(again) == len(first)
+    assert stats.num_preemptions > 0 if groups else stats.external_prefix_cache.hit_tokens > 0

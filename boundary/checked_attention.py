@@ -222,18 +222,22 @@ def _rotates(backend: AttentionBackend) -> bool:
 
 def _are_block_views(views: Sequence[Any], size: int) -> bool:
     return (
-        all(is_block_view(view) and len(view) == len(views[0]) for view in views)
+        all(is_block_view(view, views[0]) for view in views)
         and sum(view.shape[1] for view in views) == size
     )
 
 
-def is_block_view(view: Any) -> bool:
-    """Return whether a value is a uint8 tensor [num_blocks, bytes] of adjacent bytes."""
+def is_block_view(view: Any, other: Any) -> bool:
+    """Return whether a value is a uint8 tensor [num_blocks, bytes] with as many blocks as another.
+
+    The bytes of each block have to be adjacent.
+    """
     return (
         isinstance(view, torch.Tensor)
         and view.dtype == torch.uint8
         and view.dim() == 2
         and view.stride(1) == 1
+        and len(view) == len(other)
     )
 
 

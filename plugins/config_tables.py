@@ -421,7 +421,7 @@ class DebugConfig(Strict):
     """Checks of the engine itself, which cost time.
 
     Attributes:
-        kv_canary: keep beside the keys and values of each token whose they are, and compare that in
+        kv_canary: keep with the keys and values of each token whose they are, and compare that in
             each step with what the scheduler planned. A request for which it differs ends with an
             error that names the block and what was found in it.
     """

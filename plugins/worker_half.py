@@ -339,7 +339,7 @@ class WorkerHalf:
         """Forget the KV cache, whose memory is to be released."""
 
     def block_memory(self) -> Sequence[torch.Tensor]:
-        """Return what the half keeps beside the keys and values of blocks, to be moved with them.
+        """Return the memory of the half that belongs to blocks, to be moved with them.
 
         Called after `cache_allocated`, if a part moves blocks. The identity of the blocks differs
         from that of blocks without it.

@@ -140,23 +140,17 @@ class WorkerParts:
                     stack.callback(half.checked, "cache_released")
 
     def with_memory(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Return views of each layer's blocks, with those of what halves keep beside them.
+        """Return views of each layer's blocks, and of what halves keep of them.
 
         Raises:
             PluginFaultError: a half failed, or returned something else.
         """
-        result = [list(views) for views in layers]
+        result, firsts = [list(views) for views in layers], [views[0] for views in layers]
         for half in self._halves:
             if half.overrides("block_memory"):
                 memory = half.checked("block_memory")
-                if (
-                    not isinstance(memory, Sequence)
-                    or len(memory) != len(result)
-                    or not all(map(is_block_view, memory))
-                    or any(
-                        len(view) != len(own[0]) for own, view in zip(result, memory, strict=True)
-                    )
-                ):
+                has_all = isinstance(memory, Sequence) and len(memory) == len(result)
+                if not has_all or not all(map(is_block_view, memory, firsts)):
                     expected = f"expected {len(result)} uint8 tensors [num_blocks, bytes]"
                     raise half.wrong("block_memory", memory, expected)
                 for own, view in zip(result, memory, strict=True):

@@ -1,4 +1,4 @@
-"""The KV canary: entries beside keys and values that say whose they are, checked in each step."""
+"""The KV canary: for each cached token, an entry that states whose it is, checked in each step."""
 
 from .part import KVCanary
 

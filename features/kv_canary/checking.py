@@ -32,12 +32,13 @@ _MOST_PAST = 64  # requests that have left, whose entries are still recognised
 
 @dataclass
 class _Sequence:
-    """What the plan of a step says of one of its requests.
+    """A request of a step, as planned.
 
     Attributes:
-        chain: of its tokens.
+        chain: its tokens.
         start: first position of the step.
-        entries: of all positions up to the last one of the step, as far as tokens are known.
+        entries: expected entries of all positions up to the last one of the step, as far as tokens
+            are known.
     """
 
     chain: TokenChain
@@ -93,7 +94,7 @@ class CanaryWorker(WorkerHalf):
         size = self._cache.block_size
         return [next(rows[g]).view(-1, size).view(torch.uint8) for g in self._cache.group_of]
 
-    # Tokens, as plans and samples say
+    # Tokens, by plans and samples
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Take the requests of the step, with the tokens that they should have."""
@@ -173,7 +174,7 @@ class CanaryWorker(WorkerHalf):
             entries[:, slots] = values
 
     def hidden(self, hidden: torch.Tensor, rows: StepRows) -> None:  # noqa: ARG002
-        """Compare what the attention has read with what the plan says.
+        """Compare what the attention has read with what is planned.
 
         Raises:
             RuntimeError: the step has other sequences than the plan.
@@ -194,7 +195,7 @@ class CanaryWorker(WorkerHalf):
         """Compare the entries of a sequence with those that the plan implies.
 
         Args:
-            sequence: as the plan says.
+            sequence: as planned.
             group: KV cache group.
             table: block table of the attention, [blocks].
             length: tokens of the sequence as the attention sees it.
@@ -229,7 +230,7 @@ class CanaryWorker(WorkerHalf):
             block = int(table[columns[-1]])
             text = (
                 f"request {chain.request_id!r} has {length} tokens with keys and values after the "
-                f"step, the plan says {len(sequence.entries)}: block {block} is filled otherwise"
+                f"step, expected {len(sequence.entries)}, as planned: block {block} is filled otherwise"
             )
         else:
             return
@@ -257,13 +258,13 @@ class CanaryWorker(WorkerHalf):
         yield from (x for x in (*self._chains.values(), *self._past.values()) if x is not chain)
 
     def report(self) -> bytes | None:
-        """Return what was found."""
+        """Return the findings of the step."""
         self._step, self._packed = [], None
         return msgspec.msgpack.encode(self._findings) if self._findings else None
 
 
 def _difference(chain: TokenChain, other: TokenChain) -> str:
-    """Return what a request has that another one of the same tokens has not."""
+    """Return the difference of the keys and values of another request with the same tokens."""
     if other.adapter == chain.adapter:
         return "another cache salt or adapter"
     return f"adapter {other.adapter!r}" if other.adapter else "no adapter"

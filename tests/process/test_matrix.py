@@ -168,6 +168,7 @@ BASE = {
     "kv_cache": {"block_size": 8},
     "scheduler": {"max_num_seqs": 6},
 }
+CANARY = {"debug": {"kv_canary": True}}  # of the engines that are compared with the plain one
 COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
 
 
@@ -252,7 +253,7 @@ def config_of(
 ) -> dict:
     """Return the configuration of a row; scripted drafts are what the requests came to alone."""
     enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
-    base = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT)
+    base = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT, CANARY)
     config = merged(base, *(ENGINE[feature][row[feature]] for feature in ENGINE))
     if row["speculator"] in ("right", "wrong"):
         replies = [

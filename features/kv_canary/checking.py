@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from hardpoint.plugins import NewRequest, SchedulerOutput, WorkerHalf
+from hardpoint.plugins import SchedulerOutput, WorkerHalf
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
@@ -21,13 +20,11 @@ from hardpoint.plugins.worker_half import (
     WorkerHalfContext,
 )
 
-from .chain import NEVER_WRITTEN, Ints, TokenChain, entries_of
+from .chains import Ints, KnownChains, TokenChain, entries_of
 from .messages import Finding
 
 if TYPE_CHECKING:
     import torch
-
-_MOST_PAST = 64  # requests that have left, whose entries are still recognised
 
 
 @dataclass
@@ -36,13 +33,14 @@ class _Sequence:
 
     Attributes:
         chain: its tokens.
-        start: first position of the step.
+        start, end: first position of the step, and the one after the last.
         entries: expected entries of all positions up to the last one of the step, as far as tokens
             are known.
     """
 
     chain: TokenChain
     start: int
+    end: int
     entries: Ints
 
 
@@ -60,10 +58,7 @@ class CanaryWorker(WorkerHalf):
         self._device = context.device
         self._cache: AllocatedCache | None = None
         self._entries: list[torch.Tensor] = []  # per group, int64 [layers, slots]
-        self._chains: dict[str, TokenChain] = {}
-        self._past: OrderedDict[str, TokenChain] = OrderedDict()
-        self._rejected: dict[int, str] = {}  # entries of drafts of the last steps
-        self._drafted: dict[str, tuple[int, Ints]] = {}  # drafts of the last step
+        self._known: KnownChains | None = None
         self._step: list[_Sequence] = []  # in the order of the attention
         self._packed: PackedInputs | None = None
         self._findings: dict[str, Finding] = {}
@@ -74,7 +69,7 @@ class CanaryWorker(WorkerHalf):
         """Allocate an entry per slot and layer."""
         import torch  # noqa: PLC0415 - features load without it
 
-        self._cache = cache
+        self._cache, self._known = cache, KnownChains(cache.max_model_len, cache.num_groups)
         slots = cache.num_blocks * cache.block_size
         self._entries = [
             torch.zeros(cache.group_of.count(group), slots, dtype=torch.int64, device=self._device)
@@ -98,53 +93,29 @@ class CanaryWorker(WorkerHalf):
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Take the requests of the step, with the tokens that they should have."""
-        for new in plan.new_requests:
-            self._start(new)
-        for request_id, block_ids in plan.cached_requests.new_block_ids.items():
-            self._extend(self._chains[request_id], block_ids)
-        self._packed, self._findings = None, {}
-        self._step, computed = [], plan.num_computed_tokens()
+        self._step, self._packed, self._findings = [], None, {}
+        self._chains.begin(plan)
+        step, computed = [], plan.num_computed_tokens()
         # Sequences with a single token come first.
         for request_id, count in sorted(plan.num_scheduled_tokens.items(), key=_is_longer):
             chain, start = self._chains[request_id], computed[request_id]
-            drafts = plan.draft_token_ids.get(request_id, ())
-            entries = chain.entries(drafts)
-            self._step.append(_Sequence(chain, start, entries[: start + count]))
-            if drafts:
-                self._drafted[request_id] = chain.length, entries[chain.length :]
-
-    def _start(self, new: NewRequest) -> None:
-        assert self._cache is not None, "cache_allocated() comes first"
-        chain = TokenChain(new.source, self._cache.max_model_len, self._cache.num_groups)
-        chain.append([*new.source.prompt_token_ids, *new.output_token_ids])
-        self._extend(chain, new.block_ids)
-        self._chains[new.source.request_id] = chain
-
-    def _extend(self, chain: TokenChain, block_ids: Sequence[Sequence[int]]) -> None:
-        for table, new in zip(chain.block_ids, block_ids, strict=False):
-            table += new
+            entries, end = chain.entries(plan.draft_token_ids.get(request_id, ())), start + count
+            step.append(_Sequence(chain, start, end, entries[:end]))
+        self._step = step  # last, so that nothing is written if this fails
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """Append the tokens of the step, and remember the drafts that were rejected."""
-        for request_id, tokens in token_ids.items():
-            self._chains[request_id].append(tokens)
-        drafted, self._drafted = self._drafted, {}
-        for request_id, (start, entries) in drafted.items():
-            chain = self._chains[request_id]
-            known = chain.entries()[start : start + len(entries)]
-            wrong = set(entries.tolist()).difference(known.tolist())
-            self._rejected |= dict.fromkeys(wrong, request_id)
-        while len(self._rejected) > 1 << 12:
-            del self._rejected[next(iter(self._rejected))]
+        """Append the tokens of the step."""
+        self._chains.sampled(token_ids)
 
     def finished(self, request_ids: Collection[str]) -> None:
-        """Forget requests that have ended, but for the last ones."""
-        for request_id in request_ids:
-            self._drafted.pop(request_id, None)
-            if (chain := self._chains.pop(request_id, None)) is not None:
-                self._past[request_id] = chain
-        while len(self._past) > _MOST_PAST:
-            self._past.popitem(last=False)
+        """Forget requests that have ended."""
+        if self._known is not None:
+            self._known.finished(request_ids)
+
+    @property
+    def _chains(self) -> KnownChains:
+        assert self._known is not None, "cache_allocated() comes first"
+        return self._known
 
     # Entries
 
@@ -163,8 +134,8 @@ class CanaryWorker(WorkerHalf):
         """Write the entries of what the attention gets at its slots."""
         spans = pairwise(packed.starts.tolist())
         tokens, positions = packed.token_ids.cpu().numpy(), packed.positions.cpu().numpy()
-        written = np.empty_like(positions)
-        for sequence, (first, end) in zip(self._step, spans, strict=True):
+        written = np.zeros_like(positions)
+        for sequence, (first, end) in zip(self._step, spans, strict=False):  # `hidden` checks it
             start = int(positions[first])
             known = min(start, sequence.chain.length)
             sums = sequence.chain.sums_of(tokens[first:end], known)
@@ -224,50 +195,24 @@ class CanaryWorker(WorkerHalf):
             if block != planned[at]:
                 where += f", in place of block {planned[at]},"
             position = int(positions[at])
-            what = self._named(int(other[0]), chain, position) if len(other) else "its own"
+            what = (
+                self._chains.describe(int(other[0]), chain, position) if len(other) else "its own"
+            )
             text = f"{where} has keys and values at position {position} that are {what}"
-        elif length != len(sequence.entries):
-            block = int(table[columns[-1]])
+        elif length != sequence.end:
+            block = int(table[(sequence.end - 1) // size])
             text = (
-                f"request {chain.request_id!r} has {length} tokens with keys and values after the "
-                f"step, expected {len(sequence.entries)}, as planned: block {block} is filled otherwise"
+                f"block {block} of request {chain.request_id!r} is filled up to position "
+                f"{length - 1}, expected {sequence.end - 1}, as planned"
             )
         else:
             return
         self._findings[chain.request_id] = Finding(text, block)
 
-    def _named(self, entry: int, chain: TokenChain, position: int) -> str:
-        """Return whose keys and values an entry stands for, in place of those of a position."""
-        if entry == NEVER_WRITTEN:
-            return "none: they were never written"
-        if (owner := self._rejected.get(entry)) is not None:
-            return f"those of a rejected draft of request {owner!r}"
-        for other in self._others(chain):
-            if position < chain.length and chain.entries(seed=other.seed)[position] == entry:
-                return f"those of the same tokens with {_difference(chain, other)}"
-        for other in self._others(chain):
-            at = np.flatnonzero(other.entries() == entry)
-            if len(at):
-                ended = "" if self._chains.get(other.request_id) is other else ", which has ended"
-                return f"those of request {other.request_id!r}{ended}, at position {at[0]}"
-        return "those of another token, or of other tokens before it"
-
-    def _others(self, chain: TokenChain) -> Iterator[TokenChain]:
-        """Return the chains of known requests, that of a request itself first."""
-        yield chain
-        yield from (x for x in (*self._chains.values(), *self._past.values()) if x is not chain)
-
     def report(self) -> bytes | None:
         """Return the findings of the step."""
         self._step, self._packed = [], None
         return msgspec.msgpack.encode(self._findings) if self._findings else None
-
-
-def _difference(chain: TokenChain, other: TokenChain) -> str:
-    """Return the difference of the keys and values of another request with the same tokens."""
-    if other.adapter == chain.adapter:
-        return "another cache salt or adapter"
-    return f"adapter {other.adapter!r}" if other.adapter else "no adapter"
 
 
 def _is_longer(scheduled: tuple[str, int]) -> bool:

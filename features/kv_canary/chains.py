@@ -100,9 +100,9 @@ class KnownChains:
         self._drafted: dict[str, tuple[int, Ints]] = {}  # first position and entries, in the step
         self._rejected: dict[int, str] = {}  # request, by the entry of a draft
 
-    def __getitem__(self, request_id: str) -> TokenChain:
-        """Return the chain of a request."""
-        return self._chains[request_id]
+    def get(self, request_id: str) -> TokenChain | None:
+        """Return the chain of a request; None if no plan had it in full."""
+        return self._chains.get(request_id)
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Take the tokens and the blocks of a plan."""
@@ -112,15 +112,17 @@ class KnownChains:
             chain.extend_blocks(new.block_ids)
             self._chains[chain.request_id] = chain
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
-            self._chains[request_id].extend_blocks(block_ids)
+            if (known := self.get(request_id)) is not None:
+                known.extend_blocks(block_ids)
         for request_id, drafts in plan.draft_token_ids.items():
-            chain = self._chains[request_id]
-            self._drafted[request_id] = chain.length, chain.entries(drafts)[chain.length :]
+            if (known := self.get(request_id)) is not None:
+                self._drafted[request_id] = known.length, known.entries(drafts)[known.length :]
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Append the tokens of the step, and remember the drafts that were rejected."""
         for request_id, tokens in token_ids.items():
-            chain = self._chains[request_id]
+            if (chain := self.get(request_id)) is None:
+                continue
             chain.append(tokens)
             start, drafts = self._drafted.get(request_id, (0, np.empty(0, dtype=np.int64)))
             known = chain.entries()[start : start + len(drafts)]

@@ -58,7 +58,7 @@ class CanaryWorker(WorkerHalf):
         self._device = context.device
         self._cache: AllocatedCache | None = None
         self._entries: list[torch.Tensor] = []  # per group, int64 [layers, slots]
-        self._known: KnownChains | None = None
+        self._chains = KnownChains(0, 0)  # until there is a cache
         self._step: list[_Sequence] = []  # in the order of the attention
         self._packed: PackedInputs | None = None
         self._findings: dict[str, Finding] = {}
@@ -69,7 +69,7 @@ class CanaryWorker(WorkerHalf):
         """Allocate an entry per slot and layer."""
         import torch  # noqa: PLC0415 - features load without it
 
-        self._cache, self._known = cache, KnownChains(cache.max_model_len, cache.num_groups)
+        self._cache, self._chains = cache, KnownChains(cache.max_model_len, cache.num_groups)
         slots = cache.num_blocks * cache.block_size
         self._entries = [
             torch.zeros(cache.group_of.count(group), slots, dtype=torch.int64, device=self._device)
@@ -96,11 +96,14 @@ class CanaryWorker(WorkerHalf):
         self._step, self._packed, self._findings = [], None, {}
         self._chains.begin(plan)
         step, computed = [], plan.num_computed_tokens()
-        # Sequences with a single token come first.
+        # Sequences with a single token come first. The model runs in no step of requests that no
+        # plan had in full.
         for request_id, count in sorted(plan.num_scheduled_tokens.items(), key=_is_longer):
-            chain, start = self._chains[request_id], computed[request_id]
-            entries, end = chain.entries(plan.draft_token_ids.get(request_id, ())), start + count
-            step.append(_Sequence(chain, start, end, entries[:end]))
+            if (chain := self._chains.get(request_id)) is None:
+                return
+            start, drafts = computed[request_id], plan.draft_token_ids.get(request_id, ())
+            end = start + count
+            step.append(_Sequence(chain, start, end, chain.entries(drafts)[:end]))
         self._step = step  # last, so that nothing is written if this fails
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
@@ -109,13 +112,7 @@ class CanaryWorker(WorkerHalf):
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
-        if self._known is not None:
-            self._known.finished(request_ids)
-
-    @property
-    def _chains(self) -> KnownChains:
-        assert self._known is not None, "cache_allocated() comes first"
-        return self._known
+        self._chains.finished(request_ids)
 
     # Entries
 

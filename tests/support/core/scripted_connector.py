@@ -200,7 +200,7 @@ class WorkerHalf(_Half, KVConnectorWorker):
 
     def register_kv_caches(self, caches):
         self._hit("register_kv_caches", caches)
-        self.views = caches[0]
+        self.views = self.registered = caches[0]
 
     def release_kv_caches(self):
         for name in list(self.loading):

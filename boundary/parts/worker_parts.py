@@ -13,7 +13,7 @@ import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import is_block_view
-from hardpoint.boundary.checked_model import CheckedModel
+from hardpoint.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -151,8 +151,8 @@ class WorkerParts:
                 memory = half.checked("block_memory")
                 has_all = isinstance(memory, Sequence) and len(memory) == len(result)
                 if not has_all or not all(map(is_block_view, memory, firsts)):
-                    expected = f"expected {len(result)} uint8 tensors [num_blocks, bytes]"
-                    raise half.wrong("block_memory", memory, expected)
+                    expected = f"{len(result)} uint8 tensors [num_blocks, bytes]"
+                    raise wrong_result(half.source, "block_memory", memory, expected)
                 for own, view in zip(result, memory, strict=True):
                     own.append(view)
         return result

@@ -1,4 +1,4 @@
-"""What step parts keep of blocks is moved with their keys and values, and part of their identity."""
+"""What step parts keep of blocks is moved with keys and values, and part of their identity."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WRONG = {
 @pytest.mark.parametrize(("part", "message"), WRONG.items(), ids=WRONG)
 def test_a_wrong_one_is_refused_by_name(scripted, part, message):
     use(Script())
-    with pytest.raises(PluginFaultError, match=rf"{part}.*its block_memory\(\) {message}"):
+    with pytest.raises(PluginFaultError, match=rf"(?s){part}.*its block_memory\(\) {message}"):
         opened(scripted, part)
 
 

@@ -9,13 +9,13 @@ from support.core.scripted_connector import Script, use
 from support.driving import FINAL
 from support.internals import core_of
 
-from hardpoint import SamplingParams
+from hardpoint import LLM, SamplingParams
 from hardpoint.core.kv_cache import block_hashes
 from hardpoint.core.kv_cache.block_pool import BlockPool
 from hardpoint.core.worker.input_batch import InputBatch
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.plugins.requests import LoRARequest
-from hardpoint.testing import scripted_engine
+from hardpoint.testing import scripted_config, scripted_engine
 
 CANARY = {"debug": {"kv_canary": True}, "max_model_len": 128, "kv_cache": {"block_size": 8}}
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **FINAL)
@@ -173,3 +173,22 @@ def test_a_block_of_the_same_content_that_is_not_the_planned_one(scripted, monke
     assert set(found) == {"a"}
     assert re.search(r"in place of block \d+, .* at position 0 that are its own", found["a"])
     engine.close()
+
+
+RANKS = {"executor": {"use": "multiproc"}}
+PROCESSES = {
+    "here": {},
+    "its own": {"engine": {"in_process": False}},
+    "tensor ranks": RANKS | {"parallel": {"tensor": 2}},
+    "stages": RANKS | {"parallel": {"pipeline": 2}},
+    "ahead": RANKS | {"scheduler": {"asynchronous": True}},
+}
+
+
+@pytest.mark.parametrize("where", PROCESSES.values(), ids=PROCESSES)
+def test_it_is_found_in_any_process(scripted, where):
+    shifts = {"plugins": {"enable": ["support.plugins.corrupting:ShiftsSlots"]}}
+    with LLM(config=scripted_config(scripted, CANARY | shifts | where)) as llm:
+        (output,) = llm.generate([ONE], PARAMS)
+    assert output.outputs[0].finish_reason == "error"
+    assert re.search(r"at position 21 that are none: they were never", output.outputs[0].error)

@@ -1,4 +1,4 @@
-"""What step parts keep of blocks is moved with keys and values, and part of their identity."""
+"""Memory of step parts that belongs to blocks: moved with these, and part of their identity."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ class CheckedAttention:
         source: source of the backend.
         specs: one per attention layer.
         groups: groups of the layers.
+        group_of: index of the group, by layer.
         bytes_per_block: bytes of a block in all caches.
         kv_layout: name and version of the layout.
         is_replayable: whether the backend's class declares it.
@@ -65,7 +66,7 @@ class CheckedAttention:
         self._rotate = None if _rotates(backend) else rotate
         self.specs = specs
         self.groups = groups.groups
-        self._group_of, self._cache_of = groups.group_of, groups.cache_of
+        self.group_of, self._cache_of = groups.group_of, groups.cache_of
         self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
         sizes = [backend.bytes_per_block(spec) for spec in specs]
         for size in sizes:
@@ -91,7 +92,7 @@ class CheckedAttention:
             steps: one per group.
         """
         plans = [self._backend.plan(step) for step in steps]
-        return [plans[group] for group in self._group_of]
+        return [plans[group] for group in self.group_of]
 
     def allocate(self, num_blocks: int) -> list[Any]:
         """Return the cache of each layer, which layers of several groups share.
@@ -221,15 +222,22 @@ def _rotates(backend: AttentionBackend) -> bool:
 
 def _are_block_views(views: Sequence[Any], size: int) -> bool:
     return (
-        all(
-            isinstance(view, torch.Tensor)
-            and view.dtype == torch.uint8
-            and view.dim() == 2
-            and view.stride(1) == 1
-            and len(view) == len(views[0])
-            for view in views
-        )
+        all(is_block_view(view, views[0]) for view in views)
         and sum(view.shape[1] for view in views) == size
+    )
+
+
+def is_block_view(view: Any, other: Any) -> bool:
+    """Return whether a value is a uint8 tensor [num_blocks, bytes] with as many blocks as another.
+
+    The bytes of each block have to be adjacent.
+    """
+    return (
+        isinstance(view, torch.Tensor)
+        and view.dtype == torch.uint8
+        and view.dim() == 2
+        and view.stride(1) == 1
+        and len(view) == len(other)
     )
 
 

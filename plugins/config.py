@@ -15,6 +15,7 @@ from hardpoint.typed import Strict
 from .config_tables import (
     AttentionConfig,
     Count,
+    DebugConfig,
     EngineProcessConfig,
     ExecutorConfig,
     GrammarConfig,
@@ -74,6 +75,7 @@ class _CoreTables(Strict, kw_only=False):
     load: LoadConfig = LoadConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
+    debug: DebugConfig = DebugConfig()
 
 
 class EngineConfig(_CoreTables):

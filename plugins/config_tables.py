@@ -417,6 +417,18 @@ class QuantizationConfig(Strict):
     skip: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
 
 
+class DebugConfig(Strict):
+    """Checks of the engine itself, which cost time.
+
+    Attributes:
+        kv_canary: keep with the keys and values of each token whose they are, and compare that in
+            each step with what the scheduler planned. A request for which it differs ends with an
+            error that names the block and what was found in it.
+    """
+
+    kv_canary: bool = False
+
+
 class WeightCacheConfig(Strict):
     """The weight cache: files of packed weights, from which later starts are quick.
 

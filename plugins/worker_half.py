@@ -182,7 +182,7 @@ class KVBlocks:
     Attributes:
         identity: what the bytes of its blocks depend on, besides tokens.
         layers: per layer of this rank, views of its memory, uint8 [num_blocks, bytes], which
-            together are all bytes of each block.
+            together are all bytes of each block: of keys and values, and of `block_memory`.
     """
 
     identity: BlockIdentity
@@ -198,12 +198,19 @@ class AllocatedCache:
         max_model_len: tokens of a sequence, at most.
         block_size: tokens per block.
         num_groups: KV cache groups.
+        num_blocks: blocks, of all groups.
+        group_of: group of each layer of this rank.
+        windows: tokens that the layers of each group see; None is all. Blocks before these may be
+            others' by now.
     """
 
     attend: Callable[[Sequence[AttentionStep]], Attend]
     max_model_len: int
     block_size: int
     num_groups: int
+    num_blocks: int = 0
+    group_of: Sequence[int] = ()
+    windows: Sequence[int | None] = ()
 
 
 class PackedInputs(Protocol):
@@ -337,6 +344,17 @@ class WorkerHalf:
 
     def cache_released(self) -> None:
         """Forget the KV cache, whose memory is to be released."""
+
+    def block_memory(self) -> Sequence[torch.Tensor]:
+        """Return the memory of the half that belongs to blocks, to be moved with them.
+
+        Called after `cache_allocated`, if a part moves blocks. The identity of the blocks differs
+        from that of blocks without it.
+
+        Returns:
+            Per layer of this rank, uint8 [num_blocks, bytes].
+        """
+        return ()
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Notify the half of requests that have ended, of all that the worker had."""

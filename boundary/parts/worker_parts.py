@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.boundary.checked_model import CheckedModel
+from hardpoint.boundary.checked_attention import is_block_view
+from hardpoint.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -137,6 +138,24 @@ class WorkerParts:
             for half in self._halves:
                 if half.overrides("cache_released"):
                     stack.callback(half.checked, "cache_released")
+
+    def with_memory(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Return views of each layer's blocks, and of what halves keep of them.
+
+        Raises:
+            PluginFaultError: a half failed, or returned something else.
+        """
+        result, firsts = [list(views) for views in layers], [views[0] for views in layers]
+        for half in self._halves:
+            if half.overrides("block_memory"):
+                memory = half.checked("block_memory")
+                has_all = isinstance(memory, Sequence) and len(memory) == len(result)
+                if not has_all or not all(map(is_block_view, memory, firsts)):
+                    expected = f"{len(result)} uint8 tensors [num_blocks, bytes]"
+                    raise wrong_result(half.source, "block_memory", memory, expected)
+                for own, view in zip(result, memory, strict=True):
+                    own.append(view)
+        return result
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Notify the halves of requests that have ended.

@@ -120,7 +120,7 @@ class ModelRunner:
 
     def block_views(self, user: str) -> list[list[torch.Tensor]]:
         """Return the views of each layer's cache, see `KVBlocks`; `user` needs them."""
-        return self.attention.block_views(self._caches, user)
+        return self.parts.with_memory(self.attention.block_views(self._caches, user))
 
     def allocate(self, num_blocks: int, batch: InputBatch) -> None:
         """Allocate the KV cache of every layer, and use `batch`, whose block tables refer to it."""
@@ -141,7 +141,15 @@ class ModelRunner:
         self._caches = self.attention.allocate(num_blocks)
         batch, attend = self._batch, functools.partial(self.attention.of_step, self._caches)
         self.parts.cache_allocated(
-            AllocatedCache(attend, batch.max_model_len, batch.block_size, batch.num_groups)
+            AllocatedCache(
+                attend,
+                batch.max_model_len,
+                batch.block_size,
+                batch.num_groups,
+                num_blocks,
+                self.attention.group_of,
+                [group.window for group in self.attention.groups],
+            )
         )
 
     @property

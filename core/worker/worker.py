@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
@@ -256,7 +257,9 @@ class LocalWorker:
             weights=self._weights_hash,
             user=user,
         )
-        return KVBlocks(identity, runner.block_views(user))
+        layers = runner.block_views(user)
+        sizes = tuple(sum(view.shape[1] for view in views) for views in layers)
+        return KVBlocks(msgspec.structs.replace(identity, layer_bytes=sizes), layers)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None means that sampling waits for `sample_tokens`.

@@ -211,6 +211,7 @@ BASE = {
     "reasoning": {"parser": "think_tags"},
     "tools": {"parser": "hermes"},
 }
+CANARY = {"debug": {"kv_canary": True}}  # of the engines that are compared with the plain one
 COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
 
 
@@ -349,7 +350,7 @@ def config_of(
 ) -> dict:
     """Return the configuration of a row; scripted drafts are what the requests came to alone."""
     enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
-    config = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT)
+    config = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT, CANARY)
     levels = (ENGINE[feature][row[feature]] for feature in ENGINE if feature != "model")
     config = merged(config, *levels)
     if (row["model"], row["blocks"]) == ("with windows", "few"):

@@ -9,6 +9,7 @@ from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
+from hardpoint.features.kv_canary import KVCanary
 from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.speculation import Speculation
@@ -113,6 +114,12 @@ class TestSpeculation(StepPartSuite):
 
 def test_all_builtins_are_tested():
     assert_tests_builtins("step_parts", "part", globals())
+
+
+class TestKVCanary(StepPartSuite):
+    examples = kit_examples()
+    part = KVCanary
+    config = {"debug": {"kv_canary": True}}
 
 
 class TestKVTransfer(StepPartSuite):

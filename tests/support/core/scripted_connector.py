@@ -200,7 +200,7 @@ class WorkerHalf(_Half, KVConnectorWorker):
 
     def register_kv_caches(self, caches):
         self._hit("register_kv_caches", caches)
-        (self.views,) = caches[0]
+        self.views = self.registered = caches[0]
 
     def release_kv_caches(self):
         for name in list(self.loading):
@@ -223,7 +223,8 @@ class WorkerHalf(_Half, KVConnectorWorker):
     def scribble(self, load):
         """Write what no request may read, as a load that is under way does."""
         for block in load.blocks:
-            self.views[block].fill_(GARBAGE)
+            for view in self.views:
+                view[block].fill_(GARBAGE)
 
     def fill(self, load):
         for block_hash, block in zip(load.hashes, load.blocks, strict=True):
@@ -231,7 +232,12 @@ class WorkerHalf(_Half, KVConnectorWorker):
             if data is None or block_hash in self.script.bad:
                 self.errors.add(block)
             else:
-                self.views[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                for view, part in zip(self.views, self.split(data), strict=True):
+                    view[block].copy_(part)
+
+    def split(self, data):
+        return data.split([view.shape[1] for view in self.views])
 
     def give_up(self, name):
         _, load = self.loading.pop(name)
@@ -250,7 +256,9 @@ class WorkerHalf(_Half, KVConnectorWorker):
     def wait_for_save(self):
         if not self.distrusts:
             for block_hash, block in self.saves:
-                self.script.kept[block_hash] = bytes(self.views[block].tolist())
+                self.script.kept[block_hash] = bytes(
+                    torch.cat([view[block] for view in self.views]).tolist()
+                )
         self._hit("wait_for_save")
 
     def get_finished(self, ended):

@@ -21,11 +21,6 @@ REFUSED = {
         PluginError,
         "'whole'.*does not declare supports_drafts.* together with speculation",
     ),
-    "steps ahead": (
-        {"executor": {"use": "support.plugins.observing:TwoBatches"}},
-        ConfigError,
-        "two_batches.* runs steps before .* 'scripted_drafts' .*drafts tokens",
-    ),
     "a scheduler": (
         {"scheduler": {"use": f"{HERE}:TakesNoDrafts"}},
         ConfigError,

@@ -52,10 +52,10 @@ PAIRS = [
         _NGRAM | {"plugins": {"enable": [f"{HERE}.faulty:Whole"]}},
     ),
     RefusedPair(
-        "a speculator",
-        "an executor that runs several steps ahead",
-        ("speculation", "two_batches"),
-        _NGRAM | {"executor": {"use": f"{HERE}.observing:TwoBatches"}},
+        "planning ahead",
+        "an executor that takes one step at a time",
+        ("scheduler.asynchronous", "uniproc"),
+        {"scheduler": {"asynchronous": True}},
     ),
     RefusedPair(
         "a speculator",

@@ -240,7 +240,7 @@ WAIT_FAMILIES = (
         "waits_for_results",
         _C,
         "Steps that waited for the results of the step before, which a step part needs.",
-        lambda e: e.scheduler.num_waits_for_results,
+        lambda e: {part: total.value for part, total in e.waits_for_results.items()},
         "part",
     ),
 )
@@ -321,7 +321,7 @@ def engine_families(
     ]
     if any(figures.scheduler.step_cost_error is not None for figures in engines.values()):
         exported.append((STEP_COST_FAMILIES, (OWN,)))
-    if any(figures.scheduler.num_waits_for_results for figures in engines.values()):
+    if any(figures.waits_for_results for figures in engines.values()):
         exported.append((WAIT_FAMILIES, (OWN,)))
     if any(figures.tiers for figures in engines.values()):
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]

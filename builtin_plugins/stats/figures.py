@@ -153,6 +153,7 @@ class EngineFigures:
         self.preemptions = Total()
         self.drafts, self.draft_tokens, self.accepted_tokens = Total(), Total(), Total()
         self.accepted_by_position: list[Total] = []
+        self.waits_for_results: defaultdict[str, Total] = defaultdict(Total)
         self.iteration_tokens = Histogram(_STEP_TOKENS)
         self.time_to_first_token = Histogram(_FIRST_TOKEN)
         self.inter_token_latency = Histogram(_NEXT_TOKEN)
@@ -190,6 +191,9 @@ class EngineFigures:
         self.draft_tokens.follow(scheduler.num_drafts)
         self.accepted_tokens.follow(scheduler.num_accepted_drafts)
         by_position = scheduler.num_accepted_by_position
+        waits = scheduler.num_waits_for_results
+        for part in waits.keys() | self.waits_for_results.keys():
+            self.waits_for_results[part].follow(waits.get(part, 0))
         while len(self.accepted_by_position) < len(by_position):
             self.accepted_by_position.append(Total())
         for position, total in enumerate(self.accepted_by_position):

@@ -136,6 +136,7 @@ def open_executor(nodes):
             ),
             start_process=None,
             progress=lambda *progress: made.reported.append(progress),
+            num_batches=parallel.pipeline,
         )
         made = RayExecutor(context)
         made.reported = []

@@ -139,6 +139,7 @@ def executor(
         ),
         progress=progress,
         watchdog_seconds=watchdog_seconds,
+        num_batches=parallel.pipeline,
     )
     return MultiprocExecutor(context)
 

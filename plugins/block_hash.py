@@ -69,6 +69,11 @@ def extra_keys(
     return extras
 
 
+def sharing_key(request: EngineCoreRequest) -> str:
+    """Return a text that is equal for requests which may share blocks of the same tokens."""
+    return repr((request.cache_salt, request.lora and adapter_key(request.lora)))
+
+
 def with_part_keys(extra: bytes, keys: bytes) -> bytes:
     """Return the extra keys of a block of which step parts have keys, too.
 

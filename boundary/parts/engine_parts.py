@@ -284,15 +284,9 @@ class EngineParts:
             return
         for output in (output for message in outputs.values() for output in message.outputs):
             for part in self._asked.get(output.request_id, ()):
-                try:
-                    found = part.run("figures", output.request_id)
-                except BaseException as cause:
-                    self._blame(part, plan, "its figures() failed", cause)
-                    continue
-                if (defect := figures_defect(found)) is not None:
-                    self._blame(part, plan, f"its figures() {defect}")
-                    continue
-                output.part_figures = {**(output.part_figures or {}), part.name: dict(found)}
+                found = self._checked(part, plan, "figures", figures_defect, output.request_id)
+                if found is not None:
+                    output.part_figures = {**(output.part_figures or {}), part.name: dict(found)}
 
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the parts that the scheduler has taken the result of a plan."""
@@ -324,15 +318,11 @@ class EngineParts:
         for part in self._active:
             if (limit := part.num_draft_tokens) == 0:
                 continue
-            try:
-                made = part.run("drafts")
-            except BaseException as cause:
-                self._blame(part, plan, "its drafts() failed", cause)
-                continue
-            if (defect := drafts_defect(made, part.users, limit, self._vocab_size)) is not None:
-                self._blame(part, plan, f"its drafts() {defect}")
-                continue
-            found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
+            defect = functools.partial(
+                drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
+            )
+            if (made := self._checked(part, plan, "drafts", defect)) is not None:
+                found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
         return self._limited(plan, found) if found else found
 
     def _limited(self, plan: SchedulerOutput, drafts: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -343,15 +333,10 @@ class EngineParts:
             own = {name: tokens for name, tokens in drafts.items() if name in part.users}
             if not own:
                 continue
-            try:
-                limits = part.run("limit_drafts", own)
-            except BaseException as cause:
-                self._blame(part, plan, "its limit_drafts() failed", cause)
-                continue
-            if (defect := draft_limits_defect(limits, own)) is not None:
-                self._blame(part, plan, f"its limit_drafts() {defect}")
-                continue
-            drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
+            defect = functools.partial(draft_limits_defect, drafts=own)
+            limits = self._checked(part, plan, "limit_drafts", defect, own)
+            if limits is not None:
+                drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
         return {name: tokens for name, tokens in drafts.items() if tokens}
 
     def lost(self, plan: SchedulerOutput) -> None:
@@ -411,6 +396,25 @@ class EngineParts:
             self._blame(part, plan, f"its {method}() failed", cause)
             return None
 
+    def _checked(
+        self,
+        part: BoundPart,
+        plan: SchedulerOutput,
+        method: str,
+        defect: Callable[[Any], str | None],
+        *args: Any,
+    ) -> Any:
+        """Return the result of a method; None if it fails, or `defect` finds one in it."""
+        try:
+            found = part.run(method, *args)
+        except BaseException as cause:
+            self._blame(part, plan, f"its {method}() failed", cause)
+            return None
+        if (wrong := defect(found)) is not None:
+            self._blame(part, plan, f"its {method}() {wrong}")
+            return None
+        return found
+
     def _blame(
         self,
         part: BoundPart,
@@ -444,6 +448,8 @@ def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -
     Raises:
         RequestError: it uses no such part.
     """
+    if not request.params.include:
+        return []
     having = {part.name: part for part in users if part.overrides("figures")}
     for name in request.params.include:
         if name not in having:

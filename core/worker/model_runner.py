@@ -288,7 +288,8 @@ class ModelRunner:
             self._ranks.ask_for_logits(torch.empty(0, dtype=torch.int64, device=self._device))
             if self._ranks.shares_tokens:
                 sampled = output.sampled_token_ids
-                self._ranks.share_tokens([sampled.get(r.request_id, ()) for r in step.requests])
+                tokens = [sampled.get(request.request_id, ()) for request in step.requests]
+                self._ranks.share_tokens(tokens, self._device)
         return self._with_reports(output)
 
     def _help_to_sample(self, hidden: torch.Tensor, requests: Sequence[LogitsRequest]) -> None:
@@ -298,7 +299,8 @@ class ModelRunner:
         while (rows := self._ranks.asked_for_logits(self._device)) is not None:
             self._calls.run("compute_logits", self._model.compute_logits, hidden[rows])
         if self._ranks.shares_tokens:
-            for request, tokens in zip(requests, self._ranks.shared_tokens(), strict=True):
+            shared = self._ranks.shared_tokens(self._device)
+            for request, tokens in zip(requests, shared, strict=True):
                 for token in tokens:
                     self._batch.append(request.request_id, token)
 

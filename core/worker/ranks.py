@@ -139,38 +139,39 @@ class Ranks:
         Args:
             rows: int64 [rows]; none ends the step.
         """
-        tensor = self.parallel.tensor
-        if tensor.size > 1:
-            tensor.broadcast(torch.tensor([len(rows)], device=rows.device), 0)
-            if len(rows):
-                tensor.broadcast(rows.contiguous(), 0)
+        if self.parallel.tensor.size > 1:
+            self._send(rows)
 
     def asked_for_logits(self, device: torch.device) -> torch.Tensor | None:
         """Return the rows that the output rank asks for, int64 [rows]; None at the step's end."""
-        tensor = self.parallel.tensor
-        count = int(tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device), 0))
-        if not count:
-            return None
-        return tensor.broadcast(torch.empty(count, dtype=torch.int64, device=device), 0)
+        rows = self._receive(device)
+        return rows if len(rows) else None
 
     # Where steps are planned ahead, the tokens of one are not in the plan of the next.
 
-    def share_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
+    def share_tokens(self, tokens: Sequence[Sequence[int]], device: torch.device) -> None:
         """Send the tokens that each request of a step has got to the other ranks of this stage."""
-        tensor = self.parallel.tensor
         flat = [x for one in tokens for x in (len(one), *one)]
-        sent = torch.tensor(flat, dtype=torch.int64, device=tensor.context.device)
-        tensor.broadcast(torch.tensor([len(flat)], device=sent.device), 0)
-        tensor.broadcast(sent, 0)
+        self._send(torch.tensor(flat, dtype=torch.int64, device=device))
 
-    def shared_tokens(self) -> list[list[int]]:
+    def shared_tokens(self, device: torch.device) -> list[list[int]]:
         """Return the tokens of each request of a step, which the output rank has sampled."""
-        tensor = self.parallel.tensor
-        device = tensor.context.device
-        count = int(tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device), 0))
-        got = tensor.broadcast(torch.empty(count, dtype=torch.int64, device=device), 0)
-        rest = iter(got.tolist())
+        rest = iter(self._receive(device).tolist())
         return [list(itertools.islice(rest, length)) for length in rest]
+
+    def _send(self, numbers: torch.Tensor) -> None:
+        """Send int64 [count] from the output rank to the other ranks of this stage."""
+        tensor = self.parallel.tensor
+        tensor.broadcast(torch.tensor([len(numbers)], device=numbers.device), 0)
+        if len(numbers):
+            tensor.broadcast(numbers.contiguous(), 0)
+
+    def _receive(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers that the output rank sends."""
+        tensor = self.parallel.tensor
+        count = int(tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device), 0))
+        numbers = torch.empty(count, dtype=torch.int64, device=device)
+        return tensor.broadcast(numbers, 0) if count else numbers
 
     def abort(self, reason: str) -> None:
         """Let what waits for other ranks fail, now and later. For any thread."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hardpoint.plugins import EngineCoreRequest, SchedulerOutput
-from hardpoint.plugins.block_hash import adapter_key
+from hardpoint.plugins.block_hash import sharing_key
 
 UInts = np.ndarray[Any, np.dtype[np.uint64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -39,8 +39,7 @@ class TokenChain:
         self.request_id, self.length = source.request_id, 0
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.adapter = "" if source.lora is None else source.lora.name
-        key = source.cache_salt, source.lora and adapter_key(source.lora)
-        self.seed = np.array([_hash_of(repr(key))], dtype=np.uint64)
+        self.seed = np.array([_hash_of(sharing_key(source))], dtype=np.uint64)
         self._sums = np.empty(max_model_len, dtype=np.uint64)
         self._content = np.zeros(0, dtype=np.uint64)
         if source.features:

@@ -15,7 +15,6 @@ from hardpoint.plugins import (
     Arguments,
     DraftRequest,
     EngineConfig,
-    EngineCoreRequest,
     LogitsOps,
     NewRequest,
     SchedulerOutput,
@@ -24,7 +23,7 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.block_hash import adapter_key
+from hardpoint.plugins.block_hash import sharing_key
 from hardpoint.plugins.exponential_race import mixed_seed
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 
@@ -50,11 +49,6 @@ class _Drafted:
     output: list[int]
     hidden: list[torch.Tensor] = field(default_factory=list)
     hidden_end: int = 0
-
-
-def _scope_of(source: EngineCoreRequest) -> str:
-    """Return the scope of a request, see `DraftRequest`."""
-    return repr((source.cache_salt, source.lora and adapter_key(source.lora)))
 
 
 class Drafting(WorkerHalf):
@@ -134,7 +128,7 @@ class Drafting(WorkerHalf):
             output,
             source.params,
             msgspec.convert(arguments, self._arguments[name]),
-            _scope_of(source),
+            sharing_key(source),
             mixed_seed(source.params.seed, source.child_index),
         )
         try:

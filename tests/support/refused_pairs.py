@@ -83,7 +83,9 @@ PAIRS = [
         _STORES
         | {
             "load": {"use": "no_content_hash"},
-            "plugins": {"enable": [f"{HERE}.refused:NoContentHash"]},
+            "plugins": {
+                "enable": [{"use": f"{HERE}.refused:SilentLoader", "name": "no_content_hash"}]
+            },
         },
     ),
     RefusedPair(

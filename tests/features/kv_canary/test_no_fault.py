@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.core.scripted_connector import Script, use
-from support.driving import FINAL, alone, run, varied_jobs
+from support.driving import FINAL, run
 from support.parallel import write_random_model
 
 from hardpoint import LLM, SamplingParams
@@ -25,18 +25,6 @@ LEVELS = {
     "tensor ranks": {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}},
     "stages": {"executor": {"use": "multiproc"}, "parallel": {"pipeline": 2}},
 }
-
-
-@pytest.fixture(scope="module")
-def jobs():
-    return varied_jobs(20)
-
-
-@pytest.fixture(scope="module")
-def expected(scripted, jobs):
-    engine = scripted_engine(scripted)
-    yield alone(engine, jobs)
-    engine.close()
 
 
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.core.connector_driver import PROMPT, Driver
 from support.core.scripted_connector import Script, use
+from support.plugins.refused import NoLayout, SilentLoader, SlidingModel
 
 from hardpoint import ConfigError, ModelError, typed
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
@@ -18,18 +19,11 @@ from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.core.build import build_engine
 from hardpoint.core.worker.block_identity import config_hash
 from hardpoint.errors import PluginError, PluginFaultError
-from hardpoint.plugins import EngineConfig, KVSpec, ModelConfig
+from hardpoint.plugins import EngineConfig, ModelConfig
 from hardpoint.testing import HistoryAttention, ScriptedModel, scripted_engine
 
 NAME = "support.core.scripted_connector:ScriptedConnector"
 USES = {"kv_connector": {"use": NAME}}
-
-
-class SlidingModel(ScriptedModel):
-    contract = 1
-
-    def kv_specs(self):
-        return [KVSpec(num_heads=1, num_kv_heads=1, head_size=2, scale=1.0, window=8)]
 
 
 class BareModel(ScriptedModel):
@@ -56,18 +50,6 @@ class WrongViews(HistoryAttention):
         return [cache]
 
 
-class NoLayout(HistoryAttention):
-    contract = 1
-    kv_layout = ""
-
-
-class SilentLoader(DummyLoader):
-    contract = 1
-
-    def content_hash(self, hash_file):
-        return None
-
-
 class OddLoader(DummyLoader):
     contract = 1
 
@@ -83,7 +65,7 @@ class BrokenLoader(DummyLoader):
 
 
 def table(**chosen):
-    """Return a configuration with a class of this module in place of the scripted one."""
+    """Return a configuration with another class in place of the scripted one."""
     model = chosen.get("model", ScriptedModel)
     attention = chosen.get("attention", HistoryAttention)
     uses = [{"use": of(model), "name": "ScriptedForCausalLM"}]

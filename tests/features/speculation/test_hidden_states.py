@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.driving import FINAL, alone, run, varied_jobs
+from support.driving import FINAL, run
 from support.parallel import write_random_model
 from support.plugins import heads
 
@@ -18,19 +18,6 @@ PROMPT = [11 * n % 256 for n in range(20)]
 def settings(head="ExactHead", **tables):
     table = {"use": [f"{HERE}:{head}"], "num_draft_tokens": 3, "adaptive": False}
     return {"speculation": table | tables.pop("speculation", {}), **tables}
-
-
-@pytest.fixture(scope="module")
-def jobs():
-    return varied_jobs(24)
-
-
-@pytest.fixture(scope="module")
-def expected(scripted, jobs):
-    engine = scripted_engine(scripted)
-    results = alone(engine, jobs)
-    engine.close()
-    return results
 
 
 SITUATIONS = {

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from msgspec.structs import replace
-from support.driving import FINAL, alone, run, varied_jobs
+from support.driving import FINAL, run
 from support.plugins import speculating
 
 from hardpoint import LLM, RequestError, SamplingParams
@@ -32,19 +32,6 @@ def replaying(jobs, expected, **options):
         for _, tokens, *_ in expected[request_id][0]
     ]
     return {"scripted_speculator": {"right": 0.7, "replies": replies} | options}
-
-
-@pytest.fixture(scope="module")
-def jobs():
-    return varied_jobs(24)
-
-
-@pytest.fixture(scope="module")
-def expected(scripted, jobs):
-    engine = scripted_engine(scripted)
-    results = alone(engine, jobs)
-    engine.close()
-    return results
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -1,0 +1,20 @@
+"""Jobs of the scripted model, and what each comes to alone."""
+
+from __future__ import annotations
+
+import pytest
+from support.driving import alone, varied_jobs
+
+from hardpoint.testing import scripted_engine
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return varied_jobs(24)
+
+
+@pytest.fixture(scope="module")
+def expected(scripted, jobs):
+    engine = scripted_engine(scripted)
+    yield alone(engine, jobs)
+    engine.close()

@@ -141,6 +141,13 @@ class Worker(Protocol):
             now. None: nothing will be until the next `wake_up`, and it need not be called.
         """
 
+    def call_part(self, name: str, message: bytes) -> bytes:
+        """Return what this rank's half of a step part answers, see `WorkerHalf.call`.
+
+        Raises:
+            HardpointError: the half refuses, or failed.
+        """
+
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the maximum length of a request; called before `initialize_cache`."""
 

@@ -23,6 +23,7 @@ __all__ = [
     "Attend",
     "ForwardBatch",
     "LayerHooks",
+    "LinearMatrix",
     "Model",
     "ModelContext",
 ]
@@ -74,6 +75,23 @@ class ForwardBatch:
     routed_experts: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class LinearMatrix:
+    """A matrix that a linear layer multiplies, as this rank has it.
+
+    Attributes:
+        stored_as: the checkpoint's matrix that it is, or is a part of; without `.weight`.
+        shape: rows and columns of the checkpoint's matrix.
+        rows: the rows of it that this rank has.
+        columns: the columns of it that this rank has.
+    """
+
+    stored_as: str
+    shape: tuple[int, int]
+    rows: range
+    columns: range
+
+
 @dataclass(eq=False)
 class LayerHooks:
     """Changes by step parts in the layers of a model, set while a step that they change runs.
@@ -88,12 +106,15 @@ class LayerHooks:
             y [tokens, rows]; returns y, or another one. The matrices are (name without `.weight`,
             rows of this rank), stacked in this order. Where ranks add up their parts of y, it is
             called before that.
+        matrices: those that `linear` is called with, by name; layers add theirs when they are
+            made.
     """
 
     embedded: Callable[[torch.Tensor], torch.Tensor] | None = None
     linear: (
         Callable[[Sequence[tuple[str, int]], torch.Tensor, torch.Tensor], torch.Tensor] | None
     ) = None
+    matrices: dict[str, LinearMatrix] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

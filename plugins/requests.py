@@ -56,12 +56,14 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     Attributes:
         name: name of the adapter, as users know it.
         id: 1 or more; identifies the adapter in workers.
+        path: folder of its files, as PEFT writes them; empty for one that was added by that name.
         content_hash: hash of the adapter's weights and configuration, part of the keys of cached
             blocks; without one, name and id are, which another adapter may have later.
     """
 
     name: str
     id: int
+    path: str = ""
     content_hash: str = ""
 
 

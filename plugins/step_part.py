@@ -10,8 +10,11 @@ called, and none of the engine's half is called in a step without a request that
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
+
+from hardpoint.errors import RequestError
 
 from .component import Component, Context
 from .config import EngineConfig
@@ -46,6 +49,10 @@ class StepPartContext(Context["StepPart"]):
     config: EngineConfig
 
 
+def _without_workers(message: bytes) -> Sequence[bytes]:  # noqa: ARG001
+    raise RuntimeError("no workers run")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineHalfContext:
     """Context of the half in the engine.
@@ -67,6 +74,8 @@ class EngineHalfContext:
         publish: publishes events of the KV cache.
         step_cost: returns what a step takes, as far as is known by now; it is measured if
             `scheduler.step_milliseconds` is set or a part drafts.
+        call_workers: returns what `WorkerHalf.call` answers in each rank, in rank order, after the
+            steps that were planned before; raises what one of them raised. Once workers run.
     """
 
     components: ComponentFactory
@@ -81,6 +90,7 @@ class EngineHalfContext:
     block_hashes: Callable[[Request, int], Sequence[bytes]]
     publish: Callable[[Sequence[KVEvent]], None]
     step_cost: Callable[[], StepCost] = StepCost
+    call_workers: Callable[[bytes], Sequence[bytes]] = _without_workers
 
 
 class EngineHalf:
@@ -290,6 +300,21 @@ class EngineHalf:
         Also of one that never passed the gate.
         """
 
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any | Future[Any]:  # noqa: ARG002
+        """Answer a call of a program, `LLM.call_part`; called between steps.
+
+        Args:
+            method: name of what is asked for.
+            arguments: plain data, unchecked.
+
+        Returns:
+            Plain data; or a future of it, which other calls and steps do not wait for.
+
+        Raises:
+            RequestError: there is no such method, or its arguments are wrong.
+        """
+        raise RequestError(f"method: the part answers no calls, got {method!r}")
+
     def wait(self) -> None:
         """Wait a moment for what a gate waits for, after a step that computed nothing.
 
@@ -317,6 +342,15 @@ class StepPart(Component):
     fault_scope: ClassVar[Literal["request", "step", "engine"]] = "request"
     before: ClassVar[Sequence[str]] = ()
     after: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
+        """Return the optional fields of `EngineCoreRequest` that the part makes use of.
+
+        Of "lora", "pooling_params", "prompt_embeds", "features" and "resumable". A request that
+        sets one of these is refused unless an enabled part uses it, which checks the value.
+        """
+        return ()
 
     @property
     def moves_blocks(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .kv_connector import BlockIdentity
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from .attention import AttentionStep
-    from .model import Attend, ForwardBatch
+    from .model import Attend, ForwardBatch, LinearMatrix
     from .ops import Ops
 
 __all__ = [
@@ -67,6 +67,7 @@ class LoadedModel:
         max_model_len: tokens of a request, at most.
         decode_bytes: returns the bytes that a step of so many sequences with one token each needs
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
+        matrices: matrices of `WorkerHalf.linear`, by the name that it gets.
     """
 
     model: StepModel
@@ -78,6 +79,7 @@ class LoadedModel:
     unreplayable: Sequence[Source]
     max_model_len: int
     decode_bytes: Callable[[int], int]
+    matrices: Mapping[str, LinearMatrix] = field(default_factory=dict)
 
 
 class SequenceModel(Protocol):
@@ -358,6 +360,14 @@ class WorkerHalf:
 
     def finished(self, request_ids: Collection[str]) -> None:
         """Notify the half of requests that have ended, of all that the worker had."""
+
+    def call(self, message: bytes) -> bytes:  # noqa: ARG002
+        """Answer a call of the engine's half, `EngineHalfContext.call_workers`; between steps.
+
+        Raises:
+            HardpointError: gets to the engine's half, as other exceptions do as faults.
+        """
+        return b""
 
     def idle(self) -> bool | None:
         """Do one piece of work ahead, while the engine has nothing to do.

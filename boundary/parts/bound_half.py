@@ -31,6 +31,9 @@ HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 IN_LAYERS = ("around_layers", "embedded", "linear")
 """Methods of a worker half that are called in the layers of a step."""
 
+REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
+"""Fields of requests that only step parts make use of."""
+
 _SKIPPED = "the step goes on without it"
 _ENDED = "the requests that use it end"
 
@@ -81,7 +84,7 @@ def open_halves(
     plugins: PluginSet,
     entries: Iterable[PluginEntry],
     config: EngineConfig,
-    context: Any,
+    context: Callable[[StepPart], Any],
     cls: type[BoundT],
     bind: Callable[[StepPart, Any, Source], BoundT],
 ) -> list[BoundT]:
@@ -91,7 +94,7 @@ def open_halves(
         plugins: the enabled plugins.
         entries: entries of the parts.
         config: configuration of the engine, for the parts.
-        context: context of the halves.
+        context: returns the context of a part's half.
         cls: class that calls a half.
         bind: returns an object of it, which closes the half and its part.
 
@@ -105,7 +108,7 @@ def open_halves(
             close = functools.partial(close_named, entry.source, part.close)
             with ExitStack() as unbound:
                 close_if_failed(unbound, close)
-                half = _made(part, entry.source, context, cls)
+                half = _made(part, entry.source, context(part), cls)
                 if half is not None:
                     bound.append(bind(part, half, entry.source))
                     close_if_failed(undo, bound[-1].close)
@@ -114,6 +117,24 @@ def open_halves(
                 close()
         undo.pop_all()
     return bound
+
+
+def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
+    """Return the optional fields of requests that step parts make use of.
+
+    Raises:
+        PluginFaultError: a part failed, or returned others than these.
+    """
+    found: set[str] = set()
+    for entry in plugins.entries("step_parts"):
+        name = f"{entry.source}: its request_fields()"
+        with faults_as(PluginFaultError, name):
+            fields = tuple(plugins.target(entry).request_fields(config))
+        if not set(fields) <= REQUEST_FIELDS:
+            expected = ", ".join(sorted(REQUEST_FIELDS))
+            raise PluginFaultError(f"{name} gave {shown(fields)}, expected some of {expected}")
+        found.update(fields)
+    return frozenset(found)
 
 
 def _made(part: StepPart, source: Source, context: Any, cls: type[BoundHalf[Any]]) -> Any:

@@ -6,6 +6,7 @@ request that uses a part, each call is a test of an empty list.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,6 +16,7 @@ import msgspec
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
+    HardpointError,
     PluginConflictError,
     PluginFaultError,
     RequestError,
@@ -174,6 +176,21 @@ class EngineParts:
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
+
+    def call(self, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Return what a part answers to a call of a program; perhaps a future.
+
+        Raises:
+            RequestError: there is no such part, or it refuses.
+            HardpointError: the part raised it, or failed.
+        """
+        found = {part.name: part for part in self._parts if part.overrides("call")}
+        if (part := found.get(name)) is None:
+            known = ", ".join(sorted(found)) or "none: no enabled part answers calls"
+            raise RequestError(f"part: expected one of {known}, got {name!r}")
+        label = f"{part.source}: its call() of {method!r}"
+        with faults_as(PluginFaultError, label, passing=(HardpointError,)):
+            return part.run("call", method, arguments)
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -459,7 +476,11 @@ def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -
 
 
 def open_parts(
-    plugins: PluginSet, config: EngineConfig, context: EngineHalfContext, faults: StepFaults
+    plugins: PluginSet,
+    config: EngineConfig,
+    context: EngineHalfContext,
+    faults: StepFaults,
+    call_workers: Callable[[str, bytes], Sequence[bytes]],
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
@@ -468,10 +489,15 @@ def open_parts(
         config: configuration of the engine, for the parts.
         context: context of the halves.
         faults: counts the faults of scope *step*.
+        call_workers: calls the worker halves of the part of that name.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
     """
+
+    def context_of(part: StepPart) -> EngineHalfContext:
+        call = functools.partial(call_workers, part.name)
+        return dataclasses.replace(context, call_workers=call)
 
     def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
         if (defect := limit_defect(half.num_draft_tokens)) is not None:
@@ -479,5 +505,5 @@ def open_parts(
         return BoundPart(part, half, source, faults)
 
     entries = plugins.entries("step_parts")
-    parts = open_halves(plugins, entries, config, context, BoundPart, bind)
+    parts = open_halves(plugins, entries, config, context_of, BoundPart, bind)
     return EngineParts(parts, context.vocab_size)

@@ -173,5 +173,5 @@ def frontend_parts(
     def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
         return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
 
-    halves = open_halves(plugins, entries, config, context, BoundFrontendHalf, bind)
+    halves = open_halves(plugins, entries, config, lambda _part: context, BoundFrontendHalf, bind)
     return FrontendParts(halves, components)

@@ -166,6 +166,19 @@ class WorkerParts:
         for half in self._follow:
             half.checked("finished", request_ids)
 
+    def call(self, name: str, message: bytes) -> bytes:
+        """Return what the half of a part answers.
+
+        Raises:
+            HardpointError: the half raised it.
+            PluginFaultError: it failed, or answered something else.
+        """
+        (half,) = (half for half in self._halves if half.name == name)
+        answer = half.checked("call", message)
+        if not isinstance(answer, bytes):
+            raise half.wrong("call", answer, "expected bytes")
+        return answer
+
     def idle(self) -> bool | None:
         """Let the halves do work ahead, until one of them has more to do.
 
@@ -476,7 +489,7 @@ def open_worker_parts(
         return BoundWorkerHalf(part, half, PluginCalls(activity, "step_parts", source))
 
     entries = plugins.entries("step_parts")
-    halves = open_halves(plugins, entries, config, context, BoundWorkerHalf, bind)
+    halves = open_halves(plugins, entries, config, lambda _part: context, BoundWorkerHalf, bind)
     return WorkerParts(halves, rank=context.rank, samples=samples)
 
 

@@ -13,7 +13,6 @@ from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.executor import Worker
 from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.requests import LoRARequest
 from hardpoint.plugins.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
@@ -162,6 +161,23 @@ class ControlCalls:
         """
         return _call_workers(self._parts.executor, method, args, timeout)
 
+    @utility(has_timeout=False)
+    def call_part(
+        self: UtilityHost, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a step part that answers calls; return what it answers, plain data.
+
+        Args:
+            part: name of the part.
+            method: what is asked for.
+            arguments: by name, plain data.
+
+        Raises:
+            RequestError: there is no such part or method, or its arguments are wrong.
+            HardpointError: the part failed.
+        """
+        return self._parts.step_parts.call(part, method, arguments or {})
+
     @utility()
     def start_profile(self: UtilityHost) -> None:
         """Start profiling the workers; the profiles go to `engine.profile_dir`."""
@@ -258,55 +274,11 @@ class EngineUtilities(ControlCalls):
 
 
 class SyncControlCalls(ControlCalls, SyncCaller):
-    """The control calls of a program that waits for them; those of adapters refuse."""
-
-    def add_lora(self, lora: LoRARequest) -> bool:
-        """Refuse: no worker holds adapters.
-
-        Raises:
-            HardpointError: always.
-        """
-        raise _no_adapters(lora, "added")
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Refuse: no worker holds adapters.
-
-        Raises:
-            HardpointError: always.
-        """
-        raise _no_adapters(lora_id, "removed")
-
-    def list_loras(self) -> set[int]:
-        """Return the ids of no adapters: no worker holds any."""
-        return set()
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Refuse: no worker holds adapters.
-
-        Raises:
-            HardpointError: always.
-        """
-        raise _no_adapters(lora_id, "pinned")
+    """The control calls of a program that waits for them."""
 
 
 class AsyncControlCalls(ControlCalls, AsyncCaller):
-    """The control calls of a program that runs an event loop; those of adapters refuse."""
-
-    async def add_lora(self, lora: LoRARequest) -> bool:
-        """Refuse, as `SyncControlCalls.add_lora` does."""
-        raise _no_adapters(lora, "added")
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Refuse, as `SyncControlCalls.remove_lora` does."""
-        raise _no_adapters(lora_id, "removed")
-
-    async def list_loras(self) -> set[int]:
-        """Return the ids of no adapters: no worker holds any."""
-        return set()
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Refuse, as `SyncControlCalls.pin_lora` does."""
-        raise _no_adapters(lora_id, "pinned")
+    """The control calls of a program that runs an event loop."""
 
 
 UTILITIES = utilities_of(EngineUtilities)
@@ -404,20 +376,6 @@ def _call_workers(
     if not timeout > 0:
         raise RequestError(f"timeout: expected a number > 0, got {timeout:g}")
     return executor.collective_rpc(method, arguments, timeout)
-
-
-def _no_adapters(adapter: LoRARequest | int, done: str) -> HardpointError:
-    """Return the error of a call for an adapter.
-
-    Raises:
-        RequestError: the argument is neither an adapter where one is added, nor an id elsewhere.
-    """
-    if done == "added":
-        lora = typed.convert(adapter, LoRARequest, path="lora", error=RequestError)
-        named = repr(lora.name)
-    else:
-        named = str(typed.convert(adapter, int, path="lora_id", error=RequestError))
-    return HardpointError(f"adapter {named} cannot be {done}: workers of this version hold none")
 
 
 def _check_name(method: str, callable_names: Collection[str]) -> None:

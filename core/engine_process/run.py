@@ -19,6 +19,7 @@ import msgspec
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
+from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import check_versions
@@ -177,7 +178,8 @@ def _serve(
 
     watch.on_gone(stop, grace_s=_ORPHAN_GRACE_S)
     identity = launch.engine_index.to_bytes(2, "little")
-    check = RequestCheck(spec.model_config.vocab_size, launch.engine_index)
+    used = request_fields(spec.plugins, spec.config)
+    check = RequestCheck(spec.model_config.vocab_size, launch.engine_index, used)
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     gc.collect()
     gc.freeze()  # these objects live as long as the engine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
 
 _LONGEST_MARKER = 64
@@ -10,15 +12,17 @@ _LONGEST_MARKER = 64
 class RequestCheck:
     """Rejects requests that the engine cannot run, or of which it would ignore a field."""
 
-    def __init__(self, vocab_size: int, engine_index: int = 0) -> None:
+    def __init__(self, vocab_size: int, engine_index: int = 0, used: Collection[str] = ()) -> None:
         """Create the check of one engine.
 
         Args:
             vocab_size: one more than the largest token id.
             engine_index: index of the engine that the requests are for.
+            used: optional fields that step parts make use of, and check.
         """
         self._vocab_size = vocab_size
         self._engine_index = engine_index
+        self._used = used
 
     def __call__(self, request: EngineCoreRequest) -> None:
         """Check a request.
@@ -26,9 +30,9 @@ class RequestCheck:
         Raises:
             RequestError: the engine cannot run it; names the field.
         """
-        if request.pooling_params is not None:
+        if request.pooling_params is not None and "pooling_params" not in self._used:
             raise RequestError("pooling_params: no model of this engine pools")
-        if request.prompt_embeds is not None:
+        if request.prompt_embeds is not None and "prompt_embeds" not in self._used:
             raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
         self._check_features(request)
         if request.reasoning_markers is not None:
@@ -63,12 +67,12 @@ class RequestCheck:
 
     def _check_features(self, request: EngineCoreRequest) -> None:
         """Reject a request for features that this engine does not have."""
-        if request.lora is not None:
+        if request.lora is not None and "lora" not in self._used:
             raise RequestError(
                 f"lora: expected none, no worker of this engine holds adapters, got "
                 f"{request.lora.name!r}"
             )
-        if request.resumable:
+        if request.resumable and "resumable" not in self._used:
             raise RequestError(
                 "resumable: expected false, this engine takes no prompts in parts, got true"
             )

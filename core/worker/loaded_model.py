@@ -124,4 +124,5 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
         unreplayable=[source for source, is_declared in replayable if not is_declared],
         max_model_len=spec.max_model_len,
         decode_bytes=functools.partial(decode_bytes, model, attention, *place),
+        matrices=model.hooks.matrices,
     )

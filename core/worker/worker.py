@@ -312,6 +312,15 @@ class LocalWorker:
         self._use_device()
         return self._runner.parts.idle()
 
+    def call_part(self, name: str, message: bytes) -> bytes:
+        """Return what the half of a step part answers.
+
+        Raises:
+            HardpointError: the half raised it.
+            PluginFaultError: the half failed, or answered something else than bytes.
+        """
+        return self.runner.parts.call(name, message)
+
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
         return {} if self._runner is None else self._runner.plugin_meters()

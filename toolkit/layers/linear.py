@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from hardpoint.plugins.model import ModelContext
+from hardpoint.plugins.model import LinearMatrix, ModelContext
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 
@@ -41,6 +41,7 @@ class Linear:
         reduce: bool = True,
         quantize: bool = True,
         stored_as: str | None = None,
+        in_body: bool = True,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -59,6 +60,7 @@ class Linear:
             quantize: whether the matrix may have few bits.
             stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
                 stacked; those of the parts are not used then.
+            in_body: whether `Model.forward` multiplies it, where step parts may change the product.
         """
         self._context = context
         self._hooks = context.hooks
@@ -81,6 +83,12 @@ class Linear:
         self._parts = [
             (name, len(mine)) for (name, _), mine in zip(parts, ranges, strict=True)
         ]  # for hooks
+        if in_body:
+            places = [(place, rows, mine) for place, rows, several in stored for mine in several]
+            own_columns = column_range or range(columns)
+            for (name, _), (place, rows, mine) in zip(parts, places, strict=True):
+                matrix = LinearMatrix(place, (rows, columns), mine, own_columns)
+                context.hooks.matrices[name] = matrix
         self._missing = set(self._slices)
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
@@ -358,6 +366,7 @@ class LMHead(Linear):
             context,
             out_dtype=torch.float32,
             row_ranges=[share],
+            in_body=False,
         )
         self._rows = -(-vocab_size // self._communicator.size)  # the same in all ranks
 

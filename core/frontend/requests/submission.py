@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hardpoint import typed
+from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
@@ -51,7 +52,9 @@ class Submitter:
         self._clock = parts.clock
         self._tasks = parts.supported_tasks
         self._arguments, self._input, self._output = arguments, processor, output
-        self._prebuilt = PrebuiltRequestValidator(processor, parts.model_config.vocab_size)
+        used = request_fields(parts.plugins, parts.config)
+        vocab_size = parts.model_config.vocab_size
+        self._prebuilt = PrebuiltRequestValidator(processor, vocab_size, used)
         self._received_hook: RequestReceivedHook | None = None
         if parts.hooks.has("request_received"):
             self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -29,10 +29,12 @@ ParsedRequest = tuple[EngineCoreRequest, OutputParsers]
 class PrebuiltRequestValidator:
     """Checks requests as an engine process does, so that the engine's place makes no difference."""
 
-    def __init__(self, processor: InputProcessor, vocab_size: int) -> None:
-        """Use the processor to check the sampling parameters."""
+    def __init__(
+        self, processor: InputProcessor, vocab_size: int, used: Collection[str] = ()
+    ) -> None:
+        """Use the processor to check the sampling parameters; `used` as in `RequestCheck`."""
         self._processor = processor
-        self._check = RequestCheck(vocab_size)
+        self._check = RequestCheck(vocab_size, used=used)
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
     def validate(

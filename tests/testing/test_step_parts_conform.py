@@ -58,6 +58,7 @@ class RisingLetters(GrammarBackend):
 class TestGood(StepPartSuite):
     examples = kit_examples()
     part = Good
+    calls = [("live", {})]
 
 
 class TestGoodWorker(StepPartSuite):

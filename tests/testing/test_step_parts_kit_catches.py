@@ -35,6 +35,9 @@ STEP_PARTS = [
     (broken.LimitsOthers, "steps", "limited drafts", "names 'other', it was given drafts of"),
     (broken.AddsDrafts, "steps", "limited drafts", r"for 'r.', expected a number from 0 to [12]"),
     (broken.FiguresAsText, "steps", "figures", r"figures.. returned \{'state': 'r.*"),
+    (broken.AnswersAll, "calls", "calls", r"'no such method', {}. returned \[\], expected Request"),
+    (broken.AnswersObjects, "calls", "calls", r"call.'live', {}. raised TypeError"),
+    (broken.UsesOtherFields, "contract", "contract", r"request_fields.. returned \['priority'\]"),
     (broken.NoNumberOfDrafts, "contract", "contract", "num_draft_tokens is None, expected a num"),
     (broken.LacksRows, "steps", "worker", r"hidden.. returned a tensor .*, expected a tensor"),
     (broken.WritesInput, "steps", "worker reads only", "linear.. changed what it was given, which"),
@@ -78,7 +81,7 @@ def _brief(monkeypatch):
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STEP_PARTS, ids=label)
 def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern):
-    attributes = {"part": cls, "ready_seconds": 0.05}
+    attributes = {"part": cls, "ready_seconds": 0.05, "calls": [("live", {})]}
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
 
 

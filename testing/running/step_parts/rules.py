@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from hardpoint.plugins import GrammarBitmask, RequestFault
+from hardpoint.plugins import EngineHalf, GrammarBitmask, RequestError, RequestFault
 from hardpoint.testing.suite import Rule, short_repr
 
 USES = Rule(
@@ -56,6 +58,11 @@ FIGURES = Rule(
     "figures: figures gives numbers, or lists of numbers, by name",
     "return a mapping of texts to numbers of a live request, {} before there are any",
 )
+CALLS = Rule(
+    "calls: calls are answered with plain data, others refused by a RequestError",
+    "return what JSON could be made of, or a future of it, and raise RequestError for a method "
+    "or an argument that does not exist",
+)
 LOST = Rule(
     "lost plans: a plan that is lost and planned again has the same masks",
     "advance by the tokens of the request, which follow a result, and not by the calls of begin; "
@@ -83,6 +90,9 @@ WORKER_READS = Rule(
     "worker reads only: what a worker half is given belongs to the worker",
     "clone a tensor and change the clone, or return the one that you changed",
 )
+
+
+_CALL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -363,3 +373,27 @@ def allowed_tokens(rows: np.ndarray | None, index: int, vocab_size: int) -> list
 def is_allowed(rows: np.ndarray | None, index: int, token: int) -> bool:
     """Return whether a row allows a token; None allows all."""
     return rows is None or bool(rows[index].view(np.uint32)[token // 32] >> token % 32 & 1)
+
+
+def check_call(
+    half: EngineHalf, method: str, arguments: Mapping[str, Any], *, refuses: bool
+) -> None:
+    """Check a call of a program.
+
+    Raises:
+        Violation: it is not answered with plain data, or `refuses` and it is not refused.
+    """
+    named = f"call({method!r}, {dict(arguments)!r})"
+    try:
+        answer = half.call(method, arguments)
+        if isinstance(answer, Future):
+            answer = answer.result(_CALL_SECONDS)
+        msgspec.msgpack.encode(answer)
+    except RequestError as refusal:
+        if not refuses:
+            raise CALLS.violation(f"{named} was refused: {refusal}") from refusal
+    except Exception as error:
+        raise CALLS.violation(f"{named} raised {type(error).__name__}: {error}") from error
+    else:
+        if refuses:
+            raise CALLS.violation(f"{named} returned {short_repr(answer)}, expected RequestError")

@@ -37,7 +37,12 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
+from hardpoint.testing.engine_access import (
+    REQUEST_FIELDS,
+    describe_fault,
+    engine_config,
+    fault_counter,
+)
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
@@ -76,6 +81,7 @@ class StepPartSuite(ComponentSuite):
             kind and name.
         vocabulary: vocabulary of the tokenizer; None for an engine without one.
         vocab_size: vocabulary size of the model.
+        calls: calls of programs that the part answers: method and arguments.
         shares: whether the part divides something among requests, so that what one gets depends
             on the others.
         ready_steps: calls of a gate after which, and
@@ -90,6 +96,7 @@ class StepPartSuite(ComponentSuite):
     components: ClassVar[Mapping[str, Mapping[str, type[Component]]]] = {}
     vocabulary: ClassVar[Vocabulary | None] = _BYTES
     vocab_size: ClassVar[int] = 300
+    calls: ClassVar[Sequence[tuple[str, Mapping[str, Any]]]] = ()
     shares: ClassVar[bool] = False
     ready_steps: ClassVar[int] = 100
     ready_seconds: ClassVar[float] = 10.0
@@ -179,6 +186,22 @@ class StepPartSuite(ComponentSuite):
         text = f"{FRONTEND.text}; {ANSWERS.text}"
         answers = st.text(max_size=8) | st.sampled_from(["{}", "[1", '"a"', "null"])
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
+
+    def test_calls(self) -> None:
+        """`call` answers each of `calls` with plain data, and refuses others by a RequestError."""
+        if self.part.engine_half is StepPart.engine_half:
+            pytest.skip("the part has no half in the engine")
+        self._run_checks(rules.CALLS.text, self._check_calls)
+
+    def _check_calls(self) -> None:
+        halves = self._make()
+        assert halves.engine is not None, "_make() gives one"
+        try:
+            for method, arguments in self.calls:
+                rules.check_call(halves.engine, method, arguments, refuses=False)
+            rules.check_call(halves.engine, "no such method", {}, refuses=True)
+        finally:
+            halves.close()
 
     def test_lost_plans(self) -> None:
         """A plan that is lost and planned again has the same masks; `lost` raises nothing."""
@@ -281,11 +304,11 @@ class StepPartSuite(ComponentSuite):
 
     def _make(self) -> _Halves:
         """Return the halves of new parts; skip the test if there is none in the engine."""
-        part, engine = self._build_engine_half()
-        if engine is None:
-            call(CLOSE, part.close)
+        worker_part, worker = self._build_worker_half()
+        halves = _Halves(*self._build_engine_half(worker), worker_part, worker)
+        if halves.engine is None:
+            halves.close()
             pytest.skip("the part has no half in the engine")
-        halves = _Halves(part, engine, *self._build_worker_half())
         worker, moves_blocks = halves.worker, halves.worker_part.moves_blocks is not None
         if worker is not None and moves_blocks and overrides(worker, "start"):
             call(rules.WORKER, worker.start, None)  # the suite has no blocks
@@ -320,7 +343,10 @@ class StepPartSuite(ComponentSuite):
             raise NotImplementedError("this tokenizer has no vocabulary")
         return self.vocabulary
 
-    def _build_engine_half(self) -> tuple[StepPart, EngineHalf | None]:
+    def _build_engine_half(
+        self, worker: WorkerHalf | None = None
+    ) -> tuple[StepPart, EngineHalf | None]:
+        """Return a part and its half, whose calls of workers `worker` answers."""
         part, half = self._build_half(
             "engine_half",
             EngineHalfContext,
@@ -333,6 +359,7 @@ class StepPartSuite(ComponentSuite):
             world_size=1,
             block_hashes=_block_hashes,
             publish=lambda _events: None,
+            call_workers=lambda message: [] if worker is None else [worker.call(message)],
         )
         is_in_workers = type(part).worker_half is not StepPart.worker_half
         if not isinstance(half, EngineHalf) and not (half is None and is_in_workers):
@@ -384,6 +411,12 @@ class StepPartSuite(ComponentSuite):
                 f"capacity is {short_repr(capacity)}, expected an amount by name"
             )
         _Halves(part, half, *self._build_worker_half()).close()
+        fields = type(part).request_fields(engine_config(self.config))
+        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS:
+            raise _CONTRACT_RULE.violation(
+                f"request_fields() returned {short_repr(fields)}, expected some of "
+                f"{', '.join(sorted(REQUEST_FIELDS))}"
+            )
         limit = 0 if half is None else half.num_draft_tokens
         if type(limit) is not int or limit < 0:
             raise _CONTRACT_RULE.violation(

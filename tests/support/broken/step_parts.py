@@ -86,6 +86,11 @@ class GoodHalf(EngineHalf):
     def ended(self, request_id):
         self.forget(request_id)
 
+    def call(self, method, arguments):
+        if method != "live":
+            raise RequestError(f"method: expected 'live', got {method!r}")
+        return sorted(self.requests)
+
     def forget(self, request_id):
         self.requests.pop(request_id, None)
         self.asked.discard(request_id)
@@ -614,3 +619,26 @@ class ValidateRaises(Good):
 class NoFrontendHalf(Good):
     Requests = dict
     contract = 1
+
+
+class _AnswersAllHalf(GoodHalf):
+    def call(self, method, arguments):
+        return []
+
+
+class _AnswersObjectsHalf(GoodHalf):
+    def call(self, method, arguments):
+        super().call(method, arguments)
+        return self
+
+
+AnswersAll = part_of(_AnswersAllHalf)
+AnswersObjects = part_of(_AnswersObjectsHalf)
+
+
+class UsesOtherFields(Good):
+    contract = 1
+
+    @classmethod
+    def request_fields(cls, config):
+        return ["priority"]

@@ -141,11 +141,11 @@ class Worker(Protocol):
             now. None: nothing will be until the next `wake_up`, and it need not be called.
         """
 
-    def call_part(self, name: str, message: bytes) -> bytes:
+    def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
         """Return what this rank's half of a step part answers, see `WorkerHalf.call`.
 
-        Raises:
-            HardpointError: the half refuses, or failed.
+        Returns:
+            None and the answer, or kind and text of the error that it raised.
         """
 
     def set_max_model_len(self, max_model_len: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import is_block_view
 from hardpoint.boundary.checked_model import CheckedModel, wrong_result
+from hardpoint.boundary.errors import kind_of
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -166,18 +167,19 @@ class WorkerParts:
         for half in self._follow:
             half.checked("finished", request_ids)
 
-    def call(self, name: str, message: bytes) -> bytes:
-        """Return what the half of a part answers.
+    def call(self, name: str, message: bytes) -> tuple[str | None, bytes]:
+        """Return None and what the half of a part answers, or kind and text of an error.
 
-        Raises:
-            HardpointError: the half raised it.
-            PluginFaultError: it failed, or answered something else.
+        An error is no exception, which would end an executor of several ranks.
         """
         (half,) = (half for half in self._halves if half.name == name)
-        answer = half.checked("call", message)
-        if not isinstance(answer, bytes):
-            raise half.wrong("call", answer, "expected bytes")
-        return answer
+        try:
+            answer = half.checked("call", message)
+            if not isinstance(answer, bytes):
+                raise half.wrong("call", answer, "expected bytes")
+        except HardpointError as error:
+            return kind_of(error), str(error).encode()
+        return None, answer
 
     def idle(self) -> bool | None:
         """Let the halves do work ahead, until one of them has more to do.

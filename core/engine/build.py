@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.errors import close_all, error_of
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
@@ -246,8 +246,12 @@ class _Later(Generic[ResultT]):
 
 
 def _call_parts(executor: Executor, name: str, message: bytes) -> list[bytes]:
-    """Return what the worker halves of a part answer, in rank order."""
-    return executor.collective_rpc("call_part", (name, message))
+    """Return what the worker halves of a part answer, in rank order; raise the first error."""
+    answers = executor.collective_rpc("call_part", (name, message))
+    for kind, answer in answers:
+        if kind is not None:
+            raise error_of(kind, answer.decode())
+    return [answer for _, answer in answers]
 
 
 def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:

@@ -312,13 +312,8 @@ class LocalWorker:
         self._use_device()
         return self._runner.parts.idle()
 
-    def call_part(self, name: str, message: bytes) -> bytes:
-        """Return what the half of a step part answers.
-
-        Raises:
-            HardpointError: the half raised it.
-            PluginFaultError: the half failed, or answered something else than bytes.
-        """
+    def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
+        """Return None and what the half of a step part answers, or kind and text of an error."""
         return self.runner.parts.call(name, message)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:

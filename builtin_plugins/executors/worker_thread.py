@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from hardpoint.errors import EngineDeadError
 
 T = TypeVar("T")
+_Call = tuple[Future[Any], Callable[[], Any]]
 
 _log = logging.getLogger("hardpoint")
 
@@ -76,13 +77,13 @@ class _Calls:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._futures: deque[Future[Any]] = deque()  # of the calls of the queue, and the one before
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._futures: deque[Future[Any]] = deque()  # of calls that are not complete
         self.have_ended = False
 
     def put(self, future: Future[T], call: Callable[[], T]) -> None:
         self._futures.append(future)
-        self._queue.put(call)
+        self._queue.put((future, call))
 
     def end(self) -> None:
         """Let the thread end after the calls so far."""
@@ -92,9 +93,9 @@ class _Calls:
         """Run calls until there are no more, or the thread is ended by an exception."""
         try:
             while (call := self._queue.get()) is not None:
-                _complete(self._futures[0], call)
-                self._futures.popleft()
-                del call  # its plan is not needed until the next call
+                _complete(*call)
+                self._futures.remove(call[0])
+                del call  # and its plan, which is not to be kept until the next one
         finally:
             self.have_ended = True  # before, since a call may come meanwhile
             self.fail()

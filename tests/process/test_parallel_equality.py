@@ -214,12 +214,13 @@ def test_control_calls_between_steps(references, ranks):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2"])
+@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2", *AHEAD])
 def test_interrupts_leave_the_ranks_in_step(references, ranks):
     """A signal that interrupts a step ends its requests; later ones are right."""
     config, expected = references("llama")
+    config = config | AHEAD.get(ranks, {})
     jobs = mixed_jobs()
-    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+    with open_llm(parallel_config(*RANKS.get(ranks, (1, 1)), **config)) as llm:
         engine = engine_of(llm)
         drive(engine, jobs)  # warm
         with interrupts() as after:

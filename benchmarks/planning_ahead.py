@@ -77,7 +77,7 @@ class Device(HistoryAttention):
 
 
 class SameToken(ScriptedModel):
-    """A model that says the same token for ever, so that the host computes nothing for it."""
+    """A model that gives the same token for ever, so that the host computes nothing for it."""
 
     contract = 1
 
@@ -153,9 +153,7 @@ def _measure(
     return found if arguments.model else found | {"device": _slept_ms(device_ms)}
 
 
-def _config(
-    folder: Path, count: int, length: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _config(folder: Path, count: int, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration of an engine with room for all requests."""
     size = {"max_model_len": length + 16}
     if arguments.model:
@@ -171,7 +169,7 @@ def _config(
 
 
 def _slept_ms(milliseconds: float) -> float:
-    """Return what a sleep of so many milliseconds takes, as the device does."""
+    """Return the milliseconds that a sleep of so many really takes."""
     rounds = 20
     began = time.perf_counter()
     for _ in range(rounds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -45,8 +46,12 @@ class UniprocExecutor(Executor):
                 f"(tensor {context.parallel.tensor} x pipeline {context.parallel.pipeline}); "
                 f"'multiproc' runs several"
             )
-        self._worker = open_worker(context.launch(0), context.progress)
         self._thread: WorkerThread | None = None
+        launch = context.launch(0)
+        if context.num_batches > 1:
+            self._thread = WorkerThread()
+            launch = dataclasses.replace(launch, on_forward=self._thread.hand_out)
+        self._worker = open_worker(launch, context.progress)
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -55,8 +60,6 @@ class UniprocExecutor(Executor):
 
     def start(self) -> list[WorkerInfo]:
         """Load the model, in the thread that will run the steps: torch has settings for each."""
-        if self.context.num_batches > 1:
-            self._thread = WorkerThread()
         return [self._call(self._worker.load_model)]
 
     def initialize_cache(self, num_blocks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -23,15 +24,22 @@ _GRACE_S = 5.0  # left to a call that is under way when the thread is to end
 
 
 class WorkerThread:
-    """Runs calls in their order in one thread, which ends with this object."""
+    """Runs calls in their order in one thread, which ends with this object.
+
+    While another call waits, a result is kept until that is done, or calls `hand_out`. Else the
+    thread that gets the result would take the interpreter from this one, just when it prepares the
+    next step, and the device would wait for both.
+
+    Attributes:
+        hand_out: lets the results so far be known; for the call that runs.
+    """
 
     def __init__(self) -> None:
         """Start the thread."""
         self._calls = _Calls()
-        self._thread = threading.Thread(
-            target=self._calls.run, name="HardpointWorker", daemon=True
-        )
+        self._thread = threading.Thread(target=self._calls.run, name="HardpointWorker", daemon=True)
         self._thread.start()
+        self.hand_out = self._calls.hand_out
         self._end = weakref.finalize(self, _end, self._calls, self._thread)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -78,7 +86,8 @@ class _Calls:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._futures: deque[Future[Any]] = deque()  # of calls that are not complete
+        self._futures: deque[Future[Any]] = deque()  # of calls without a known result
+        self._results: deque[Callable[[], None]] = deque()  # which set the first of these
         self.have_ended = False
 
     def put(self, future: Future[T], call: Callable[[], T]) -> None:
@@ -93,12 +102,22 @@ class _Calls:
         """Run calls until there are no more, or the thread is ended by an exception."""
         try:
             while (call := self._queue.get()) is not None:
-                _complete(*call)
-                self._futures.remove(call[0])
-                del call  # and its plan, which is not to be kept until the next one
+                result = _result(*call)
+                self.hand_out()  # of the call before, unless this one did
+                self._results.append(result)
+                del call, result  # nor is a plan kept until the next call
+                if self._queue.empty():
+                    self.hand_out()
         finally:
-            self.have_ended = True  # before, since a call may come meanwhile
+            self.hand_out()
+            self.have_ended = True  # before, since a call may come now
             self.fail()
+
+    def hand_out(self) -> None:
+        """Let the results so far be known."""
+        while self._results:
+            self._results.popleft()()
+            self._futures.popleft()
 
     def fail(self) -> None:
         """Fail the calls that no thread runs any more."""
@@ -107,13 +126,12 @@ class _Calls:
                 future.set_exception(EngineDeadError("the thread of the worker has ended"))
 
 
-def _complete(future: Future[T], call: Callable[[], T]) -> None:
+def _result(future: Future[T], call: Callable[[], T]) -> Callable[[], None]:
+    """Run a call; return what sets its result or error."""
     try:
-        result = call()
+        return functools.partial(future.set_result, call())
     except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        return functools.partial(future.set_exception, error)
 
 
 def _end(calls: _Calls, thread: threading.Thread) -> None:

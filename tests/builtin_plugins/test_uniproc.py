@@ -61,6 +61,25 @@ class TestThread:
         assert failed.exception(9) is error
         assert after.result(9) == 1
 
+    @pytest.mark.parametrize("hands_out", [False, True])
+    def test_a_result_waits_for_the_call_after_it_unless_that_hands_it_out(self, thread, hands_out):
+        start, begun, end = threading.Event(), threading.Event(), threading.Event()
+
+        def next_step():
+            if hands_out:
+                thread.hand_out()
+            begun.set()
+            return end.wait(9)
+
+        thread.submit(lambda: start.wait(9))
+        first, second = thread.submit(lambda: 1), thread.submit(next_step)
+        start.set()
+        assert begun.wait(9)
+        assert first.done() is hands_out
+        end.set()
+        assert second.result(9)
+        assert first.result(0) == 1
+
     def test_it_keeps_nothing_of_a_call(self, thread):
         class Plan:
             pass
@@ -79,7 +98,7 @@ class TestThread:
         running = thread.submit(lambda: began.set() or blocked.wait())
         assert began.wait(9)
         # Between two calls, where what calls raise is not caught.
-        monkeypatch.setattr(worker_thread, "_complete", lambda *_: raise_in(ident))
+        monkeypatch.setattr(worker_thread, "_result", lambda *_: raise_in(ident))
         waiting = [thread.submit(lambda: 1) for _ in range(2)]
         blocked.set()
         assert running.result(9)

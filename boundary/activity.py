@@ -5,10 +5,12 @@ It holds the requests that the step computes, and the plugin method that runs.
 
 from __future__ import annotations
 
+import copy
 import functools
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ _REQUESTS_AT = _HEADER_BYTES + _CALLS_BYTES
 # The header: numbers of 16 bits, then of 32, then floating-point numbers of 64.
 _CALL, _STEP = 0, 1
 _NUM_CALLS_BYTES, _NUM_REQUESTS_BYTES = 1, 2  # the first has the two cells
+_WORKER_CELLS = slice(12, 16)  # bytes
 _STEP_BEGAN, _WATCHDOG_S, _BEATS, _TURNS = 2, 3, 4, 5
 _TOO_MANY = 2**32 - 1
 
@@ -64,7 +67,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The activity of an engine at one moment.
 
     Attributes:
-        call: the method of a plugin that ran, the innermost of several.
+        call: the method of a plugin that ran, the innermost of several; if both threads were in
+            one, that of the engine's, which is seldom in any.
         in_step: ids of the requests of a step that had begun and not ended, empty if there was
             none; None if they were too many to be recorded.
         step_seconds: since the step began; 0 without a watchdog that ends the engine.
@@ -85,6 +89,8 @@ class Snapshot(msgspec.Struct, frozen=True):
 class Activity:
     """The activity of one engine. The engine's main thread writes it, any process may read it.
 
+    A worker that runs in another thread of the engine's process gets `of_worker_thread`.
+
     Attributes:
         cells: `cells[0]` is the number of the method that runs, 0 for none of a plugin. Where a
             call costs too much, the caller sets it to a number from `number`, and resets it.
@@ -95,6 +101,7 @@ class Activity:
         self._use(bytearray(_SIZE) if memory is None else memory)
         self._calls: list[PluginCall] = []
         self._numbers: dict[tuple[str, str, str], int] = {}
+        self._lock = threading.Lock()
         self._request_ids: list[str] = []
         self._beats = self._turns = 0
 
@@ -129,6 +136,12 @@ class Activity:
         os.close(descriptor)
         return cls(memory)
 
+    def of_worker_thread(self) -> Activity:
+        """Return one of the same memory, with cells of its own, for the thread of a worker."""
+        other = copy.copy(self)
+        other.cells = self._worker_cells
+        return other
+
     def close(self) -> None:
         """Release the file; what was written last can still be read. For readers."""
         self._use(bytearray(self._memory))
@@ -136,7 +149,7 @@ class Activity:
     def _use(self, memory: mmap.mmap | bytearray) -> None:
         self._memory = memory
         view = memoryview(memory)
-        self.cells = view[:4].cast("H")
+        self.cells, self._worker_cells = view[:4].cast("H"), view[_WORKER_CELLS].cast("H")
         self._lengths = view[:16].cast("I")
         self._times = view[:_HEADER_BYTES].cast("d")
 
@@ -146,14 +159,15 @@ class Activity:
         if (known := self._numbers.get(key)) is not None:
             return known
         call = PluginCall(kind, source.name, str(source), method)
-        data = msgspec.json.encode([*self._calls, call])
-        if len(data) > _CALLS_BYTES:
-            return 0
-        self._calls.append(call)
-        self._numbers[key] = len(self._calls)
-        self._memory[_HEADER_BYTES : _HEADER_BYTES + len(data)] = data
-        self._lengths[_NUM_CALLS_BYTES] = len(data)
-        return len(self._calls)
+        with self._lock:
+            data = msgspec.json.encode([*self._calls, call])
+            if len(data) > _CALLS_BYTES:
+                return 0
+            self._calls.append(call)
+            self._memory[_HEADER_BYTES : _HEADER_BYTES + len(data)] = data
+            self._lengths[_NUM_CALLS_BYTES] = len(data)
+            self._numbers[key] = len(self._calls)
+            return len(self._calls)
 
     def begin_step(self, request_ids: Sequence[str]) -> None:
         """Record the requests of a step."""
@@ -209,7 +223,7 @@ class Activity:
         )
 
     def _call(self) -> PluginCall | None:
-        number = self.cells[_CALL]
+        number = self.cells[_CALL] or self._worker_cells[_CALL]
         if not number:
             return None
         try:

@@ -17,7 +17,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.blame import describe, is_fault, raise_unless_fault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.forks import FORKS, end_copy
 from hardpoint.system.plugin_settings import READ, changed
@@ -39,6 +39,11 @@ def result_of(future: Future[T], executor: str, method: str) -> T:
             raise
         message = f"{executor}: its {method} returned a future that was cancelled"
         raise PluginFaultError(message) from cause
+    except RuntimeError as error:
+        # The lock of a future is not held when a signal ends the wait before it was taken again.
+        if (interrupt := error.__context__) is not None and not is_fault(interrupt):
+            raise interrupt from None
+        raise
 
 
 def no_result(plan: SchedulerOutput, executor: str) -> PluginFaultError:

@@ -85,7 +85,8 @@ class SchedulerConfig(Strict):
         max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
             None is no limit.
         asynchronous: plan and send a step while the one before it is computed. The executor has to
-            take two at once, as "multiproc" does; a pipeline of stages does so in any case.
+            take two at once, as "uniproc" and "multiproc" do; a pipeline of stages does so in any
+            case. It pays where the device is not the CPU.
         step_milliseconds: time that prompts may extend a step to while other requests generate, so
             that their tokens keep coming; what a step takes is measured. 0 is no limit; None is
             150 in `AsyncLLM` and the server, 0 in `LLM`.

@@ -198,6 +198,9 @@ class WorkerLaunch:
         world_size: number of ranks.
         data: what the factory needs, as msgpack.
         prepared: what the engine has built already, for a worker in its own process; not encoded.
+        on_forward: called by such a worker in each step that has tokens, when all is ready for the
+            model; not encoded. An executor that calls the worker in another thread sets it, to
+            hand out earlier results while the model computes.
     """
 
     factory: str
@@ -205,6 +208,7 @@ class WorkerLaunch:
     world_size: int
     data: bytes = field(repr=False)
     prepared: Any = field(default=None, repr=False, compare=False)
+    on_forward: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
     def encode(self) -> bytes:
         """Return it as msgpack, for `decode`."""

@@ -65,6 +65,17 @@ def test_executors_with_several_workers(tmp_path):
             assert 50 < received < 5000
 
 
+def test_planning_ahead(tmp_path):
+    script = str(ROOT / "benchmarks" / "planning_ahead.py")
+    short = ("--rounds", "1", "--tokens", "4", "--running", "2", "--device-ms", "3")
+    options = ("--engines", "uniproc, in-process", "--json", "found.json")
+    run(sys.executable, script, *short, *options, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())["uniproc, in-process"]["2"]
+    assert 3 <= found["device"] < 6
+    assert found["plain"] > 2
+    assert found["ahead"] > 2
+
+
 def speculation(tmp_path, *arguments):
     """Return the measurements of the benchmark of speculation."""
     script = str(ROOT / "benchmarks" / "speculation.py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -18,11 +20,16 @@ from hardpoint.plugins import (
 from hardpoint.plugins.executor import open_worker
 from hardpoint.toolkit.workers.joining import worker_method
 
+from .worker_thread import WorkerThread
+
 T = TypeVar("T")
 
 
 class UniprocExecutor(Executor):
-    """Calls one worker directly; every returned future is done."""
+    """Calls one worker: directly, or in a thread of its own if several steps are to be in flight.
+
+    Directly, every returned future is done.
+    """
 
     contract = 2
 
@@ -39,25 +46,35 @@ class UniprocExecutor(Executor):
                 f"(tensor {context.parallel.tensor} x pipeline {context.parallel.pipeline}); "
                 f"'multiproc' runs several"
             )
-        self._worker = open_worker(context.launch(0), context.progress)
+        self._thread: WorkerThread | None = None
+        launch = context.launch(0)
+        if context.num_batches > 1:
+            self._thread = WorkerThread()
+            launch = dataclasses.replace(launch, on_forward=self._thread.hand_out)
+        self._worker = open_worker(launch, context.progress)
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps in flight at most, as many as the context asks for."""
+        return self.context.num_batches
 
     def start(self) -> list[WorkerInfo]:
-        """Load the model."""
-        return [self._worker.load_model()]
+        """Load the model, in the thread that will run the steps: torch has settings for each."""
+        return [self._call(self._worker.load_model)]
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""
-        self._worker.initialize_cache(num_blocks)
+        self._call(functools.partial(self._worker.initialize_cache, num_blocks))
 
     def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         """Run the model."""
-        return _done(lambda: self._worker.execute_model(plan))
+        return self._begin(lambda: self._worker.execute_model(plan))
 
     def sample_tokens(
         self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
     ) -> Future[ModelRunnerOutput]:
         """Sample from the model's last logits."""
-        return _done(lambda: self._sample(plan, bitmask))
+        return self._begin(lambda: self._sample(plan, bitmask))
 
     def _sample(self, plan: SchedulerOutput, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
         output = self._worker.sample_tokens(plan, bitmask)
@@ -71,11 +88,21 @@ class UniprocExecutor(Executor):
         timeout: float | None = None,  # noqa: ARG002
     ) -> list[Any]:
         """Call a method of the worker; `timeout` is ignored."""
-        return [worker_method(self._worker, method)(*args)]
+        return [self._call(functools.partial(worker_method(self._worker, method), *args))]
 
     def close(self) -> None:
-        """Release the worker."""
-        self._worker.close()
+        """Release the worker, after the calls under way, and end its thread."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            self._worker.close()
+        else:
+            thread.close(self._worker.close)
+
+    def _begin(self, call: Callable[[], T]) -> Future[T]:
+        return _done(call) if self._thread is None else self._thread.submit(call)
+
+    def _call(self, call: Callable[[], T]) -> T:
+        return call() if self._thread is None else self._thread.submit(call).result()
 
 
 def _done(call: Callable[[], T]) -> Future[T]:

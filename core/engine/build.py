@@ -430,7 +430,7 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
     if depth == 1 and config.scheduler.asynchronous:
         raise ConfigError(
             f"scheduler.asynchronous: executor {executor.name!r} takes one step at a time, so that "
-            'none can be planned ahead; "multiproc" takes two'
+            'none can be planned ahead; "uniproc" and "multiproc" take two'
         )
 
 

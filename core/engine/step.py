@@ -327,7 +327,8 @@ class StepRunner:
         executed = plan.total_num_scheduled_tokens > 0
         if not executed:
             self._step_parts.wait()
-        self._activity.end_step()
+        if not len(self._batches):
+            self._activity.end_step()
         self._parts.faults.check_slow()
         if self._times is not None:
             time = self._times.ends(plan)

@@ -42,7 +42,7 @@ from hardpoint.system.process.naming import log_to_stderr, name_process
 from hardpoint.system.process.process import ChildProcess, socket_pair
 from hardpoint.typed import prepared
 
-from .prepare import prepare_worker
+from .prepare import num_batches, prepare_worker
 
 _log = logging.getLogger("hardpoint")
 
@@ -109,7 +109,9 @@ class WorkerLauncher:
         """Make nothing yet; `close` removes what was made."""
         self._spec = spec
         self._config_sources = config_sources
-        self._activity = activity
+        self._worker_activity = activity
+        if num_batches(spec.config) > 1:  # then the worker and the engine run at the same time
+            self._worker_activity = activity.of_worker_thread()
         self._folder = ""
         self._remove: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
@@ -136,7 +138,7 @@ class WorkerLauncher:
             manifest_hash=spec.plugins.manifest.hash,
             data=msgspec.msgpack.encode(data),
         )
-        prepared = (spec, self._activity) if world_size == 1 else None
+        prepared = (spec, self._worker_activity) if world_size == 1 else None
         return WorkerLaunch(_FACTORY, rank, world_size, msgspec.msgpack.encode(versioned), prepared)
 
     def start_process(
@@ -311,7 +313,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
     """Make the worker of a launch; see `open_worker`."""
     if launch.prepared is not None:
         spec, activity = launch.prepared
-        return LocalWorker(spec, activity)
+        return LocalWorker(spec, activity, launch.on_forward)
     data = _checked_data(launch)
     plugins = PluginSet(data.manifest)
     config = msgspec.convert(data.config, prepared(EngineConfig))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class ModelRunner:
     Attributes:
         attention: backend of the model's layers.
         parts: the worker halves of step parts.
+        on_forward: see `WorkerLaunch`; step parts may wait for what they load, so that it is called
+            before these begin.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ModelRunner:
         self._device = device
         self._caches: list[Any] = []
         self.parts = WorkerParts()
+        self.on_forward: Callable[[], None] | None = None
         self._around_model: Forward | None = None
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
@@ -170,6 +173,8 @@ class ModelRunner:
         if plan.finished_request_ids:
             self.parts.finished(plan.finished_request_ids)
         if has_parts := bool(self.parts):
+            if self.on_forward is not None:
+                self.on_forward()
             self.parts.begin(plan)
         if plan.total_num_scheduled_tokens == 0:
             return self._with_reports(ModelRunnerOutput())
@@ -219,6 +224,8 @@ class ModelRunner:
         inputs = functools.partial(self._inputs, step, before, routed)
         if self._around_model is None:
             return self._calls.run("forward", lambda: self._model.forward(inputs()))
+        if self.on_forward is not None:
+            self.on_forward()
         around = ForwardStep(inputs, step.packed, needs_model=needs_model)
         return self._calls.run("forward", self._around_model, around)
 
@@ -229,6 +236,8 @@ class ModelRunner:
         attend = self.attention.of_step(self._caches, step.attention)
         if self.parts.wants_layers:
             attend = self.parts.around_layers(attend)
+        if self.on_forward is not None:
+            self.on_forward()
         return ForwardBatch(step.token_ids, step.positions, attend, before, routed)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:

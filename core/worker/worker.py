@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -67,16 +67,23 @@ class LocalWorker:
         movable_weights: those that level 1 of sleep moves to CPU memory; None if it moves none.
     """
 
-    def __init__(self, spec: WorkerSpec, activity: Activity | None = None) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        activity: Activity | None = None,
+        on_forward: Callable[[], None] | None = None,
+    ) -> None:
         """Store the spec; `load_model` builds the model.
 
         Args:
             spec: what to build.
             activity: records the methods of plugins that run.
+            on_forward: see `WorkerLaunch`.
         """
         self._spec: WorkerSpec | None = spec
         self._device = spec.device
         self._activity = activity or Activity()
+        self._on_forward = on_forward
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
         self._max_model_len = spec.max_model_len
@@ -166,6 +173,7 @@ class LocalWorker:
         )
         parts = open_parts(spec, planned, ops, ranks, self._activity)
         self._runner.use_parts(parts)
+        self._runner.on_forward = self._on_forward
         ranks.wait_for_all()
         self._estimate = self._estimate.with_parts(parts.memory())
         info = measure(checked, spec, ranks, attention, self._estimate)

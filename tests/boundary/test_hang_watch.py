@@ -67,6 +67,24 @@ def test_a_step_that_does_not_end_hangs_and_the_plugin_is_named(activity, clock)
     assert checks(watch, clock, 102, activity.beat) == message
 
 
+def test_a_worker_in_another_thread_has_a_call_of_its_own(activity):
+    source = Source.of_module("slow", "acme:Slow", "default")
+    engine = PluginCalls(activity, "scheduling_policies", source)
+    worker = PluginCalls(activity.of_worker_thread(), "models", source)
+
+    def running():
+        call = activity.snapshot().call
+        return call and call.method
+
+    engine.cells[0] = engine.number("key")
+    worker.cells[0] = worker.number("forward")
+    assert running() == "key"
+    engine.cells[0] = 0
+    assert running() == "forward"
+    worker.cells[0] = 0
+    assert running() is None
+
+
 def test_many_steps_and_no_step_are_progress(activity, clock):
     watch = HangWatch(activity, 0, 10, clock)
     assert checks(watch, clock, 50, lambda: (activity.turn(), activity.turn())) is None

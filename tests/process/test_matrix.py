@@ -86,7 +86,8 @@ ENGINE: dict[str, dict[str, Level]] = {
     "process": {"here": {}, "its own": {"engine": {"in_process": False}}},
     "planning": {
         "step by step": {},
-        "ahead": RANKS | {"scheduler": {"asynchronous": True}},
+        "ahead": {"scheduler": {"asynchronous": True}},  # of one rank, in a thread
+        "ahead in a process": RANKS | {"scheduler": {"asynchronous": True}},
     },
     "step time": {"no limit": {}, "short": {"scheduler": {"step_milliseconds": 1.0}}},
     "in between": {"nothing": {}, "reset": {}, "pause": {}, "sleep": {}, "abort": {}},

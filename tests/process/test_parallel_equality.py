@@ -103,13 +103,26 @@ def test_random_weights(references, model, ranks):
         check(llm, expected)
 
 
-AHEAD = {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}}
+AHEAD = {
+    use: {"executor": {"use": use}, "scheduler": {"asynchronous": True}}
+    for use in ("uniproc", "multiproc")
+}
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_planning_ahead(references, tensor):
+@pytest.mark.parametrize(
+    ("use", "tensor", "in_process"),
+    [
+        ("uniproc", 1, True),
+        ("uniproc", 1, False),
+        ("multiproc", 1, True),
+        pytest.param("multiproc", 2, True, marks=pytest.mark.nightly),
+        pytest.param("multiproc", 1, False, marks=pytest.mark.nightly),
+    ],
+)
+def test_planning_ahead(references, use, tensor, in_process):
     config, expected = references("llama")
-    with open_llm(parallel_config(tensor, **config, **AHEAD)) as llm:
+    engine = {"engine": {"in_process": in_process}}
+    with open_llm(parallel_config(tensor, **config, **AHEAD[use], **engine)) as llm:
         check(llm, expected)
         assert llm.scheduler_stats().num_waits_for_results.keys() == {"structured_output"}
 
@@ -185,12 +198,12 @@ BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2), 
 
 
 @pytest.mark.parametrize(
-    "ranks", ["pipeline 2", "planning ahead", pytest.param("tensor 2", marks=pytest.mark.nightly)]
+    "ranks", ["pipeline 2", *AHEAD, pytest.param("tensor 2", marks=pytest.mark.nightly)]
 )
 def test_control_calls_between_steps(references, ranks):
     """Caches are reset, the engine sleeps and wakes up, with tokens that are still under way."""
     config, expected = references("llama")
-    config = config | (AHEAD if ranks == "planning ahead" else {})
+    config = config | AHEAD.get(ranks, {})
     calls = {10 + 7 * index: call for index, call in enumerate(BETWEEN * 2)}
     jobs = mixed_jobs()
     with open_llm(parallel_config(*RANKS.get(ranks, (1, 1)), **config)) as llm:
@@ -201,12 +214,13 @@ def test_control_calls_between_steps(references, ranks):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2"])
+@pytest.mark.parametrize("ranks", ["tensor 2", "pipeline 2", *AHEAD])
 def test_interrupts_leave_the_ranks_in_step(references, ranks):
     """A signal that interrupts a step ends its requests; later ones are right."""
     config, expected = references("llama")
+    config = config | AHEAD.get(ranks, {})
     jobs = mixed_jobs()
-    with open_llm(parallel_config(*RANKS[ranks], **config)) as llm:
+    with open_llm(parallel_config(*RANKS.get(ranks, (1, 1)), **config)) as llm:
         engine = engine_of(llm)
         drive(engine, jobs)  # warm
         with interrupts() as after:

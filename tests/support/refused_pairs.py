@@ -54,8 +54,11 @@ PAIRS = [
     RefusedPair(
         "planning ahead",
         "an executor that takes one step at a time",
-        ("scheduler.asynchronous", "uniproc"),
-        {"scheduler": {"asynchronous": True}},
+        ("scheduler.asynchronous", "one_at_a_time"),
+        {
+            "scheduler": {"asynchronous": True},
+            "executor": {"use": f"{HERE}.refused:OneAtATime"},
+        },
     ),
     RefusedPair(
         "a speculator",

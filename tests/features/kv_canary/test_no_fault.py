@@ -21,7 +21,8 @@ LEVELS = {
     "few blocks": SMALL | {"scheduler": {"max_num_seqs": 6}},
     "n-grams": {"speculation": {"use": ["ngram"]}},
     "stores": SMALL | {"kv_connector": {"stores": ["memory"]}},
-    "ahead": {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}},
+    "ahead": {"scheduler": {"asynchronous": True}},
+    "ahead in a process": {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}},
     "tensor ranks": {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}},
     "stages": {"executor": {"use": "multiproc"}, "parallel": {"pipeline": 2}},
 }

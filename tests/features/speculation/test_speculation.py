@@ -56,11 +56,12 @@ def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks
     engine.close()
 
 
-def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs, expected):
+@pytest.mark.parametrize("use", ["uniproc", "multiproc"])
+def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs, expected, use):
     config = speculating_with(
         "hardpoint.testing:ScriptedSpeculator", options=replaying(jobs, expected)
     )
-    config |= {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}}
+    config |= {"executor": {"use": use}, "scheduler": {"asynchronous": True}}
     engine = scripted_engine(scripted, config)
     without = [(name, prompt, replace(params, speculator="none")) for name, prompt, params in jobs]
     assert run(engine, without, per_step=3) == expected

@@ -1,10 +1,16 @@
-"""Components that do not go together with a KV connector."""
+"""Components that do not go together with a KV connector, or with planning ahead."""
 
 from __future__ import annotations
 
+from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.plugins import EngineHalf, KVSpec, StepPart
 from hardpoint.testing import HistoryAttention, ScriptedModel
+
+
+class OneAtATime(UniprocExecutor):
+    contract = 2
+    max_concurrent_batches = 1
 
 
 class NoLayout(HistoryAttention):

@@ -1,0 +1,140 @@
+"""The thread in which a worker's calls run while the engine plans the next step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
+
+from hardpoint.errors import EngineDeadError
+
+T = TypeVar("T")
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+_log = logging.getLogger("hardpoint")
+
+_GRACE_S = 5.0  # left to a call that is under way when the thread is to end
+
+
+class WorkerThread:
+    """Runs calls in their order in one thread, which ends with this object.
+
+    While another call waits, a result is kept until that is done, or calls `hand_out`. Else the
+    thread that gets the result would take the interpreter from this one, just when it prepares the
+    next step, and the device would wait for both.
+
+    Attributes:
+        hand_out: lets the results so far be known; for the call that runs.
+    """
+
+    def __init__(self) -> None:
+        """Start the thread."""
+        self._calls = _Calls()
+        self._thread = threading.Thread(target=self._calls.run, name="HardpointWorker", daemon=True)
+        self._thread.start()
+        self.hand_out = self._calls.hand_out
+        self._end = weakref.finalize(self, _end, self._calls, self._thread)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call after those before; return the future of its result or error.
+
+        The error is an EngineDeadError if the thread ends before.
+        """
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # what a worker is to run cannot be withdrawn
+        self._calls.put(future, call)
+        if not self._runs:
+            self._calls.fail()
+        return future
+
+    def close(self, last: Callable[[], object]) -> None:
+        """Run a last call, after those under way, and end the thread.
+
+        A call that does not end in time is left alone, with the thread; the last one follows it.
+        """
+        if not self._runs:
+            last()
+            return
+        closing = self.submit(last)
+        try:
+            closing.result(_GRACE_S)
+        except TimeoutError:
+            if closing.done():  # it raised that itself
+                raise
+            _log.warning("a call of the worker does not end: its thread is left alone")
+        finally:
+            self._end()
+
+    @property
+    def _runs(self) -> bool:
+        return self._thread.is_alive() and not self._calls.have_ended
+
+
+class _Calls:
+    """The calls of a thread, which refers to them alone, so that it keeps nothing else alive.
+
+    Attributes:
+        have_ended: whether no thread runs them any more.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._futures: deque[Future[Any]] = deque()  # of calls without a known result
+        self._results: deque[Callable[[], None]] = deque()  # which set the first of these
+        self.have_ended = False
+
+    def put(self, future: Future[T], call: Callable[[], T]) -> None:
+        self._futures.append(future)
+        self._queue.put((future, call))
+
+    def end(self) -> None:
+        """Let the thread end after the calls so far."""
+        self._queue.put(None)
+
+    def run(self) -> None:
+        """Run calls until there are no more, or the thread is ended by an exception."""
+        try:
+            while (call := self._queue.get()) is not None:
+                result = _result(*call)
+                self.hand_out()  # of the call before, unless this one did
+                self._results.append(result)
+                del call, result  # nor is a plan kept until the next call
+                if self._queue.empty():
+                    self.hand_out()
+        finally:
+            self.hand_out()
+            self.have_ended = True  # before, since a call may come now
+            self.fail()
+
+    def hand_out(self) -> None:
+        """Let the results so far be known."""
+        while self._results:
+            self._results.popleft()()
+            self._futures.popleft()
+
+    def fail(self) -> None:
+        """Fail the calls that no thread runs any more."""
+        for future in list(self._futures):
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(EngineDeadError("the thread of the worker has ended"))
+
+
+def _result(future: Future[T], call: Callable[[], T]) -> Callable[[], None]:
+    """Run a call; return what sets its result or error."""
+    try:
+        return functools.partial(future.set_result, call())
+    except BaseException as error:
+        return functools.partial(future.set_exception, error)
+
+
+def _end(calls: _Calls, thread: threading.Thread) -> None:
+    calls.end()
+    if thread is not threading.current_thread():  # where the last reference was dropped
+        thread.join(_GRACE_S)

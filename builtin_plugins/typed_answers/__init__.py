@@ -13,6 +13,6 @@ contract = 1
 @hookimpl
 def server_extensions(server: ServerContext) -> Sequence[Route]:
     """Return the route."""
-    from .route import TypedAnswers  # noqa: PLC0415 - for servers alone
+    from .route import SystemOne  # noqa: PLC0415 - for servers alone
 
-    return [TypedAnswers(server).route()]
+    return [SystemOne(server).route()]

@@ -51,7 +51,7 @@ class LabelScores:
     """The probabilities of the labels of one prompt.
 
     Attributes:
-        probabilities: of each label, among the labels; they add up to 1.
+        probabilities: probability of each label, among the labels; they add up to 1.
         mass: probability of all labels, among all that the model may write.
     """
 
@@ -64,8 +64,8 @@ class Counts:
     """The tokens of prompts.
 
     Attributes:
-        prompt: of all rows together.
-        cached: those of them whose keys and values were there.
+        prompt: number of tokens, of all rows together.
+        cached: number of those whose keys and values were there.
     """
 
     prompt: int = 0
@@ -157,7 +157,7 @@ async def _read(
     if not completion.token_ids:
         ended = "the questions were not answered in time"
         if completion.finish_reason != "timeout":
-            ended = "the engine was told to end the questions; send them again"
+            ended = "the engine has ended the questions; send them again"
         raise HTTPException(503, ended)
     return output
 

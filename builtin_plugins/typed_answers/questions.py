@@ -35,7 +35,7 @@ class ChoiceAnswer(msgspec.Struct, tag_field="type", tag="choice"):
     Attributes:
         choice: the likeliest.
         confidence: how far it stands above an even guess: 0 is one, 1 is certain.
-        probabilities: of the options, by name; they add up to 1.
+        probabilities: probability of each option, by name; they add up to 1.
         x_label_mass: probability of the labels among all that the model may write.
     """
 
@@ -53,7 +53,7 @@ class ScoreAnswer(msgspec.Struct, tag_field="type", tag="score"):
         confidence: how close the probabilities are to the likeliest level: 1 is all there, 0 is as
             far away as an even guess, or farther.
         legend: the levels, by number.
-        probabilities: of the levels, by number; they add up to 1.
+        probabilities: probability of each level, by number; they add up to 1.
         x_label_mass: probability of the labels among all that the model may write.
     """
 
@@ -84,14 +84,14 @@ class Question(Strict, tag_field="type"):
         raise NotImplementedError
 
     def lines(self) -> list[str]:
-        """Return what the labels mean, a line each; none for those that explain themselves."""
+        """Return the meanings of the labels, a line each; none for those without one."""
         raise NotImplementedError
 
     def answer(self, probabilities: Sequence[float], mass: float) -> Answer:
         """Return the answer.
 
         Args:
-            probabilities: of the labels; they add up to 1.
+            probabilities: probability of each label; they add up to 1.
             mass: their probability among all that the model may write.
         """
         raise NotImplementedError
@@ -130,7 +130,7 @@ class NoulQuestion(Question, tag="noul"):
         return ["Yes", "No"]
 
     def lines(self) -> list[str]:
-        """Return what is described."""
+        """Return the sides that are described."""
         given = self.criteria or NoulCriteria()
         sides = zip(self.labels(), (given.true, given.false), strict=True)
         return [f"{label}: {as_text(side)}" for label, side in sides if side is not None]

@@ -53,7 +53,7 @@ class SystemOneUsage(msgspec.Struct):
     """The tokens of a call.
 
     Attributes:
-        input_tokens: of the prompts of all questions together, the state in each.
+        input_tokens: tokens of the prompts of all questions together, the state in each.
         cached_tokens: those of them whose keys and values were there, of other questions too.
         output_tokens: 0: nothing is written.
     """
@@ -73,7 +73,7 @@ class SystemOneResponse(msgspec.Struct):
 
 
 class _Template:
-    """What comes before and after the texts of a prompt.
+    """The frame around the texts of a prompt.
 
     Attributes:
         before: text before the state.
@@ -98,7 +98,7 @@ class _Template:
                 )
 
 
-class TypedAnswers:
+class SystemOne:
     """Answers the questions of a call, in one prefill each.
 
     A prompt is the chat template around one message of the user: the instructions, the state and
@@ -154,7 +154,7 @@ class TypedAnswers:
         """Return the prompt of each question.
 
         Raises:
-            RequestError: one is too long, or its labels cannot be told apart.
+            RequestError: one is too long, or its labels have no tokens of their own.
         """
         engine = self._server.engine
         template = await self._template()
@@ -203,8 +203,8 @@ class TypedAnswers:
             others = (other for place, other in enumerate(found) if place != index)
             if not tokens or any(other[: len(tokens)] == tokens for other in others):
                 raise RequestError(
-                    f"{path}: this model's tokenizer does not tell the label {labels[index]!r} "
-                    "from the others at the place of the answer"
+                    f"{path}: this model's tokenizer does not distinguish the label "
+                    f"{labels[index]!r} from the others at the place of the answer"
                 )
         return found
 

@@ -306,7 +306,7 @@ class RequestState:
 
     def _is_plain(self) -> bool:
         params = self._request.params
-        asks = params.wants_logprobs or params.prompt_logprobs is not None
+        asks = self._logprobs is not None or self._prompt_logprobs is not None
         asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
         watches = self._parsers is not None or self._flaw_of is not None or self.parts is not None
         is_alone = self._delta and self.parent.n == self._interval == 1

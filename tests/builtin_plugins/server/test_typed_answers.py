@@ -43,7 +43,7 @@ def refused(server, status=400, headers=None, **fields):
 
 
 def fake(**settings):
-    """A server with a fake engine that says what it was asked."""
+    """A server with a fake engine that keeps what it was asked."""
     config = configured(**settings.pop("server", {}))
     return running(FakeEngine(config=config, hooks=(typed_answers,), text="x", **settings))
 
@@ -200,7 +200,7 @@ def test_labels_that_tokens_do_not_tell_apart_are_refused():
         error = refused(server, questions={"fine": LEVEL, "mine": TONE})
         assert error["param"] == "questions.fine"
         assert error["message"].endswith(
-            "tokenizer does not tell the label '0' from the others at the place of the answer"
+            "does not distinguish the label '0' from the others at the place of the answer"
         )
         assert server.engine.asked == []
 
@@ -333,7 +333,7 @@ def test_no_call_is_taken_while_the_engine_is_paused():
     ("reason", "status", "words"),
     [
         ("timeout", 503, "the questions were not answered in time"),
-        ("abort", 503, "the engine was told to end the questions; send them again"),
+        ("abort", 503, "the engine has ended the questions; send them again"),
         ("error", 500, "the engine gave no reason"),
     ],
 )

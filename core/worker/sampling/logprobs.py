@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ def logprob_tensors(
     logits: torch.Tensor,
     chosen: torch.Tensor,
     counts: Sequence[int],
-    given: torch.Tensor | None = None,
+    given: Sequence[Sequence[int]] = (),
 ) -> list[torch.Tensor]:
     """Return the tensors that `token_logprobs` needs of each row on the host.
 
@@ -32,7 +33,7 @@ def logprob_tensors(
         logits: float32 [rows, vocab].
         chosen: int64 [rows]; the tokens of which to return the log-probability.
         counts: per row, the number of most likely tokens; -1 is the whole vocabulary.
-        given: int64 [rows, ids]; further tokens of each row.
+        given: further tokens, per row; empty if there are none.
     """
     logprobs = logits.log_softmax(-1)
     picked = logprobs.gather(1, chosen.unsqueeze(1))
@@ -40,7 +41,10 @@ def logprob_tensors(
     vocab = logits.shape[1]
     top_values, top_ids = logprobs.topk(max(_wanted(count, vocab) for count in counts), dim=1)
     found = [ranks, top_ids, picked.squeeze(1), top_values]
-    return found if given is None else [*found, logprobs.gather(1, given)]
+    if pairs := [(row, token) for row, ids in enumerate(given) for token in ids]:
+        rows, tokens = to_device(pairs, logits.device).T
+        found.append(logprobs[rows, tokens])
+    return found
 
 
 def token_logprobs(
@@ -55,7 +59,7 @@ def token_logprobs(
         lists: the numbers of what `logprob_tensors` returned for the rows.
         tokens: the chosen ones.
         counts: the same as for `logprob_tensors`.
-        given: the given tokens of each row, without what fills its row up; empty if there are none.
+        given: the same.
     """
     ranks, top_ids, picked, top_values, *more = lists
     limit = len(top_ids[0]) if top_ids else 0
@@ -66,9 +70,10 @@ def token_logprobs(
         for token, logprob, rank, ids, values, count in rows
     ]
     if more:
-        for entry, ids, values in zip(entries, given, more[0], strict=True):
+        values = iter(more[0])
+        for entry, ids in zip(entries, given, strict=True):
             entry.token_ids += ids
-            entry.logprobs += values[: len(ids)]
+            entry.logprobs += islice(values, len(ids))
     return entries
 
 

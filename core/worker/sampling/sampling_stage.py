@@ -82,8 +82,7 @@ class _StepRows:
     Attributes:
         with_logprobs: rows whose requests ask for log-probabilities.
         logprob_counts: how many most likely tokens each of these asks for.
-        given: the tokens that each of these names; empty if none names any.
-        given_ids: the same, int64 [rows, ids], filled up with 0; None without.
+        given: the tokens that each of these names.
     """
 
     def __init__(self, requests: Sequence[LogitsRequest], device: torch.device) -> None:
@@ -99,15 +98,15 @@ class _StepRows:
         self._arguments: list[Any] = [r.sampler_arguments for r in requests]
         self._columns: dict[str, torch.Tensor] = {}
         self.with_logprobs = [row for row, r in enumerate(requests) if r.params.wants_logprobs]
+        self.logprob_counts: list[int] = []
+        self.given: list[list[int]] = []
+        self._logprob_index: torch.Tensor | None = None
+        if not self.with_logprobs:
+            return
         asked = [requests[row].params for row in self.with_logprobs]
         self.logprob_counts = [params.logprobs or 0 for params in asked]
         self.given = [params.logprob_token_ids or [] for params in asked]
-        self.given_ids: torch.Tensor | None = None
-        if longest := max(map(len, self.given), default=0):
-            padded = [[*ids, *[0] * (longest - len(ids))] for ids in self.given]
-            self.given_ids = to_device(padded, device)
-        self._logprob_index: torch.Tensor | None = None
-        if self.with_logprobs and len(self.with_logprobs) < len(requests):
+        if len(asked) < len(requests):
             self._logprob_index = to_device(self.with_logprobs, device)
 
     def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
@@ -300,7 +299,7 @@ class SamplingStage:
         if rows.with_logprobs:
             source = rows.of_logprobs(logits) if self._raw is None else self._raw
             chosen_ids, counts = rows.of_logprobs(chosen), rows.logprob_counts
-            wanted += logprob_tensors(source, chosen_ids, counts, rows.given_ids)
+            wanted += logprob_tensors(source, chosen_ids, counts, rows.given)
         tokens, logit_of, *more = fetch(wanted)
         bad_rows = [
             row

@@ -80,8 +80,9 @@ async def score_labels(
 ) -> tuple[list[LabelScores], Counts]:
     """Return the scores of each prompt's labels.
 
-    All rows are given to the engine at once. What their prompts have in common is computed once,
-    where the engine has prefix caching: a row finds the blocks of another one in the same step.
+    All rows are given to the engine at once, but no more than it lets wait. What their prompts have
+    in common is computed once, where the engine has prefix caching: a row finds the blocks of
+    another one in the same step.
 
     Args:
         engine: runs the rows, as requests `<request_id>-0`, `-1` and so on.
@@ -95,11 +96,17 @@ async def score_labels(
         HTTPException: a row ended before its token, by its timeout or by an administrator.
     """
     rows = list(_rows(prompts))
+    room = asyncio.Semaphore(engine.config.scheduler.max_waiting or len(rows))
+
+    async def read(number: int, token_ids: list[int], tokens: list[int]) -> RequestOutput:
+        async with room:
+            return await _read(engine, token_ids, tokens, f"{request_id}-{number}", options)
+
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(_read(engine, ids, tokens, f"{request_id}-{number}", options))
-                for number, (ids, tokens) in enumerate(rows)
+                group.create_task(read(number, token_ids, tokens))
+                for number, (token_ids, tokens) in enumerate(rows)
             ]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

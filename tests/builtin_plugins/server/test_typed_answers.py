@@ -7,7 +7,7 @@ import time
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
-from support.scripted_server import scripted_server
+from support.scripted_server import scripted_server, server_config, write_model
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins import typed_answers
@@ -320,6 +320,16 @@ def test_a_call_counts_as_one_request_and_ends_with_its_client():
         connection.close()
         until(lambda: server.engine.open == server.service.load.open == 0)
         assert server.engine.aborted == 5
+
+
+def test_a_call_has_no_more_requests_than_the_engine_lets_wait(tmp_path):
+    answers = []
+    for most in (1, 400):
+        model = write_model(tmp_path / str(most))
+        config = server_config(model, scheduler={"max_waiting": most, "max_num_seqs": 1})
+        with running(AsyncLLM(config=config)) as server:
+            answers.append(ask(server, many(9))["answers"])
+    assert answers[0] == answers[1]
 
 
 def test_no_call_is_taken_while_the_engine_is_paused():

@@ -65,7 +65,10 @@ class SamplingParams(Strict, omit_defaults=True):
         ignore_eos: do not stop at the model's own end-of-sequence tokens.
         logprobs: number of likeliest tokens whose log-probabilities are returned at each output
             position, with that of the chosen token; -1 is the whole vocabulary.
-        prompt_logprobs: the same for each prompt position after the first.
+        logprob_token_ids: tokens whose log-probabilities are returned at each output position, with
+            that of the chosen token and of the likeliest ones, if `logprobs` asks for some: at most
+            128, and one that is named twice counts once.
+        prompt_logprobs: the same as `logprobs` for each prompt position after the first.
         presence_penalty: subtracted once from the logit of every token in the output.
         frequency_penalty: subtracted for every occurrence in the output.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt
@@ -110,6 +113,7 @@ class SamplingParams(Strict, omit_defaults=True):
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=-1)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=128)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -136,6 +140,11 @@ class SamplingParams(Strict, omit_defaults=True):
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken (temperature under 1e-5)."""
         return self.temperature < 1e-5
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether output positions have log-probabilities."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def stop_strings(self) -> list[str]:

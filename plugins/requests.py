@@ -155,10 +155,11 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, gc=False):
-    """Log-probabilities at one position: of the chosen token, then of the likeliest ones.
+    """Log-probabilities at one position: of the chosen token, then of those asked for.
 
     Attributes:
-        token_ids: the chosen token, then the likeliest ones asked for.
+        token_ids: the chosen token, the likeliest ones asked for, then those of
+            `SamplingParams.logprob_token_ids`.
         logprobs: natural logarithms, one per entry of `token_ids`.
         rank: rank of the chosen token; 1 is the likeliest.
     """
@@ -280,7 +281,8 @@ class Logprob(msgspec.Struct, frozen=True):
     Attributes:
         logprob: natural logarithm; of the model's logits, unless configured with
             `sampler.logprobs = "processed"`.
-        rank: 1 is the likeliest; None if unknown.
+        rank: 1 is the likeliest; None if unknown, as of a token that `logprob_token_ids` names and
+            that is neither chosen nor among the likeliest asked for.
         decoded_token: text of the token.
     """
 

@@ -366,12 +366,54 @@ class ServerContext(Protocol):
             Exception: the body is no JSON, is too long, or stops; the server answers it.
         """
 
-    async def while_connected(self, request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:
+    def model(self, name: str | None) -> str:
+        """Return the name of the model for an answer to a request that names one, or none.
+
+        Raises:
+            Exception: the server has no such model; the server answers it with 404.
+        """
+
+    def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
+        """Check the size of what a prompt is made of, before anything is made of it.
+
+        Args:
+            parts: texts, or plain data that holds texts.
+            name: field that has them.
+
+        Raises:
+            RequestError: they have more characters than `server.limits` allows.
+        """
+
+    def options(self, request: HTTPRequest, asked: Any) -> RequestOptions:
+        """Return the options of a request to the engine, within the bounds of who calls.
+
+        They are those of the server's own routes: the salt and the tags of the client's key, its
+        bounds of priority and time, and the trace.
+
+        Args:
+            request: request of the route.
+            asked: body, of which the fields `priority`, `timeout`, `tags`, `cache_salt`,
+                `kv_transfer_params` and `truncate_prompt_tokens` count, where it has them.
+
+        Raises:
+            RequestError: one is out of bounds.
+            Exception: the client may not give it; the server answers it with 403.
+        """
+
+    async def while_connected(
+        self, request: HTTPRequest, work: Coroutine[Any, Any, T], *, generates: bool = False
+    ) -> T:
         """Return the result of work for a route, which is cancelled when the client goes.
 
         A route that generates runs it so, after it has read the body; nothing else ends it. Its
         time does not count for `server.extension_seconds`.
 
+        Args:
+            generates: whether it counts as a request that is being answered, as those of the
+                server's own routes do: `server.limits.requests` bounds it, and it is refused while
+                the engine is paused or the server ends.
+
         Raises:
-            Exception: raised by the work, or the client is gone, which the server knows.
+            Exception: raised by the work; the client is gone, or the server takes no requests,
+                which the server answers.
         """

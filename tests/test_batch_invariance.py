@@ -39,7 +39,8 @@ ENGINES = {
 
 
 def params(tokens):
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=3)
+    asked = {"logprobs": 3, "logprob_token_ids": [5, 49000, 260, 11]}
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **asked)
 
 
 def result(output):

@@ -62,6 +62,8 @@ SMALL_MODULES = {
 }
 """Small modules with one importer that are a concept of their own, and why."""
 
+_SERVER = ("hardpoint.builtin_plugins.server.", "hardpoint.builtin_plugins.typed_answers.")
+
 UNUSED = ROOT / "tests" / "unused_code.toml"
 """Code without a caller, by the reason for which it stays."""
 OF_THE_KIT = ROOT / "tests" / "kit_code.toml"
@@ -197,7 +199,7 @@ def body_fields() -> set[str]:
     return {
         field.target.id
         for module, path in modules().items()
-        if module.startswith("hardpoint.builtin_plugins.server.")
+        if module.startswith(_SERVER)
         for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         for field in node.body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .service import Service
+from .service import Service, call_of
 from .streaming import while_connected
 from .timing import without_limit
 
@@ -156,10 +157,25 @@ class _Context:
         with without_limit():
             return await self.service.read_plain(request, type_)
 
-    async def while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    def model(self, name: str | None) -> str:
+        """Return the name of the model for an answer."""
+        return self.service.model(name)
+
+    def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
+        """Check the size of what a prompt is made of."""
+        self.service.check_prompt(*parts, name=name)
+
+    def options(self, request: Request, asked: Any) -> Any:
+        """Return the options of a request to the engine, within the bounds of who calls."""
+        return self.service.extras(call_of(request), asked)
+
+    async def while_connected(
+        self, request: Request, work: Coroutine[Any, Any, T], *, generates: bool = False
+    ) -> T:
         """Return the result of work that is cancelled when the client goes."""
-        with without_limit():
-            return await while_connected(request, work)
+        with without_limit(), contextlib.closing(work):
+            counted = self.service.counted(lambda: work) if generates else work
+            return await while_connected(request, counted)
 
 
 def _for_administrators(

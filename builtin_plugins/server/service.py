@@ -347,7 +347,7 @@ class Service:
         """Return a request's options besides prompt and parameters, within the client's bounds.
 
         Args:
-            asked: with the fields of the same names.
+            asked: with fields of the same names, or without.
 
         Raises:
             AnswerError: it has kv_transfer_params, and its key may give none.
@@ -356,8 +356,8 @@ class Service:
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0
-        if asked.priority is not None:
-            priority = asked.priority
+        if (given := getattr(asked, "priority", None)) is not None:
+            priority = given
         if not client.min_priority <= priority <= client.max_priority:
             raise RequestError(
                 f"priority: expected {client.min_priority} to {client.max_priority} for this key, "
@@ -366,7 +366,7 @@ class Service:
         transfer = getattr(asked, "kv_transfer_params", None)
         if transfer is not None:
             self._check_kv_transfer(client)
-        tags = {**dict(asked.tags or {}), **client.tags}
+        tags = {**dict(getattr(asked, "tags", None) or {}), **client.tags}
         last = getattr(asked, "truncate_prompt_tokens", None)
         trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
         return {
@@ -374,9 +374,9 @@ class Service:
             **({"trace_headers": trace} if trace else {}),
             **({} if last is None else {"truncate_prompt_tokens": last}),
             "priority": priority,
-            "timeout": self._timeout(client, asked.timeout),
+            "timeout": self._timeout(client, getattr(asked, "timeout", None)),
             "tags": tags or None,
-            "cache_salt": _salt(client.cache_salt, asked.cache_salt),
+            "cache_salt": _salt(client.cache_salt, getattr(asked, "cache_salt", None)),
         }
 
     def _check_kv_transfer(self, client: Client) -> None:
@@ -414,15 +414,21 @@ class Service:
             Exception: raised by the work.
         """
 
-        async def counted() -> Any:
-            with self.load.one_more():
-                self.check_admission()
-                return await work()
-
-        body = msgspec.json.encode(await while_connected(request, counted()))
+        body = msgspec.json.encode(await while_connected(request, self.counted(work)))
         if self.transforms.changes_responses:
             body = await self.transforms.response(call, msgspec.json.decode(body))
         return Response(body, media_type="application/json")
+
+    async def counted(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of work that generates, which counts as a request being answered.
+
+        Raises:
+            AnswerError: there are too many requests, or the engine cannot run it now.
+            Exception: raised by the work.
+        """
+        with self.load.one_more():
+            self.check_admission()
+            return await work()
 
     async def run(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of work that is no generating, such as counting tokens.

@@ -14,6 +14,7 @@ from msgspec import inspect as types
 
 from hardpoint import typed
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
+from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.server import (
     Authenticator,
     Call,
@@ -285,7 +286,24 @@ class _Context:
         """
         return typed.convert(_shortest(types.type_info(type_)), type_, path="", error=RequestError)
 
-    async def while_connected(self, request: Request, work: Coroutine[Any, Any, T]) -> T:  # noqa: ARG002
+    def model(self, name: str | None) -> str:
+        """Return the name; the model has any."""
+        return name or "model"
+
+    def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
+        """Allow any size."""
+
+    def options(self, request: Request, asked: Any) -> RequestOptions:  # noqa: ARG002
+        """Return no options."""
+        return {}
+
+    async def while_connected(
+        self,
+        request: Request,  # noqa: ARG002
+        work: Coroutine[Any, Any, T],
+        *,
+        generates: bool = False,  # noqa: ARG002
+    ) -> T:
         """Return the result of work for a client that stays."""
         return await work
 

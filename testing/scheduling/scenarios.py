@@ -382,7 +382,7 @@ _FIELDS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "drafts": st.fixed_dictionaries({"drafts": st.sampled_from(["wrong", "mixed", ""])}),
     "timeouts": st.fixed_dictionaries({"timeout": st.sampled_from([0.5, 4.5])}),
     "salts": st.fixed_dictionaries({"cache_salt": st.sampled_from(["s", "t"])}),
-    "logprobs": st.just({"logprobs": 1}),
+    "logprobs": st.sampled_from([{"logprobs": 1}, {"logprob_token_ids": [1]}]),
     "prompt_logprobs": st.just({"prompt_logprobs": 1}),
     "repetition": st.just(
         {"repetition_detection": RepetitionDetection(max_pattern=2, min_count=2)}

@@ -120,7 +120,7 @@ REQUEST: dict[str, dict[str, Level]] = {
     "completions": {"one": {}, "three": {"n": 3}},
     "logprobs": {
         "none": {},
-        "of the output": {"logprobs": 2},
+        "of the output": {"logprobs": 2, "logprob_token_ids": [65, 200]},
         "of the prompt": {"prompt_logprobs": 1},
     },
     "end": {

@@ -22,13 +22,16 @@ def varied_jobs(count: int = 40) -> list[Job]:
     features = [
         {"temperature": 0.0},
         {"temperature": 0.0, "min_tokens": 8, "repetition_penalty": 1.3},
-        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 5, "logprob_token_ids": [200, 3, 65]},
         {"temperature": 0.7, "seed": 6, "top_k": 20, "top_p": 0.9},
         {"temperature": 1.3, "seed": 7, "min_p": 0.05, "n": 3},
         {"temperature": 0.0, "logit_bias": {65: 3.0, 66: -2.0}, "logprobs": 2},
         {"temperature": 1.0, "seed": 8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
         {"temperature": 0.0, "allowed_token_ids": [70, 71, 72, 256], "min_tokens": 3},
-        {"temperature": 1.0, "seed": -9, "bad_words": ["a", "bc"], "logprobs": 0},
+        {
+            **{"temperature": 1.0, "seed": -9, "bad_words": ["a", "bc"]},
+            **{"logprobs": 1, "logprob_token_ids": [66, 97]},
+        },
         {"temperature": 0.0, "stop_token_ids": list(range(0, 256, 9))},
     ]
     jobs: list[Job] = []

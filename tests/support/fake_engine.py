@@ -155,9 +155,10 @@ class FakeEngine:
             for field in ("reasoning", "content"):
                 joined = "".join(word for kind, word in pieces if kind == field)
                 setattr(completion, field, joined or None)
-            if params.logprobs is not None:
+            if params.wants_logprobs:
+                named = {token: Logprob(-2.0, None, "") for token in params.logprob_token_ids or ()}
                 completion.logprobs = [
-                    {100 + len(word): Logprob(-0.5, 1, word), 7: Logprob(-1.5, 2, "other")}
+                    {100 + len(word): Logprob(-0.5, 1, word), 7: Logprob(-1.5, 2, "other"), **named}
                     for _, word in pieces
                 ]
             if last:

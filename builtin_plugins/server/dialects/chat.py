@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -386,38 +386,46 @@ def _whole_call(call: ToolCall) -> ToolCallPart:
 def _asked_logprobs(
     completion: CompletionOutput, asked: ChatCompletionRequest
 ) -> ChoiceLogprobs | None:
-    if not asked.logprobs:
-        return None
+    given = asked.logprob_token_ids
     as_ids = asked.return_tokens_as_token_ids
-    return choice_logprobs(completion, asked.top_logprobs or 0, as_ids=as_ids)
+    return choice_logprobs(completion, asked.top_logprobs or 0, given or (), as_ids=as_ids)
 
 
 def choice_logprobs(
-    completion: CompletionOutput, count: int, *, as_ids: bool = False
+    completion: CompletionOutput,
+    count: int,
+    given: Collection[int] = (),
+    *,
+    as_ids: bool = False,
 ) -> ChoiceLogprobs | None:
     """Return the log-probabilities of a completion's tokens.
 
     Args:
         count: likeliest tokens per position.
+        given: tokens that are there besides.
         as_ids: whether tokens are shown by their ids.
     """
     if completion.logprobs is None:
         return None
     content = [
-        _position(position, token, count, as_ids=as_ids)
+        _position(position, token, likeliest(position, count, given), as_ids=as_ids)
         for position, token in zip(completion.logprobs, completion.token_ids, strict=False)
     ]
     return ChoiceLogprobs(content)
 
 
 def _position(
-    position: Mapping[int, Logprob], token: int, count: int, *, as_ids: bool
+    position: Mapping[int, Logprob],
+    token: int,
+    others: Sequence[tuple[int, Logprob]],
+    *,
+    as_ids: bool,
 ) -> TokenLogprob:
     def shown(token: int, logprob: Logprob) -> tuple[str, float, list[int]]:
         text = token_text(logprob, token, as_id=as_ids)
         return text, finite(logprob.logprob), list(text.encode())
 
-    top = [TopLogprob(*shown(other, logprob)) for other, logprob in likeliest(position, count)]
+    top = [TopLogprob(*shown(other, logprob)) for other, logprob in others]
     return TokenLogprob(*shown(token, position[token]), top)
 
 
@@ -495,12 +503,12 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         if completion.tool_calls:
             delta.tool_calls = list(map(_call_part, completion.tool_calls))
         choice = ChunkChoice(index=completion.index, delta=delta)
-        if asked.logprobs:
+        if asked.wants_logprobs:
             choice.logprobs = _asked_logprobs(completion, asked)
         if asked.return_token_ids:
             choice.token_ids = completion.token_ids
         if completion.finish_reason is None:
-            is_new = asked.logprobs or asked.return_token_ids or delta != AnswerMessage()
+            is_new = asked.wants_logprobs or asked.return_token_ids or delta != AnswerMessage()
             return [choice] if is_new else []
         chunks = [choice]
         if delta.tool_calls is not None:

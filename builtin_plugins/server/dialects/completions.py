@@ -341,13 +341,13 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         if asked.echo and is_first:
             before, offset = self._echo(output, columns)
             text = before + text
-        if asked.logprobs is not None and completion.logprobs is not None:
+        if completion.logprobs is not None:
             offset = self._add(columns, completion.logprobs, token_ids, offset)
         self._offsets[index] = offset
         choice = Choice(
             index=index,
             text=text,
-            logprobs=None if asked.logprobs is None else columns,
+            logprobs=columns if asked.wants_logprobs else None,
             finish_reason="length" if asked.max_tokens == 0 else completion.finish_reason,
             **ended(completion),
         )
@@ -380,13 +380,13 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
         offset: int,
     ) -> int:
         """Add the positions of tokens; return where the text of the next token begins."""
-        as_ids = self._asked.return_tokens_as_token_ids
+        as_ids, given = self._asked.return_tokens_as_token_ids, self._asked.logprob_token_ids or ()
         for position, token in zip(positions, token_ids, strict=False):
-            chosen = position[token]
+            chosen, shown = position[token], (token, *given)
             columns.tokens.append(token_text(chosen, token, as_id=as_ids))
             columns.token_logprobs.append(finite(chosen.logprob))
             top: dict[str, float] = {}
-            for other, logprob in likeliest(position, self._asked.logprobs or 0, token):
+            for other, logprob in likeliest(position, self._asked.logprobs or 0, shown):
                 # Of several tokens with one text, such as parts of characters, the likeliest
                 # counts.
                 text = token_text(logprob, other, as_id=as_ids)

@@ -246,7 +246,7 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         options = asked.body.stream_options
         ids = [asked.request_id] if options is not None and options.include_progress else []
         super().__init__(service, {"request_id": asked.answer_id}, options, ids)
-        self._id, self._count = asked.answer_id, asked.body.sampling_params.logprobs
+        self._id, self._params = asked.answer_id, asked.body.sampling_params
         self._begun = False
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Generated:
@@ -288,7 +288,9 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         return GeneratedChoice(
             index=completion.index,
             token_ids=completion.token_ids,
-            logprobs=choice_logprobs(completion, self._count or 0),
+            logprobs=choice_logprobs(
+                completion, self._params.logprobs or 0, self._params.logprob_token_ids or ()
+            ),
             finish_reason=completion.finish_reason,
             **ended(completion),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -201,18 +201,15 @@ def prompt_logprobs(output: RequestOutput) -> list[Any] | None:
 
 
 def likeliest(
-    position: Mapping[int, Logprob], count: int, chosen: int | None = None
+    position: Mapping[int, Logprob], count: int, others: Collection[int] = ()
 ) -> Sequence[tuple[int, Logprob]]:
     """Return the `count` likeliest tokens of a position.
 
     Args:
-        chosen: a token that is added if it is none of them.
+        others: tokens that are added if they are none of them.
     """
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
-    kept = ranked[:count]
-    if chosen is not None and all(token != chosen for token, _ in kept):
-        kept.append((chosen, position[chosen]))
-    return kept
+    return ranked[:count] + [item for item in ranked[count:] if item[0] in others]
 
 
 def finite(logprob: float) -> float:

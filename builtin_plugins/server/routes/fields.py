@@ -43,7 +43,7 @@ REFUSED = {
     "chat_template": "templates come from the operator alone",
     "documents": "give them in the messages",
     "guided_whitespace_pattern": "say it in the grammar",
-    "logprob_token_ids": "ask for the likeliest tokens with logprobs",
+    "logprob_token_ids": "ask for them at /v1/chat/completions or /v1/completions",
     "media_io_kwargs": "the model reads text alone",
     "mm_processor_kwargs": "the model reads text alone",
     "return_tokens_as_token_ids": "ask for ids with return_token_ids",
@@ -52,8 +52,9 @@ REFUSED = {
 }
 """Fields that are known and not supported, with the reason; false or empty ones ask for nothing."""
 
+_SAMPLING_REFUSED = {name: why for name, why in REFUSED.items() if name != "logprob_token_ids"}
 _OF_TEXTS = ("return_tokens_as_token_ids", "truncate_prompt_tokens")
-TEXT_REFUSED = {name: why for name, why in REFUSED.items() if name not in _OF_TEXTS}
+TEXT_REFUSED = {name: why for name, why in _SAMPLING_REFUSED.items() if name not in _OF_TEXTS}
 """The same of OpenAI's routes for conversations and prompts."""
 
 
@@ -251,11 +252,15 @@ class SamplingFields(GenerationFields):
         stream_options: what a stream holds besides the answer.
         return_progress: the same as `stream_options.include_progress`.
         prompt_logprobs: likeliest tokens for each prompt position after the first.
+        logprob_token_ids: tokens that each position's log-probabilities hold besides; without
+            `logprobs`, these and the chosen one.
         return_token_ids: whether choices hold token ids.
         include: names of step parts, such as "speculation", whose figures choices hold, as
             `part_figures`.
         kv_transfer_params: for the KV connector; from keys that may.
     """
+
+    refused: ClassVar[Mapping[str, str]] = _SAMPLING_REFUSED
 
     stream_options: StreamOptions | None = None
     return_progress: bool = False
@@ -263,6 +268,7 @@ class SamplingFields(GenerationFields):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop: str | list[str] | UnsetType = UNSET
     prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprob_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -299,6 +305,13 @@ class SamplingFields(GenerationFields):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: expected stream to be true with it")
         return super().sampling_params(defaults, limits, **fields)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether choices hold log-probabilities."""
+        of_route = getattr(self, "logprobs", None)  # how many, 0 too; or whether there are any
+        has_some = of_route is not None and of_route is not False
+        return has_some or self.logprob_token_ids is not None
 
     @property
     def wants_progress(self) -> bool:
@@ -342,6 +355,7 @@ _SAME_NAME = (
     "repetition_detection",
     "thinking_token_budget",
     "prompt_logprobs",
+    "logprob_token_ids",
     "include",
 )
 """Fields that SamplingParams has under the same names."""

@@ -232,7 +232,8 @@ class RequestState:
         self._final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self._delta = params.output_kind is RequestOutputKind.DELTA
         # None where the request does not ask for them.
-        self._logprobs: list[Mapping[int, Logprob]] | None = None if params.logprobs is None else []
+        self._logprobs: list[Mapping[int, Logprob]] | None = [] if params.wants_logprobs else None
+        self._num_given = len(params.logprob_token_ids or ())
         self._cumulative_logprob = 0.0
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else []
@@ -288,7 +289,7 @@ class RequestState:
             self._stopped_by(stream.stop_string, has_tokens=bool(new))
         if output.logprobs and self._logprobs is not None:
             entries = output.logprobs[: len(new)]
-            self._logprobs += [self._decoded(entry) for entry in entries]
+            self._logprobs += [self._decoded(entry, self._num_given) for entry in entries]
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
 
@@ -305,7 +306,7 @@ class RequestState:
 
     def _is_plain(self) -> bool:
         params = self._request.params
-        asks = params.logprobs is not None or params.prompt_logprobs is not None
+        asks = self._logprobs is not None or self._prompt_logprobs is not None
         asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
         watches = self._parsers is not None or self._flaw_of is not None or self.parts is not None
         is_alone = self._delta and self.parent.n == self._interval == 1
@@ -477,12 +478,13 @@ class RequestState:
             kv_transfer_params=self._kv_transfer_params,
         )
 
-    def _decoded(self, entry: TokenLogprobs) -> Mapping[int, Logprob]:
+    def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:
         """Return an entry by token id, each with its own text; the chosen token first."""
         result: dict[int, Logprob] = {}
+        ranked = len(entry.token_ids) - num_given
         for place, (token, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
             if token not in result:  # the chosen token may be among the likeliest again
-                rank = place if place else entry.rank
+                rank = entry.rank if not place else place if place < ranked else None
                 text = self._tokenizer.decode([token], skip_special_tokens=False)
                 result[token] = Logprob(logprob, rank, text)
         return result

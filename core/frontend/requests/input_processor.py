@@ -203,11 +203,12 @@ class InputProcessor:
                     f"{field}: expected at most the vocabulary's {vocab_size}, "
                     f"got {getattr(params, field)}"
                 )
-        for index, token in enumerate(params.stop_token_ids):
-            if token >= vocab_size:
-                raise RequestError(
-                    f"stop_token_ids[{index}]: expected a token id below {vocab_size}, got {token}"
-                )
+        for field in ("stop_token_ids", "logprob_token_ids"):
+            for index, token in enumerate(getattr(params, field) or ()):
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{field}[{index}]: expected a token id below {vocab_size}, got {token}"
+                    )
         return params
 
     def seeded(self, params: SamplingParams) -> SamplingParams:

@@ -82,6 +82,7 @@ class _StepRows:
     Attributes:
         with_logprobs: rows whose requests ask for log-probabilities.
         logprob_counts: how many most likely tokens each of these asks for.
+        given: the tokens that each of these names.
     """
 
     def __init__(self, requests: Sequence[LogitsRequest], device: torch.device) -> None:
@@ -96,11 +97,16 @@ class _StepRows:
         )
         self._arguments: list[Any] = [r.sampler_arguments for r in requests]
         self._columns: dict[str, torch.Tensor] = {}
-        counts = {row: r.params.logprobs for row, r in enumerate(requests)}
-        self.logprob_counts = [count for count in counts.values() if count is not None]
-        self.with_logprobs = [row for row, count in counts.items() if count is not None]
+        self.with_logprobs = [row for row, r in enumerate(requests) if r.params.wants_logprobs]
+        self.logprob_counts: list[int] = []
+        self.given: list[list[int]] = []
         self._logprob_index: torch.Tensor | None = None
-        if self.with_logprobs and len(self.with_logprobs) < len(requests):
+        if not self.with_logprobs:
+            return
+        asked = [requests[row].params for row in self.with_logprobs]
+        self.logprob_counts = [params.logprobs or 0 for params in asked]
+        self.given = [params.logprob_token_ids or [] for params in asked]
+        if len(asked) < len(requests):
             self._logprob_index = to_device(self.with_logprobs, device)
 
     def are_of(self, requests: Sequence[LogitsRequest]) -> bool:
@@ -292,7 +298,8 @@ class SamplingStage:
             wanted.append(logprobs.gather(1, ids).squeeze(1))
         if rows.with_logprobs:
             source = rows.of_logprobs(logits) if self._raw is None else self._raw
-            wanted += logprob_tensors(source, rows.of_logprobs(chosen), rows.logprob_counts)
+            chosen_ids, counts = rows.of_logprobs(chosen), rows.logprob_counts
+            wanted += logprob_tensors(source, chosen_ids, counts, rows.given)
         tokens, logit_of, *more = fetch(wanted)
         bad_rows = [
             row
@@ -304,7 +311,7 @@ class SamplingStage:
             choice.observed.update(zip(observing, more.pop(0), strict=True))
         if rows.with_logprobs:
             chosen_there = [tokens[row] for row in rows.with_logprobs]
-            entries = token_logprobs(more, chosen_there, rows.logprob_counts)
+            entries = token_logprobs(more, chosen_there, rows.logprob_counts, rows.given)
             choice.logprobs.update(zip(rows.with_logprobs, entries, strict=True))
         return choice
 

@@ -146,7 +146,7 @@ class ExpectedRequest:
 
     def _record_logprobs(self, output: EngineCoreOutput) -> None:
         given = output.logprobs or []
-        expected = output.new_token_ids if self.source.params.logprobs is not None else []
+        expected = output.new_token_ids if self.source.params.wants_logprobs else []
         if [entry.token_ids[0] for entry in given] != list(expected):
             raise OUTPUTS.violation(
                 f"{self.request_id!r} got the tokens {list(output.new_token_ids)} with log "

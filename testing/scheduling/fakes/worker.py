@@ -338,7 +338,7 @@ class SimulatedWorker:
         row.token_ids += sampled
         row.computed = len(row.token_ids) - 1
         result.sampled_token_ids[request_id] = sampled
-        if row.source.params.logprobs is not None:
+        if row.source.params.wants_logprobs:
             result.logprobs[request_id] = [TokenLogprobs([t], [-0.5], 1) for t in sampled]
 
     def _prompt_logprobs(self, span: _Span, result: ModelRunnerOutput) -> None:

@@ -127,6 +127,19 @@ def test_log_probabilities_may_name_tokens_by_id(server):
     assert [p for part in filter(None, streamed) for p in part["content"]] == positions
 
 
+@pytest.mark.parametrize("likeliest", [{}, {"logprobs": True, "top_logprobs": 1}])
+def test_log_probabilities_of_tokens_that_a_request_names(server, likeliest):
+    fields = {"logprob_token_ids": [200, 97], "return_tokens_as_token_ids": True, **likeliest}
+    choice = ask(server, **fields)["choices"][0]
+    positions = choice["logprobs"]["content"]
+    for position in positions:  # the reply of the script is the likeliest
+        top = [entry["token"] for entry in position["top_logprobs"]]
+        shown = {"token_id:200", "token_id:97"}
+        assert set(top) == (shown | {position["token"]} if likeliest else shown)
+    streamed = [c["logprobs"] for e in stream(server, **fields) for c in e["choices"]]
+    assert [p for part in filter(None, streamed) for p in part["content"]] == positions
+
+
 def test_the_end_of_a_long_prompt_is_kept(server):
     long = "x" * LENGTH + "fox"
     message = refused(server, messages=user(long))[1]

@@ -98,6 +98,26 @@ def test_log_probabilities_have_the_chosen_token(server):
             assert 1 <= len(top) <= count + 1
 
 
+@pytest.mark.parametrize("count", [None, 0, 2])
+def test_log_probabilities_of_tokens_that_a_request_names(server, count):
+    ids = [97, 200, 256]
+    fields = {"temperature": 1, "seed": 2, "max_tokens": 4, "ignore_eos": True}
+    fields |= {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    whole = ask(server, "x", logprobs=20, **fields)["choices"][0]
+    fields |= {"logprobs": count, "logprob_token_ids": ids}
+    choice = ask(server, "x", **fields)["choices"][0]
+    assert choice["token_ids"] == whole["token_ids"]
+    tops = choice["logprobs"]["top_logprobs"]
+    for token, top, likeliest in zip(
+        choice["token_ids"], tops, whole["logprobs"]["top_logprobs"], strict=True
+    ):
+        likely = sorted(likeliest, key=likeliest.get, reverse=True)[: count or 0]
+        assert set(top) == {*likely, *(f"token_id:{i}" for i in (token, *ids))}
+        assert all(likeliest[name] == value for name, value in top.items() if name in likeliest)
+    parts = choices_of(stream(server, "x", **fields), 0)
+    assert [top for part in parts for top in part["logprobs"]["top_logprobs"]] == tops
+
+
 def test_the_prompt_alone_is_computed(server):
     fields = {"max_tokens": 0, "echo": True, "logprobs": 2}
     answer = ask(server, **fields)

@@ -64,6 +64,17 @@ def test_streamed_tokens_are_the_same(server):
     assert all("usage" in event for event in events)
 
 
+def test_log_probabilities_of_tokens_that_a_request_names(server):
+    sampling = {"max_tokens": 2, "ignore_eos": True, "logprob_token_ids": [200, 97]}
+    (choice,) = generate(server, sampling=sampling)["choices"]
+    for position in choice["logprobs"]["content"]:
+        assert {top["token"] for top in position["top_logprobs"]} == {"token_id:200", "token_id:97"}
+    wrong = {"token_ids": [1], "sampling_params": {"logprob_token_ids": [5000]}}
+    error = server.post(GENERATE, wrong).json()["error"]
+    assert error["param"] == "sampling_params.logprob_token_ids[0]"
+    assert "expected a token id below " in error["message"]
+
+
 def test_stop_strings_and_grammars_work_on_tokens(server):
     answer = generate(server, sampling={"stop": ["bc"], "max_tokens": 20})
     assert answer["choices"][0]["stop_reason"] == "bc"

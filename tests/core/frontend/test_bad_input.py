@@ -45,6 +45,20 @@ def refused(engine, prompt="x", **fields) -> str:
         ({"n": 0}, "n: expected a whole number >= 1, got 0"),
         ({"logprobs": 258}, "logprobs: expected at most the vocabulary's 257, got 258"),
         ({"stop_token_ids": [257]}, "stop_token_ids[0]: expected a token id below 257, got 257"),
+        (
+            {"logprob_token_ids": [3, 257]},
+            "logprob_token_ids[1]: expected a token id below 257, got 257",
+        ),
+        (
+            {"logprob_token_ids": [3, -1]},
+            "logprob_token_ids[1]: expected a whole number >= 0, got -1",
+        ),
+        ({"logprob_token_ids": []}, "logprob_token_ids: expected a list of length >= 1, got []"),
+        (
+            {"logprob_token_ids": list(range(129))},
+            "logprob_token_ids: expected a list of length <= 128, got [0, 1, 2, ",
+        ),
+        ({"logprob_token_ids": 5}, "logprob_token_ids: expected a list or nothing, got 5"),
         ({"logit_bias": {999: 1.0}}, "logit_bias: "),
         ({"allowed_token_ids": [1, 400]}, "allowed_token_ids: "),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens: expected at most max_tokens (3), got 9"),

@@ -164,6 +164,43 @@ def test_logprobs_hold_the_chosen_token_and_the_likeliest(engine):
     assert math.isclose(done.cumulative_logprob, total, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("count", [None, 0, 2])
+def test_logprobs_of_tokens_that_a_request_names(engine, count):
+    """The chosen token, the likeliest, then those named; each as in the whole vocabulary's."""
+    sampling = {"temperature": 1.0, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    whole = last(engine, "x", logprobs=-1, **sampling)
+    named = [200, 3, 65, 200]
+    done = last(engine, "x", logprobs=count, logprob_token_ids=named, **sampling)
+    assert done.token_ids == whole.token_ids
+    assert len(done.logprobs) == 6
+    for token, entry, every in zip(done.token_ids, done.logprobs, whole.logprobs, strict=True):
+        likeliest = sorted(every, key=lambda other: -every[other].logprob)[: count or 0]
+        assert list(entry) == list(dict.fromkeys([token, *likeliest, *named]))
+        assert all(entry[other].logprob == every[other].logprob for other in entry)
+        assert {other: item.rank for other, item in entry.items() if item.rank is not None} == {
+            other: every[other].rank for other in (token, *likeliest)
+        }
+    assert done.cumulative_logprob == whole.cumulative_logprob
+
+
+def test_each_request_of_a_batch_names_tokens_of_its_own(engine):
+    named = {"none": None, "one": [7], "four": [1, 2, 3, 256]}
+    fields = {"seed": 1, "max_tokens": 5, "ignore_eos": True}
+    alone = {
+        name: last(engine, name, logprob_token_ids=ids, **fields) for name, ids in named.items()
+    }
+    for name, ids in named.items():
+        params = SamplingParams(**{**GREEDY, **fields}, logprob_token_ids=ids)
+        engine.add_request(name, name, params)
+    together = {}
+    while engine.has_unfinished_requests():
+        together |= {output.request_id: output.outputs[0] for output in engine.step()}
+    for name, ids in named.items():
+        assert together[name].token_ids == alone[name].token_ids
+        assert together[name].logprobs == alone[name].logprobs
+        assert (together[name].logprobs is None) == (ids is None)
+
+
 def test_logprobs_are_the_models_own(engine):
     """Whatever processors do, log-probabilities are of the logits as the model gave them."""
     token = last(engine, "x", max_tokens=1, logprobs=1, ignore_eos=True).token_ids[0]

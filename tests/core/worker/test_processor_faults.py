@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from support.driving import run, summary
 from support.fault_cases import DENSE_MESSAGES, LAYOUT_MESSAGES, SPARSE_MESSAGES, jobs, run_all
@@ -243,6 +244,9 @@ def test_processed_logprobs_on_request(scripted):
         entry = run_all(engine, [("b", "x", params)])["b"].outputs[0].logprobs[0]
         assert (entry[token].rank == 1) == (kind == "raw")
         assert rank >= 1
+        params = msgspec.structs.replace(params, logprobs=None, logprob_token_ids=[token])
+        named = run_all(engine, [("c", "x", params)])["c"].outputs[0].logprobs[0]
+        assert named[token].logprob == entry[token].logprob
         engine.close()
 
 

@@ -57,6 +57,7 @@ PARAMS = whole(
     stop_token_ids=TOKENS,
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(-1, 9),
+    logprob_token_ids=st.none() | TOKENS.filter(bool),
     prompt_logprobs=st.none() | st.integers(-1, 9),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),

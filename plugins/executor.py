@@ -142,7 +142,7 @@ class Worker(Protocol):
         """
 
     def call_part(self, name: str, message: bytes) -> tuple[str | None, bytes]:
-        """Return what this rank's half of a step part answers, see `WorkerHalf.call`.
+        """Return the answer of this rank's half of a step part, see `WorkerHalf.call`.
 
         Returns:
             None and the answer, or kind and text of the error that it raised.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
 from hardpoint.boundary.activity import PluginCalls
-from hardpoint.boundary.errors import close_named
+from hardpoint.boundary.errors import close_named, kind_of
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import (
@@ -254,6 +254,16 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
             raise PluginFaultError(
                 f"{self.source}: its {method}() failed: {describe(cause)}"
             ) from cause
+
+    def answer(self, message: bytes) -> tuple[str | None, bytes]:
+        """Return None and the half's answer to a call, or kind and text of an error."""
+        try:
+            answer = self.checked("call", message)
+            if not isinstance(answer, bytes):
+                raise self.wrong("call", answer, "expected bytes")
+        except HardpointError as error:
+            return kind_of(error), str(error).encode()
+        return None, answer
 
     def wrong(self, method: str, got: Any, expected: str) -> PluginFaultError:
         """Return the fault of a half whose method returned something else than it should."""

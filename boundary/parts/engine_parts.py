@@ -16,7 +16,6 @@ import msgspec
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
-    HardpointError,
     PluginConflictError,
     PluginFaultError,
     RequestError,
@@ -40,6 +39,7 @@ from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, call_for, open_halves
+from .calls import PartCalls
 from .gates import PartGates, PartTransfers
 from .returns import (
     combined_masks,
@@ -57,15 +57,22 @@ class EngineParts:
 
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
+        calls: those that the parts answer and make.
     """
 
-    def __init__(self, parts: Sequence[BoundPart] = (), vocab_size: int = 0) -> None:
+    def __init__(
+        self,
+        parts: Sequence[BoundPart] = (),
+        vocab_size: int = 0,
+        calls: PartCalls | None = None,
+    ) -> None:
         """Bind the parts, in the order of their calls; drafts are tokens of the vocabulary.
 
         Raises:
             PluginConflictError: several parts load blocks.
         """
         self._parts, self._vocab_size = tuple(parts), vocab_size
+        self.calls = calls or PartCalls()
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
@@ -178,19 +185,8 @@ class EngineParts:
             self._find_active()
 
     def call(self, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Return what a part answers to a call of a program; perhaps a future.
-
-        Raises:
-            RequestError: there is no such part, or it refuses.
-            HardpointError: the part raised it, or failed.
-        """
-        found = {part.name: part for part in self._parts if part.overrides("call")}
-        if (part := found.get(name)) is None:
-            known = ", ".join(sorted(found)) or "none: no enabled part answers calls"
-            raise RequestError(f"part: expected one of {known}, got {name!r}")
-        label = f"{part.source}: its call() of {method!r}"
-        with faults_as(PluginFaultError, label, passing=(HardpointError,)):
-            return part.run("call", method, arguments)
+        """Return the answer of a part to a call of a program, see `PartCalls.to_part`."""
+        return self.calls.to_part(self._parts, name, method, arguments)
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -480,7 +476,6 @@ def open_parts(
     config: EngineConfig,
     context: EngineHalfContext,
     faults: StepFaults,
-    call_workers: Callable[[str, bytes], Sequence[bytes]],
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
@@ -489,14 +484,15 @@ def open_parts(
         config: configuration of the engine, for the parts.
         context: context of the halves.
         faults: counts the faults of scope *step*.
-        call_workers: calls the worker halves of the part of that name.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
     """
 
+    calls = PartCalls()
+
     def context_of(part: StepPart) -> EngineHalfContext:
-        call = functools.partial(call_workers, part.name)
+        call = functools.partial(calls.to_workers, part.name)
         return dataclasses.replace(context, call_workers=call)
 
     def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
@@ -506,4 +502,4 @@ def open_parts(
 
     entries = plugins.entries("step_parts")
     parts = open_halves(plugins, entries, config, context_of, BoundPart, bind)
-    return EngineParts(parts, context.vocab_size)
+    return EngineParts(parts, context.vocab_size, calls)

@@ -14,7 +14,6 @@ import torch
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import is_block_view
 from hardpoint.boundary.checked_model import CheckedModel, wrong_result
-from hardpoint.boundary.errors import kind_of
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -173,13 +172,7 @@ class WorkerParts:
         An error is no exception, which would end an executor of several ranks.
         """
         (half,) = (half for half in self._halves if half.name == name)
-        try:
-            answer = half.checked("call", message)
-            if not isinstance(answer, bytes):
-                raise half.wrong("call", answer, "expected bytes")
-        except HardpointError as error:
-            return kind_of(error), str(error).encode()
-        return None, answer
+        return half.answer(message)
 
     def idle(self) -> bool | None:
         """Let the halves do work ahead, until one of them has more to do.

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.errors import close_all, error_of
+from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
@@ -38,6 +38,7 @@ from hardpoint.plugins import (
     Executor,
     ExecutorContext,
     PublisherContext,
+    Request,
     SchedulerContext,
     StepCost,
     StepRecord,
@@ -66,7 +67,6 @@ from .worker_launch import WorkerLauncher
 _log = logging.getLogger("hardpoint")
 
 _Clock = Callable[[], float]
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ def build_core(
         launcher.close()
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         opened.block_hashes.set(kv_cache.block_hashes)
-        opened.call_workers.set(partial(_call_parts, executor))
         if start is not None:
             start.start()
         is_fitted = bool(config.scheduler.step_milliseconds or spec.num_draft_tokens)
@@ -149,8 +148,7 @@ class _EnginePlugins:
     blocks: BlockMetadata
     eviction: EvictionPolicy
     step_parts: EngineParts
-    block_hashes: _Later[Sequence[bytes]]
-    call_workers: _Later[Sequence[bytes]]
+    block_hashes: _BlockHashes
 
     def for_scheduler(self, config: EngineConfig) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
@@ -206,7 +204,7 @@ def _open_plugins(
     blocks = BlockMetadata(clock)
     eviction = _eviction_policy(spec.plugins, blocks, clock)
     close_if_failed(undo, partial(close_all, [eviction]))
-    block_hashes, call_workers = _Later[Sequence[bytes]](), _Later[Sequence[bytes]]()
+    block_hashes = _BlockHashes()
     context = EngineHalfContext(
         components=Components(spec.plugins, faults.calls),
         describe_fault=describe_fault,
@@ -221,37 +219,26 @@ def _open_plugins(
         publish=kv_events.publish,
         step_cost=step_cost,
     )
-    step_parts = open_parts(spec.plugins, spec.config, context, faults, call_workers)
+    step_parts = open_parts(spec.plugins, spec.config, context, faults)
     close_if_failed(undo, step_parts.close)
-    opened = _EnginePlugins(
-        policy, kv_events, blocks, eviction, step_parts, block_hashes, call_workers
-    )
+    opened = _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 
 
-class _Later(Generic[ResultT]):
-    """A function for step parts, which are built before what has it."""
+class _BlockHashes:
+    """Hashes of blocks for step parts, which are built before the KV cache."""
 
     def __init__(self) -> None:
-        self._function: Callable[..., ResultT] | None = None
+        self._function: Callable[[Request, int], Sequence[bytes]] | None = None
 
-    def set(self, function: Callable[..., ResultT]) -> None:
-        """Call `function`."""
+    def set(self, function: Callable[[Request, int], Sequence[bytes]]) -> None:
+        """Use `function`, of the KV cache."""
         self._function = function
 
-    def __call__(self, *args: Any) -> ResultT:
-        """Return what the function returns."""
-        assert self._function is not None, "the engine is being built"
-        return self._function(*args)
-
-
-def _call_parts(executor: Executor, name: str, message: bytes) -> list[bytes]:
-    """Return what the worker halves of a part answer, in rank order; raise the first error."""
-    answers = executor.collective_rpc("call_part", (name, message))
-    for kind, answer in answers:
-        if kind is not None:
-            raise error_of(kind, answer.decode())
-    return [answer for _, answer in answers]
+    def __call__(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+        """Return the hashes of at least the first blocks of a request."""
+        assert self._function is not None, "there is no KV cache yet"
+        return self._function(request, num_blocks)
 
 
 def _eviction_policy(plugins: PluginSet, blocks: BlockMetadata, clock: _Clock) -> EvictionPolicy:
@@ -285,6 +272,7 @@ def _executor(
         all_report=parts.moves_blocks is not None,
     )
     close_if_failed(undo, partial(close_all, [executor]))
+    parts.calls.use(executor.collective_rpc)
     _check_depth(executor, spec.config)
     if spec.num_draft_tokens:
         check_drafts(spec, parts.drafting)

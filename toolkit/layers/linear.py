@@ -84,11 +84,7 @@ class Linear:
             (name, len(mine)) for (name, _), mine in zip(parts, ranges, strict=True)
         ]  # for hooks
         if in_body:
-            places = [(place, rows, mine) for place, rows, several in stored for mine in several]
-            own_columns = column_range or range(columns)
-            for (name, _), (place, rows, mine) in zip(parts, places, strict=True):
-                matrix = LinearMatrix(place, (rows, columns), mine, own_columns)
-                context.hooks.matrices[name] = matrix
+            self._add_to_hooks(stored, columns, column_range)
         self._missing = set(self._slices)
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
@@ -115,6 +111,18 @@ class Linear:
                 self._add(f"{name}.bias", (rows,), start, mine)
             start += sum(map(len, mine))
         return start
+
+    def _add_to_hooks(
+        self,
+        stored: Sequence[tuple[str, int, Sequence[range]]],
+        columns: int,
+        column_range: range | None,
+    ) -> None:
+        """Show step parts the matrices whose product they may change."""
+        places = [(name, rows, mine) for name, rows, several in stored for mine in several]
+        for (name, _), (place, rows, mine) in zip(self._parts, places, strict=True):
+            shape, own = (rows, columns), column_range or range(columns)
+            self._hooks.matrices[name] = LinearMatrix(place, shape, mine, own)
 
     def _add(self, name: str, whole: tuple[int, ...], start: int, mine: Sequence[range]) -> None:
         """Add a tensor, of which this rank has the rows `mine`, from row `start` of the matrix."""

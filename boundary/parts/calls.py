@@ -1,0 +1,57 @@
+"""Calls of programs to step parts, and of parts to their worker halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hardpoint.boundary.errors import error_of
+from hardpoint.errors import HardpointError, PluginFaultError, RequestError
+from hardpoint.registry.blame import faults_as
+
+from .bound_half import BoundPart
+
+CallWorkers = Callable[[str, tuple[Any, ...]], list[Any]]
+"""Calls a method in all workers, see `Executor.collective_rpc`."""
+
+
+class PartCalls:
+    """The calls that parts answer, and those that they make."""
+
+    def __init__(self) -> None:
+        """Know no workers yet, which start after the parts."""
+        self._call_workers: CallWorkers | None = None
+
+    def use(self, call_workers: CallWorkers) -> None:
+        """Call workers by this function."""
+        self._call_workers = call_workers
+
+    def to_workers(self, name: str, message: bytes) -> Sequence[bytes]:
+        """Return the answers of the worker halves of a part, in rank order.
+
+        Raises:
+            HardpointError: the first one of them.
+        """
+        assert self._call_workers is not None, "the engine is being built"
+        answers = self._call_workers("call_part", (name, message))
+        for kind, answer in answers:
+            if kind is not None:
+                raise error_of(kind, answer.decode())
+        return [answer for _, answer in answers]
+
+    def to_part(
+        self, parts: Sequence[BoundPart], name: str, method: str, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Return the answer of a part to a call of a program; perhaps a future.
+
+        Raises:
+            RequestError: there is no such part, or it refuses.
+            HardpointError: the part raised it, or failed.
+        """
+        found = {part.name: part for part in parts if part.overrides("call")}
+        if (part := found.get(name)) is None:
+            known = ", ".join(sorted(found)) or "none: no enabled part answers calls"
+            raise RequestError(f"part: expected one of {known}, got {name!r}")
+        label = f"{part.source}: its call() of {method!r}"
+        with faults_as(PluginFaultError, label, passing=(HardpointError,)):
+            return part.run("call", method, arguments)

@@ -363,6 +363,27 @@ def test_each_of_up_to_16_rows_has_the_bits_of_the_row_alone(
             assert torch.equal(runner.step([(sequence, count)])[0], alone[:count]), (group, limit)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [1, 3, 5])
+def test_what_is_not_finite_reaches_those_rows_alone_that_see_it(
+    library, dtype, window, group
+) -> None:
+    settings = KVSpec(2 * group, 2, 40, 0.3, window), dtype, 16, 0
+    sequence = random_sequence(settings[0], BEFORE + 16, dtype, seed=group)
+    sequence.qkv[2][BEFORE + 7, 0, 3], sequence.qkv[2][BEFORE + 9, 1, 39] = torch.inf, torch.nan
+    sequence.qkv[1][BEFORE + 12, 1, 0] = torch.nan
+    runner = Runner(*settings)
+    runner.step([(sequence, BEFORE)])
+    alone = torch.cat([runner.step([(sequence, 1)])[0] for _ in range(16)])
+    assert alone[:7].isfinite().all()
+    assert not alone[7:].isfinite().all()
+    for chunk in (0, 100):
+        sequence.done = BEFORE - chunk
+        found = runner.step([(sequence, chunk + 16)])[0][chunk:]
+        assert torch.equal(found.nan_to_num(7.0), alone.nan_to_num(7.0))
+
+
 def test_large_and_small_scores_are_capped_as_exactly_as_torch_does(library) -> None:
     for size, softcap in ((1e-3, 50.0), (0.3, 1.0), (10.0, 4.0), (1e4, 2.0)):
         spec = KVSpec(2, 1, 16, 1.0, None, softcap)

@@ -130,7 +130,7 @@ class RowsCase:
         before: tokens before the rows.
         count: rows in the step that has them alone.
         chunk: tokens before the rows in the step that has a part of the prompt, too.
-        others: tokens of another sequence in these steps; 0 is none.
+        others: tokens of another sequence in these steps, or 0.
         cache_dtype: `kv_cache.dtype`.
     """
 

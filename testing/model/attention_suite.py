@@ -266,8 +266,8 @@ class AttentionBackendSuite(ComponentSuite):
 
     def test_rows(self) -> None:
         """A row of a sequence has the result that it has as the single query of a step: among 1 to
-        16 rows, in a chunk of a prompt, beside other sequences, with 1 and 2 threads, with each of
-        `cache_dtypes`. Bit for bit if the suite's `batch_invariant` is True.
+        16 rows, in a chunk of a prompt, in steps with other sequences, with 1 and 2 threads, with
+        each of `cache_dtypes`. Bit for bit if the suite's `batch_invariant` is True.
         """
         softcaps = self.softcaps if self._make(self.block_sizes[0]).softcaps else ()
         specs = st.builds(
@@ -559,8 +559,8 @@ class AttentionBackendSuite(ComponentSuite):
         tensors = self._inputs(generator, case.spec, length, dtype)
         others = self._inputs(generator, case.spec, case.others, dtype)
 
-        def attend(start: int, end: int, *, beside: bool = False) -> torch.Tensor:
-            counts = [("a", end - start)] + [("b", case.others)] * (beside and case.others > 0)
+        def attend(start: int, end: int, *, others_too: bool = False) -> torch.Tensor:
+            counts = [("a", end - start)] + [("b", case.others)] * (others_too and case.others > 0)
             inputs = {"a": [x[start:end] for x in tensors], "b": others}
             counts = list(ordered(counts))
             blocks.rewind("a", start)
@@ -578,7 +578,7 @@ class AttentionBackendSuite(ComponentSuite):
         for threads in (1, 2):
             for chunk in (0, min(case.chunk, case.before)):
                 with _threads(threads):
-                    found = attend(case.before - chunk, length, beside=True)[chunk:]
+                    found = attend(case.before - chunk, length, others_too=True)[chunk:]
                 difference = (found.double() - alone.double()).abs().nan_to_num(torch.inf)
                 if float(difference.max()) > limit:
                     row = int(difference.flatten(1).amax(-1).argmax())

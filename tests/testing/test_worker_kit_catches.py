@@ -175,7 +175,7 @@ ATTENTION = [
     (attention.OwnUncoded, "codes", "codes", "of codes of earlier steps, and of|not as codes"),
     (attention.KeepsScales, "coded_steps", "coded steps", DIFFERS),
     (attention.ScalesOfValues, "codes", "codes", "is that of keys with the scales of values"),
-    (attention.OwnUncoded, "rows", "rows", r"kv_cache.dtype '.*', differs by .* the same row alone"),
+    (attention.OwnUncoded, "rows", "rows", "differs by .* from the same row alone; at most"),
     (attention.ViewsOfKeys, "block_views", "block views", "per block in all, bytes_per_block says"),
     (attention.CopiesTheBlocks, "block_views", "block views", r"\d+ bytes .* views, 0 are in the"),
     (attention.ViewsByToken, "block_views", "block views", r"uint8 \[96, \d+\] of a cache of 24"),

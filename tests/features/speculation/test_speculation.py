@@ -60,9 +60,7 @@ def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
-def test_drafts_read_keys_and_values_as_the_cache_stores_them(
-    tmp_path, jobs, cache_dtype, dtype
-):
+def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, cache_dtype, dtype):
     """So tokens and log-probabilities of a real model are those without drafts, bit for bit."""
     try:
         cpu.load()

@@ -594,14 +594,14 @@ class SplitsByRows(RowByRow):
 
 
 class OwnUnrounded(RowByRow):
-    """Stores keys and values without their last 8 bits; attends to those of the step as they are."""
+    """Stores keys and values without their last 6 bits; attends to the step's as they are."""
 
     contract = 1
 
     def write(self, cache, plan, k, v):
         own = torch.stack((k, v))
         self.own = plan.slots, own.float()
-        bits = own.float().view(torch.int32) & ~0xFF
+        bits = own.float().view(torch.int32) & ~0x3F
         cache[:, plan.slots] = bits.view(torch.float32).to(cache.dtype)
 
     def read(self, cache, slots):

@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
+"""Optional fields of `EngineCoreRequest` that only step parts make use of."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPartContext(Context["StepPart"]):
     """Context of a step part, in the frontend, in the engine and in each worker.
@@ -347,8 +351,8 @@ class StepPart(Component):
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
         """Return the optional fields of `EngineCoreRequest` that the part makes use of.
 
-        Of "lora", "pooling_params", "prompt_embeds", "features" and "resumable". A request that
-        sets one of these is refused unless an enabled part uses it, which checks the value.
+        Of `REQUEST_FIELDS`. A request that sets one of these is refused unless an enabled part uses
+        it, which checks the value.
         """
         return ()
 

@@ -27,7 +27,6 @@ from hardpoint.boundary.checked_model import cut_weights as cut_weights
 from hardpoint.boundary.faults import FaultReporter as FaultReporter
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import guard as guard
-from hardpoint.boundary.parts.bound_half import REQUEST_FIELDS as REQUEST_FIELDS
 from hardpoint.boundary.parts.components import Components
 from hardpoint.boundary.parts.components import call_declared as call_declared
 from hardpoint.boundary.parts.components import describe_fault as describe_fault

@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.step_part import REQUEST_FIELDS
 from hardpoint.registry.blame import close_if_failed, describe, faults_as, raise_unless_fault
 from hardpoint.registry.loading import keeping_torch
 from hardpoint.registry.plugin_set import PluginSet
@@ -30,9 +31,6 @@ HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
 IN_LAYERS = ("around_layers", "embedded", "linear")
 """Methods of a worker half that are called in the layers of a step."""
-
-REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
-"""Fields of requests that only step parts make use of."""
 
 _SKIPPED = "the step goes on without it"
 _ENDED = "the requests that use it end"
@@ -256,7 +254,10 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
             ) from cause
 
     def answer(self, message: bytes) -> tuple[str | None, bytes]:
-        """Return None and the half's answer to a call, or kind and text of an error."""
+        """Return None and the half's answer to a call, or kind and text of an error.
+
+        An exception would end an executor of several ranks.
+        """
         try:
             answer = self.checked("call", message)
             if not isinstance(answer, bytes):

@@ -19,8 +19,13 @@ class PartCalls:
     """The calls that parts answer, and those that they make."""
 
     def __init__(self) -> None:
-        """Know no workers yet, which start after the parts."""
+        """Know no parts yet, and no workers, which start after the parts."""
+        self._parts: Sequence[BoundPart] = ()
         self._call_workers: CallWorkers | None = None
+
+    def answer_by(self, parts: Sequence[BoundPart]) -> None:
+        """Let these parts answer calls."""
+        self._parts = [part for part in parts if part.overrides("call")]
 
     def use(self, call_workers: CallWorkers) -> None:
         """Call workers by this function."""
@@ -39,16 +44,14 @@ class PartCalls:
                 raise error_of(kind, answer.decode())
         return [answer for _, answer in answers]
 
-    def to_part(
-        self, parts: Sequence[BoundPart], name: str, method: str, arguments: Mapping[str, Any]
-    ) -> Any:
+    def to_part(self, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
         """Return the answer of a part to a call of a program; perhaps a future.
 
         Raises:
             RequestError: there is no such part, or it refuses.
             HardpointError: the part raised it, or failed.
         """
-        found = {part.name: part for part in parts if part.overrides("call")}
+        found = {part.name: part for part in self._parts}
         if (part := found.get(name)) is None:
             known = ", ".join(sorted(found)) or "none: no enabled part answers calls"
             raise RequestError(f"part: expected one of {known}, got {name!r}")

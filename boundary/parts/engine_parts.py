@@ -73,6 +73,7 @@ class EngineParts:
         """
         self._parts, self._vocab_size = tuple(parts), vocab_size
         self.calls = calls or PartCalls()
+        self.calls.answer_by(self._parts)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
@@ -183,10 +184,6 @@ class EngineParts:
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
-
-    def call(self, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the answer of a part to a call of a program, see `PartCalls.to_part`."""
-        return self.calls.to_part(self._parts, name, method, arguments)
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -472,10 +469,7 @@ def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -
 
 
 def open_parts(
-    plugins: PluginSet,
-    config: EngineConfig,
-    context: EngineHalfContext,
-    faults: StepFaults,
+    plugins: PluginSet, config: EngineConfig, context: EngineHalfContext, faults: StepFaults
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
@@ -488,7 +482,6 @@ def open_parts(
     Raises:
         PluginError: one cannot be built; the others are closed.
     """
-
     calls = PartCalls()
 
     def context_of(part: StepPart) -> EngineHalfContext:

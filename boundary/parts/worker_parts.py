@@ -167,12 +167,8 @@ class WorkerParts:
             half.checked("finished", request_ids)
 
     def call(self, name: str, message: bytes) -> tuple[str | None, bytes]:
-        """Return None and what the half of a part answers, or kind and text of an error.
-
-        An error is no exception, which would end an executor of several ranks.
-        """
-        (half,) = (half for half in self._halves if half.name == name)
-        return half.answer(message)
+        """Return None and the answer of a part's half, or kind and text of an error."""
+        return next(half for half in self._halves if half.name == name).answer(message)
 
     def idle(self) -> bool | None:
         """Let the halves do work ahead, until one of them has more to do.

@@ -176,7 +176,7 @@ class ControlCalls:
             RequestError: there is no such part or method, or its arguments are wrong.
             HardpointError: the part failed.
         """
-        return self._parts.step_parts.call(part, method, arguments or {})
+        return self._parts.step_parts.calls.to_part(part, method, arguments or {})
 
     @utility()
     def start_profile(self: UtilityHost) -> None:

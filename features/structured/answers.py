@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,14 +60,22 @@ class Answer:
         structured: what the answer must be.
     """
 
-    def __init__(self, request: Request, compiled: GrammarState, vocab_size: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        compiled: GrammarState,
+        vocab_size: int,
+        describe_fault: Callable[[BaseException], str],
+    ) -> None:
         """Begin after the prompt.
 
         Args:
             request: whose outputs are followed.
             compiled: its grammar's state before the first token.
             vocab_size: vocabulary size of the model.
+            describe_fault: see `EngineHalfContext`.
         """
+        self._describe_fault = describe_fault
         # Of a row's last number those that stand for tokens; 0 is all.
         self._last_bits = np.int32((1 << vocab_size % 32) - 1)
         source = request.source
@@ -98,7 +106,9 @@ class Answer:
 
         Args:
             rows: int32 [1 + drafts, columns], all zero. Rows after a draft that the grammar forbids
-                allow everything, because no token is chosen there.
+                allow everything, because no token is chosen there. The row after a draft with which
+                the grammar cannot go on allows nothing: a request that takes this token gets none
+                after it, and the next call raises the error.
             drafts: tokens after the output so far.
 
         Raises:
@@ -109,15 +119,19 @@ class Answer:
         self._fill(rows[0])
         try:
             for index, token in enumerate(drafts, 1):
-                if token == SchedulerOutput.NO_DRAFT or not _is_allowed(rows[index - 1], token):
+                if (
+                    token == SchedulerOutput.NO_DRAFT
+                    or not _is_allowed(rows[index - 1], token)
+                    or token in self._ends  # the output ends there
+                ):
                     rows[index:] = -1
                     break
-                if token in self._ends:  # the output ends there
-                    rows[index:] = -1
-                    break
-                if not self.advance(token):
-                    raise ValueError(f"it refused the token {token}, which its mask allows")
-                self._fill(rows[index])
+                try:
+                    if self.advance(token):
+                        self._fill(rows[index])
+                except BaseException as cause:
+                    self._describe_fault(cause)  # raises what is no fault
+                    rows[index] = 0
         finally:
             self._return_to(before)
 
@@ -136,8 +150,8 @@ class Answer:
                 if token in self._ends or not self.advance(token):
                     break
                 count += 1
-        except ValueError:
-            pass  # it is raised again if the request takes this token
+        except BaseException as cause:  # it is raised again if the request takes this token
+            self._describe_fault(cause)  # raises what is no fault
         finally:
             self._return_to(before)
         return count

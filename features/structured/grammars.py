@@ -153,7 +153,9 @@ class GrammarManager(EngineHalf):
             self._forget(request_id)
         self._compiled.move_to_end(key)
         try:
-            self._answers[request_id] = Answer(request, state, self._vocab_size)
+            self._answers[request_id] = Answer(
+                request, state, self._vocab_size, self._describe_fault
+            )
         except BaseException as cause:
             raise RequestError(self._fault(structured, cause).message) from cause
         return None

@@ -610,6 +610,7 @@ void attend_tile(const Heads<T>& heads, const Queries<T>& q, const Groups<S>& gr
   }
   if constexpr (MAX_ROWS > 6) {
     if (rows <= 8) return run(attend_rows<8, T, S>);
+    if (rows == 9) return run(attend_rows<9, T, S>);
     run(attend_rows<12, T, S>);
   }
 }
@@ -628,6 +629,16 @@ void copy_visible(const Heads<T>& heads, const T* from, Lanes lanes, T* to) {
     if (lanes.to % PER)
       for (size_t i = 1; i < LINE; i += PER) to[(end - 1) * LINE + i] = T{};
   }
+}
+
+template <class T>
+bool is_finite(const T* from, size_t size) {
+  Ints found = {};
+  for (size_t i = 0; i < size; i += LANES)
+    found |= (bits_of(load(from + i)) & 0x7f800000u) == 0x7f800000u;
+  for (int i = 0; i < LANES; i++)
+    if (found[i]) return false;
+  return true;
 }
 
 // Attends the queries of an item with one head of keys.
@@ -650,7 +661,8 @@ class Attended {
   void run() {
     padded_ = (count_ + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
     slices_ = (heads_.depth + SLICE - 1) / SLICE;
-    queries_ = work_.queries.get(slices_ * padded_ * SLICE);
+    // Behind the last one, rows may be read that do not count.
+    queries_ = work_.queries.get((slices_ * padded_ + MAX_ROWS) * SLICE);
     for (int i = 0; i < padded_; i++) take_query(i);
     size_t size = layer_.result_size();
     results_ = work_.results.get(count_ * size);
@@ -713,7 +725,9 @@ class Attended {
            group % layout_.blocks.groups * layout_.value_size;
   }
 
-  void find_part(long part) {
+  // Find what the queries from `begin` to `end` see of a part.
+  void find_part(long part, int begin, int end) {
+    find_limits(begin, end);
     const Blocks& blocks = layout_.blocks;
     for (int g = 0; g < GROUPS; g++) {
       long group = part * GROUPS + g;
@@ -737,7 +751,7 @@ class Attended {
     }
   }
 
-  // Values that no query of the item sees may be anything, also NaN, which 0 times it is too. Codes
+  // Values that none of the queries sees may be anything, also NaN, which 0 times it is too. Codes
   // are finite, and weights are 0 whatever the scale is.
   void hide(int g) {
     Lanes seen = lanes(g, first_, last_);
@@ -752,20 +766,43 @@ class Attended {
   }
 
   void attend_part(long part) {
-    const int32_t* positions = layer_.plan.positions();
-    last_ = 0;
-    first_ = std::numeric_limits<long>::max();
+    find_part(part, 0, item_.count);
+    if (CODED<T, S> || !spoils()) return attend_rows_of(part, 0, count_);
     for (int i = 0; i < item_.count; i++) {
-      long position = positions[layer_.plan.row_list()[item_.first + i]];
-      last_ = std::max(last_, position);
-      first_ = std::min(first_, oldest(position));
+      find_part(part, i, i + 1);
+      attend_rows_of(part, i * group_, (i + 1) * group_);
     }
-    find_part(part);
-    for (int i = 0; i < count_; i += MAX_ROWS)
-      attend_rows_of(part, i, std::min(MAX_ROWS, count_ - i));
   }
 
-  void attend_rows_of(long part, int first, int rows) {
+  void find_limits(int begin, int end) {
+    last_ = common_first_ = 0;
+    first_ = common_last_ = std::numeric_limits<long>::max();
+    for (int i = begin; i < end; i++) {
+      long position = layer_.plan.positions()[row(i * group_)], old = oldest(position);
+      last_ = std::max(last_, position);
+      first_ = std::min(first_, old);
+      common_last_ = std::min(common_last_, position);
+      common_first_ = std::max(common_first_, old);
+    }
+  }
+
+  // Whether some queries see a value that is not finite, and others do not: 0 times it is NaN. Each
+  // is attended by itself then.
+  bool spoils() const {
+    for (int g = 0; g < GROUPS && part_.token[g] <= last_; g++) {
+      Lanes some = lanes(g, first_, last_), all = lanes(g, common_first_, common_last_);
+      bool differ = some.from != all.from || some.to != all.to;
+      if (differ && !is_finite((const T*)part_.values[g], heads_.value_size)) return true;
+    }
+    return false;
+  }
+
+  void attend_rows_of(long part, int begin, int end) {
+    for (; begin < end; begin += MAX_ROWS)
+      attend_rows_at(part, begin, std::min(MAX_ROWS, end - begin));
+  }
+
+  void attend_rows_at(long part, int first, int rows) {
     size_t size = layer_.result_size();
     Lanes own[MAX_ROWS][GROUPS];
     const Lanes* lanes_of[MAX_ROWS];
@@ -834,7 +871,8 @@ class Attended {
   T* edges_ = nullptr;
   Part<S> part_;
   const S* next_[AHEAD];  // the first keys of the next part
-  long first_ = 0, last_ = 0;  // the oldest and the newest position that a query of the item sees
+  long first_ = 0, last_ = 0;  // the oldest and the newest position that any of the queries sees
+  long common_first_ = 0, common_last_ = 0;  // and that all of them see
 };
 
 template <class T, class S>

@@ -76,6 +76,14 @@ CODED_STEPS = Rule(
     "coded steps: codes and scales are those of the last token that was written to their slot",
     "write the scales with the codes, to plan.slots, and read both through plan.block_table",
 )
+ROWS = Rule(
+    "rows: a row of a sequence has the result that it has as the single query of a step",
+    "read all keys and values from the cache, those of the step too, and sum those of a row in the "
+    "same order however many rows, sequences and threads a step has; or leave `batch_invariant` of "
+    "the suite False, which allows rows to differ within the tolerance",
+)
+MOST_ROWS = 16
+"""Of a sequence that decodes: a token and its drafts."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +119,25 @@ class Case:
             KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
             for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """Rows that end a sequence, and how they are computed together.
+
+    Attributes:
+        spec: the layer.
+        before: tokens before the rows.
+        count: rows in the step that has them alone.
+        chunk: tokens before the rows in the step that has a part of the prompt, too.
+        others: tokens of another sequence in these steps, or 0.
+        cache_dtype: `kv_cache.dtype`.
+    """
+
+    block_size: int
+    spec: KVSpec
+    before: int
+    count: int
+    chunk: int
+    others: int
+    cache_dtype: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,13 +28,16 @@ from .attention_cases import (
     GROUPS,
     HEADS,
     LAYERS,
+    MOST_ROWS,
     PADDING,
     RESULT,
     ROTATES,
+    ROWS,
     SEQUENCES,
     SOFTCAP,
     WINDOW,
     Case,
+    RowsCase,
 )
 from .block_views import BLOCK_VIEWS, MOVED_BLOCKS, NUM_BLOCKS, check_views, move_blocks
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
@@ -52,12 +56,14 @@ class AttentionBackendSuite(ComponentSuite):
     Attributes:
         backend: the class under test.
         device: where it runs; None is the first of its `devices` that this machine has.
-        dtypes: dtypes of queries, keys and values; all but the first in `test_dtypes` alone.
+        dtypes: dtypes of queries, keys and values; all but the first in few of the tests.
         heads: numbers of query heads and of key heads of a layer.
         head_sizes: elements of a head.
         block_sizes: tokens per block.
         windows: windows of a layer.
         softcaps: soft caps of a layer, in `test_softcap`, if the backend reports that it has them.
+        batch_invariant: whether the rows of a sequence are compared bit for bit, each alone and
+            among others; otherwise within the tolerance.
         tolerance: maximum difference; None depends on the dtype.
     """
 
@@ -65,11 +71,12 @@ class AttentionBackendSuite(ComponentSuite):
     backend: ClassVar[type[AttentionBackend]]
     device: ClassVar[str | None] = None
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
-    heads: ClassVar[Sequence[tuple[int, int]]] = ((1, 1), (4, 4), (6, 2), (4, 1))
+    heads: ClassVar[Sequence[tuple[int, int]]] = ((1, 1), (4, 4), (6, 2), (4, 1), (8, 1))
     head_sizes: ClassVar[Sequence[int]] = (8, 16)
     block_sizes: ClassVar[Sequence[int]] = (1, 4, 16)
     windows: ClassVar[Sequence[int | None]] = (None, 1, 3, 8, 17)
     softcaps: ClassVar[Sequence[float]] = (0.3, 2.0, 50.0)
+    batch_invariant: ClassVar[bool] = False
     tolerance: ClassVar[float | None] = None
 
     def reference(
@@ -256,6 +263,35 @@ class AttentionBackendSuite(ComponentSuite):
                 layers=2,
                 dtype=dtype,
             )
+
+    def test_rows(self) -> None:
+        """A row of a sequence has the result that it has as the single query of a step: among 1 to
+        16 rows, in a chunk of a prompt, in steps with other sequences, with 1 and 2 threads, with
+        each of `cache_dtypes`. Bit for bit if the suite's `batch_invariant` is True.
+        """
+        softcaps = self.softcaps if self._make(self.block_sizes[0]).softcaps else ()
+        specs = st.builds(
+            lambda heads, *rest: KVSpec(*heads, *rest),
+            st.sampled_from(self.heads),
+            st.sampled_from(self.head_sizes),
+            st.just(0.4),
+            st.sampled_from(self.windows),
+            st.sampled_from((None, *softcaps)),
+        )
+        cases = st.builds(
+            RowsCase,
+            block_size=st.sampled_from(self.block_sizes),
+            spec=specs,
+            before=st.integers(0, 20) | st.integers(0, 300),
+            count=st.integers(1, MOST_ROWS),
+            chunk=st.integers(0, 40),
+            others=st.sampled_from((0, 1, 3)),
+            cache_dtype=st.sampled_from(("auto", *self._coded_dtypes())),
+        )
+        self._device()  # skips
+        for dtype in self.dtypes:
+            check = functools.partial(self._check_rows, dtype)
+            self._search(ROWS.text, 60, check, case=cases)
 
     def test_block_views(self) -> None:
         """Blocks can be copied as bytes, to other blocks and other caches."""
@@ -512,6 +548,48 @@ class AttentionBackendSuite(ComponentSuite):
                 break
         raise rule.violation(observed)
 
+    @torch.inference_mode()
+    def _check_rows(self, dtype: torch.dtype, case: RowsCase) -> None:
+        """Compute the last rows of a sequence one by one, together, and in a chunk."""
+        backend, device = self._make(case.block_size, dtype, case.cache_dtype), self._device()
+        length = case.before + case.count
+        size = -(-length // case.block_size) + -(-4 * case.others // case.block_size)
+        blocks = SequenceBlocks(size, case.block_size, device, shuffled=True)
+        cache, generator = backend.allocate(case.spec, size), torch.Generator().manual_seed(0)
+        tensors = self._inputs(generator, case.spec, length, dtype)
+        others = self._inputs(generator, case.spec, case.others, dtype)
+
+        def attend(start: int, end: int, *, others_too: bool = False) -> torch.Tensor:
+            counts = [("a", end - start)] + [("b", case.others)] * (others_too and case.others > 0)
+            inputs = {"a": [x[start:end] for x in tensors], "b": others}
+            counts = list(ordered(counts))
+            blocks.rewind("a", start)
+            plan = backend.plan(blocks.step(counts))
+            parts = zip(*(inputs[name] for name, _ in counts), strict=True)
+            out = backend.attend(case.spec, cache, plan, *map(torch.cat, parts))
+            first = 0 if counts[0][0] == "a" else counts[0][1]
+            return out[first : first + end - start]
+
+        if case.before:
+            attend(0, case.before)
+        rows = range(case.before, length)
+        alone = torch.cat([attend(row, row + 1) for row in rows])
+        limit = 0.0 if self.batch_invariant else self.tolerance or _TOLERANCES.get(dtype, 1e-4)
+        for threads in (1, 2):
+            for chunk in (0, min(case.chunk, case.before)):
+                with _threads(threads):
+                    found = attend(case.before - chunk, length, others_too=True)[chunk:]
+                difference = (found.double() - alone.double()).abs().nan_to_num(torch.inf)
+                if float(difference.max()) > limit:
+                    row = int(difference.flatten(1).amax(-1).argmax())
+                    raise ROWS.violation(
+                        f"row {row + 1} of {case.count} that end a step of {chunk + case.count} "
+                        f"tokens of their sequence and {case.others} of another one, with "
+                        f"{threads} threads and kv_cache.dtype {case.cache_dtype!r}, differs by "
+                        f"{float(difference[row].max()):.3g} from the same row alone; at most "
+                        f"{limit:.3g} is accepted"
+                    )
+
     def _check_size(self, block_size: int, spec: KVSpec, cache_dtype: str) -> None:
         backend = self._make(block_size, cache_dtype=cache_dtype)
         size = backend.bytes_per_block(spec)
@@ -557,6 +635,17 @@ class AttentionBackendSuite(ComponentSuite):
             if copy is not None:
                 tables = step.block_table[0].tolist(), copy.block_table[0].tolist()
                 cache = move_blocks(backend, spec, cache, tables)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch, and what uses its threads, have so many of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _reraise(cause: BaseException) -> None:

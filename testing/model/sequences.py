@@ -76,6 +76,10 @@ class SequenceBlocks:
         self._free[:0] = self._tables.pop(name, [])[self._num_passed.pop(name, 0) :]
         self._lengths.pop(name, None)
 
+    def rewind(self, name: str, length: int) -> None:
+        """Forget the tokens of a sequence after the first ones; it keeps its blocks."""
+        self._lengths[name] = length
+
     def _release_passed(self, name: str) -> None:
         """Release the blocks that no token of the next step sees; the table still names them."""
         passed = max(self._lengths.get(name, 0) - self._window + 1, 0) // self._block_size

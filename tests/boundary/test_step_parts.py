@@ -647,16 +647,16 @@ def test_a_part_for_every_plan_is_called_without_users():
 def test_calls_reach_the_part_that_answers_them():
     answering = half_of(call=lambda method, arguments: [method, dict(arguments)])
     parts = parts_of(answering, half_of())
-    assert parts.call("part0", "list", {"kind": 1}) == ["list", {"kind": 1}]
+    assert parts.calls.to_part("part0", "list", {"kind": 1}) == ["list", {"kind": 1}]
     with pytest.raises(RequestError, match="part: expected one of part0, got 'part1'"):
-        parts.call("part1", "list", {})
+        parts.calls.to_part("part1", "list", {})
     with pytest.raises(RequestError, match="none: no enabled part answers calls, got 'part0'"):
-        parts_of(half_of()).call("part0", "list", {})
+        parts_of(half_of()).calls.to_part("part0", "list", {})
 
 
 def test_calls_that_fail_name_part_and_method():
     parts = parts_of(half_of(call=KeyError("seat")), half_of(call=RequestError("no")))
     with pytest.raises(PluginFaultError, match="part0.*: its call.. of 'list' failed: KeyError"):
-        parts.call("part0", "list", {})
+        parts.calls.to_part("part0", "list", {})
     with pytest.raises(RequestError, match="^no$"):
-        parts.call("part1", "list", {})
+        parts.calls.to_part("part1", "list", {})

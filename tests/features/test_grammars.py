@@ -81,7 +81,7 @@ class LiveRequest:
 
 
 def answer_of(request, compiled=None):
-    return Answer(request, compiled or Counting(), VOCAB_SIZE)
+    return Answer(request, compiled or Counting(), VOCAB_SIZE, describe_fault)
 
 
 def rows_of(answer, drafts=()):
@@ -347,18 +347,47 @@ class TestDrafts:
         request.output_token_ids += [2]
         assert allowed(answer) == after([2], (50,), markers)
 
-    def test_a_grammar_that_refuses_what_it_allows_is_an_error_and_is_undone(self):
-        class Fickle(Counting):
+    @pytest.mark.parametrize(
+        ("fails_in", "cause"),
+        [
+            ("advance", None),
+            ("advance", ValueError("too long")),
+            ("advance", ZeroDivisionError()),
+            ("fill_bitmask", None),
+            ("fill_bitmask", ValueError("too long")),
+            ("fill_bitmask", ZeroDivisionError()),
+        ],
+    )
+    def test_one_with_which_the_grammar_cannot_go_on_has_no_token_after_it(self, fails_in, cause):
+        class Stuck(Counting):
             def advance(self, token_id):
-                return token_id != 7 and super().advance(token_id)
+                return not self.fails("advance", token_id) and super().advance(token_id)
+
+            def fill_bitmask(self, row):
+                can_end = super().fill_bitmask(row)
+                if self.tokens and self.fails("fill_bitmask", self.tokens[-1]):
+                    row[:] = 0
+                    return False
+                return can_end
+
+            def fails(self, method, token):
+                if (method, token) == (fails_in, 7) and cause is not None:
+                    raise cause
+                return (method, token) == (fails_in, 7)
 
             def fork(self):
-                return Fickle(self.tokens)
+                return Stuck(self.tokens)
 
-        answer = answer_of(LiveRequest(), Fickle())
-        with pytest.raises(ValueError, match="it refused the token 7, which its mask allows"):
-            rows_of(answer, [3, 7])
-        assert allowed(answer) == DIGITS
+        request = LiveRequest()
+        answer = answer_of(request, Stuck())
+        rows = rows_of(answer, [3, 7, 8, 9])
+        assert rows == [DIGITS, after([3]), frozenset(), EVERYTHING, EVERYTHING]
+        assert answer.num_allowed([3, 7]) == (1 if fails_in == "advance" else 2)
+        request.output_token_ids.append(3)
+        assert allowed(answer) == after([3])
+        request.output_token_ids.append(7)
+        with pytest.raises(type(cause or ValueError())):
+            allowed(answer)
 
 
 MARKERS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), max_size=2)
@@ -594,12 +623,17 @@ class TestCompiling:
         requests[0].output_token_ids.append(6)
         assert manager.limit_drafts(drafts) == {"a": 0, "b": 0}
 
-    def test_a_backend_that_fails_for_a_draft_ends_its_request(self, manager, monkeypatch):
+    def test_a_backend_that_fails_ends_its_request_with_the_token_not_with_the_draft(
+        self, manager, monkeypatch
+    ):
         request = live("a", "x")
         ready(manager, request)
         monkeypatch.setattr(Counting, "advance", lambda *_: 1 // 0)
-        assert manager.limit_drafts({"a": [4]}) == {"a": 0}
         plan = SchedulerOutput(step=1, num_scheduled_tokens={"a": 1})
+        assert manager.limit_drafts({"a": [4]}) == {"a": 0}
+        assert manager.result(plan, ModelRunnerOutput()) == {}
+        request.output_token_ids.append(4)
+        assert manager.limit_drafts({"a": [5]}) == {"a": 0}
         (fault,) = manager.result(plan, ModelRunnerOutput()).values()
         assert fault.message.startswith("plugin 'backend': its grammar failed: ZeroDivisionError")
 

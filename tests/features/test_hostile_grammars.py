@@ -18,6 +18,7 @@ from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.builtin_plugins.server.dialects.dialect import Answer
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config, scripted_engine
 
 BAD = "support.plugins.bad_grammars"
@@ -620,3 +621,40 @@ def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, 
             engine.add_request("bad", "x", params({"regex": "a+"}))
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("how", ["empty", "mask", "advance"])
+def test_a_draft_after_which_a_grammar_cannot_go_on_ends_no_request(scripted, how):
+    """The same tokens and the same end as without drafts, of right drafts and of wrong ones."""
+    prompt = [5, 6]
+    stuck = {"plugins": {"enable": [{"use": f"{BAD}:Stuck", "name": "stuck"}]}}
+
+    def ends_with(replies, *jobs):
+        speculator = "hardpoint.testing:ScriptedSpeculator"
+        speculation = {"speculation": {"use": [speculator], "adaptive": False}} if replies else {}
+        options = {"plugin": {"scripted_speculator": {"replies": replies}}} if replies else {}
+        engine, found = scripted_engine(scripted, stuck | speculation | options), []
+        for after, count in jobs:
+            structured = StructuredOutputs(regex=f"{how} {after}", backend="stuck")
+            engine.add_request("r", prompt, params(structured, max_tokens=count))
+            while engine.has_unfinished_requests():
+                found += [output.outputs[0] for output in engine.step() if output.finished]
+        verified = engine.call_utility("scheduler_stats").num_verified_drafts
+        engine.close()
+        return [(c.token_ids, c.finish_reason, c.error) for c in found], verified
+
+    (((tokens, _, _),), _) = ends_with([], (40, 12))
+    right = next(t for place, t in enumerate(tokens) if place > 3 and t not in tokens[:place])
+    place, wrong = tokens.index(right), next(t for t in range(32) if t not in tokens)
+    jobs = [(right, place + 1), (right, 12), (wrong, 12)]
+    expected, _ = ends_with([], *jobs)
+    assert [(reason, bool(error)) for _, reason, error in expected] == [
+        ("length", False),
+        ("error", True),
+        ("length", False),
+    ]
+    misled = [*tokens[:4], wrong, *tokens[5:]]
+    for reply in (tokens, misled):
+        found, verified = ends_with([[prompt, reply]], *jobs)
+        assert found == expected
+        assert verified > 0

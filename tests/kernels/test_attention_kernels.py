@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -317,6 +318,8 @@ def assert_invariant(
         assert torch.equal(out[computed], reference[computed])
 
 
+BEFORE = 250  # tokens, so that the rows are in two parts of the keys
+
 CASES = [
     (torch.bfloat16, None, 16, (6, 2)),
     (torch.bfloat16, 150, 16, (3, 1)),
@@ -337,6 +340,48 @@ def test_a_query_of_codes_has_the_same_result_in_any_step(library, threads, cach
 
 def test_a_query_with_a_soft_cap_has_the_same_result_in_any_step(library, threads) -> None:
     assert_invariant(*CASES[1], seed=0, softcap=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cache_dtype", ["auto", *CODE_DTYPES])
+def test_each_of_up_to_16_rows_has_the_bits_of_the_row_alone(
+    library, threads, dtype, cache_dtype
+) -> None:
+    limits = itertools.product((1, 3, 4, 8), ((None, None), (None, 2.0), (150, None), (5, 0.5)))
+    for group, limit in limits:
+        settings = KVSpec(2 * group, 2, 24, 0.3, *limit), dtype, 16, 0, cache_dtype
+        sequence = random_sequence(settings[0], BEFORE + 16, dtype, seed=group)
+        whole = Runner(*settings).step([(sequence, BEFORE + 16)])[0][BEFORE:]
+        runner, sequence.done, sequence.blocks = Runner(*settings), 0, []
+        runner.step([(sequence, BEFORE)])
+        torch.set_num_threads(1)
+        alone = torch.cat([runner.step([(sequence, 1)])[0] for _ in range(16)])
+        assert torch.equal(alone, whole)
+        for count in range(2, 17):
+            torch.set_num_threads(1 + count % 2)
+            sequence.done = BEFORE
+            assert torch.equal(runner.step([(sequence, count)])[0], alone[:count]), (group, limit)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [1, 3, 5])
+def test_what_is_not_finite_reaches_those_rows_alone_that_see_it(
+    library, dtype, window, group
+) -> None:
+    settings = KVSpec(2 * group, 2, 40, 0.3, window), dtype, 16, 0
+    sequence = random_sequence(settings[0], BEFORE + 16, dtype, seed=group)
+    sequence.qkv[2][BEFORE + 7, 0, 3], sequence.qkv[2][BEFORE + 9, 1, 39] = torch.inf, torch.nan
+    sequence.qkv[1][BEFORE + 12, 1, 0] = torch.nan
+    runner = Runner(*settings)
+    runner.step([(sequence, BEFORE)])
+    alone = torch.cat([runner.step([(sequence, 1)])[0] for _ in range(16)])
+    assert alone[:7].isfinite().all()
+    assert not alone[7:].isfinite().all()
+    for chunk in (0, 100):
+        sequence.done = BEFORE - chunk
+        found = runner.step([(sequence, chunk + 16)])[0][chunk:]
+        assert torch.equal(found.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
 def test_large_and_small_scores_are_capped_as_exactly_as_torch_does(library) -> None:

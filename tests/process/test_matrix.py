@@ -45,6 +45,7 @@ ENGINE: dict[str, dict[str, Level]] = {
         "of int8 weights": REAL | {"quantization": {"use": "int8"}},
         "of int4 weights": REAL | {"quantization": {"use": "int4"}},
         "with an int8 cache": REAL | {"kv_cache": {"dtype": "int8"}},
+        "with an fp8 cache": REAL | {"kv_cache": {"dtype": "fp8"}},
         "with windows": REAL,
     },
     "prompts": {

@@ -83,6 +83,7 @@ class TestNativeAttention(AttentionBackendSuite):
     examples = kit_examples()
     backend = NativeAttention
     head_sizes = (8, 17)
+    batch_invariant = True
 
 
 class TestTritonAttention(AttentionBackendSuite):

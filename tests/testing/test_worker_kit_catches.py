@@ -175,6 +175,7 @@ ATTENTION = [
     (attention.OwnUncoded, "codes", "codes", "of codes of earlier steps, and of|not as codes"),
     (attention.KeepsScales, "coded_steps", "coded steps", DIFFERS),
     (attention.ScalesOfValues, "codes", "codes", "is that of keys with the scales of values"),
+    (attention.OwnUncoded, "rows", "rows", "differs by .* from the same row alone; at most"),
     (attention.ViewsOfKeys, "block_views", "block views", "per block in all, bytes_per_block says"),
     (attention.CopiesTheBlocks, "block_views", "block views", r"\d+ bytes .* views, 0 are in the"),
     (attention.ViewsByToken, "block_views", "block views", r"uint8 \[96, \d+\] of a cache of 24"),
@@ -319,6 +320,7 @@ RIGHT = [
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (AttentionBackendSuite, {"backend": attention.Padded}),
     (AttentionBackendSuite, {"backend": attention.Coded}),
+    (AttentionBackendSuite, {"backend": attention.RowByRow, "batch_invariant": True}),
     (OpsSuite, {"ops": ops.Plain}),
     (OpsSuite, {"ops": ops.Kept}),
     (OpsSuite, {"ops": ops.Codes}),
@@ -345,7 +347,17 @@ def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
 def test_a_mistake_in_codes_fails_the_rules_of_codes_alone(cls):
     failed = set(messages_of(AttentionBackendSuite, {"backend": cls}))
     expected = {"codes", "coded_steps"} if cls is not attention.KeepsScales else {"coded_steps"}
+    if cls is attention.OwnUncoded:
+        expected.add("rows")
     assert failed - {"block_views"} == expected
+
+
+@pytest.mark.parametrize("cls", [attention.SplitsByRows, attention.OwnUnrounded], ids=label)
+def test_rows_are_compared_bit_for_bit_where_that_is_claimed(cls):
+    assert messages_of(AttentionBackendSuite, {"backend": cls}) == {}
+    attributes = {"backend": cls, "batch_invariant": True}
+    pattern = r"row \d+ of \d+ .* differs by .* from the same row alone; at most 0 is accepted"
+    assert_fails(AttentionBackendSuite, attributes, "rows", "rows", pattern)
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)

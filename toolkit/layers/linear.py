@@ -41,7 +41,6 @@ class Linear:
         reduce: bool = True,
         quantize: bool = True,
         stored_as: str | None = None,
-        in_body: bool = True,
     ) -> None:
         """Describe the matrix; `load` loads it.
 
@@ -60,7 +59,6 @@ class Linear:
             quantize: whether the matrix may have few bits.
             stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
                 stacked; those of the parts are not used then.
-            in_body: whether `Model.forward` multiplies it, where step parts may change the product.
         """
         self._context = context
         self._hooks = context.hooks
@@ -83,8 +81,7 @@ class Linear:
         self._parts = [
             (name, len(mine)) for (name, _), mine in zip(parts, ranges, strict=True)
         ]  # for hooks
-        if in_body:
-            self._add_to_hooks(stored, columns, column_range)
+        self._add_to_hooks(stored, columns, column_range)
         self._missing = set(self._slices)
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
@@ -374,8 +371,8 @@ class LMHead(Linear):
             context,
             out_dtype=torch.float32,
             row_ranges=[share],
-            in_body=False,
         )
+        del context.hooks.matrices[name]  # `forward` does not multiply it
         self._rows = -(-vocab_size // self._communicator.size)  # the same in all ranks
 
     def tie(self, table: Embedding) -> None:

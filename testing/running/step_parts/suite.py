@@ -34,15 +34,10 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.step_part import REQUEST_FIELDS, EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
-from hardpoint.testing.engine_access import (
-    REQUEST_FIELDS,
-    describe_fault,
-    engine_config,
-    fault_counter,
-)
+from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 

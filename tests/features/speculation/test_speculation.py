@@ -6,11 +6,13 @@ import re
 
 import pytest
 from msgspec.structs import replace
-from support.driving import FINAL, run
+from support.driving import FINAL, alone, run
+from support.parallel import write_random_model
 from support.plugins import speculating
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.kernels import cpu
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config, scripted_engine
 
@@ -53,6 +55,30 @@ def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks
     stats = engine.call_utility("scheduler_stats")
     assert 0 < stats.num_accepted_drafts < stats.num_drafts
     assert (stats.num_preemptions > 0) == (blocks is not None)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
+def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, cache_dtype, dtype):
+    """So tokens and log-probabilities of a real model are those without drafts, bit for bit."""
+    try:
+        cpu.load()
+    except cpu.KernelsUnavailableError as cause:
+        pytest.skip(f"sums depend on the other rows of a step without kernels, and they: {cause}")
+    folder = write_random_model(tmp_path, "LlamaForCausalLM", hidden_size=96)
+    base = {"dtype": dtype, "attention": {"use": "native_cpu"}, "max_model_len": 128}
+    base |= {"kv_cache": {"dtype": cache_dtype, "block_size": 8}}
+    few = [(name, prompt, replace(params, logprobs=2)) for name, prompt, params in jobs[:12]]
+    engine = scripted_engine(folder, base)
+    expected = alone(engine, few)
+    engine.close()
+    options = replaying(few, expected)
+    config = speculating_with("hardpoint.testing:ScriptedSpeculator", options=options)
+    engine = scripted_engine(folder, base | config)
+    assert run(engine, few, per_step=3) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
     engine.close()
 
 

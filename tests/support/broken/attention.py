@@ -559,3 +559,53 @@ class ScalesOfValues(Coded):
 
     def read_scales(self, scales, slots):
         return scales[1:, slots].expand(2, -1, -1)
+
+
+class RowByRow(Plain):
+    """Right, and each row has the same bits in any step: attends one query after the other."""
+
+    contract = 1
+
+    def softmax(self, spec, q, keys, values, mask):
+        rows = zip(q, mask, strict=True)
+        return torch.stack([self.attend_row(spec, row, keys[m], values[m]) for row, m in rows])
+
+    def attend_row(self, spec, q, keys, values):
+        visible = torch.ones(1, len(keys), dtype=torch.bool)
+        return super().softmax(spec, q[None], keys, values, visible)[0]
+
+
+class SplitsByRows(RowByRow):
+    """Sums the keys in as many parts as the sequence has rows."""
+
+    contract = 1
+
+    def softmax(self, spec, q, keys, values, mask):
+        self.parts = len(q)
+        return super().softmax(spec, q, keys, values, mask)
+
+    def attend_row(self, spec, q, keys, values):
+        keys, values = (self.spread(spec, side) for side in (keys, values))
+        scores = self.cap(spec, torch.einsum("hd,khd->hk", q, keys) * spec.scale)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        parts = zip(weights.chunk(self.parts, 1), values.chunk(self.parts), strict=True)
+        total = sum(torch.einsum("hk,khd->hd", w, v) for w, v in parts)
+        return total / weights.sum(-1, keepdim=True)
+
+
+class OwnUnrounded(RowByRow):
+    """Stores keys and values without their last 6 bits; attends to the step's as they are."""
+
+    contract = 1
+
+    def write(self, cache, plan, k, v):
+        own = torch.stack((k, v))
+        self.own = plan.slots, own.float()
+        bits = own.float().view(torch.int32) & ~0x3F
+        cache[:, plan.slots] = bits.view(torch.float32).to(cache.dtype)
+
+    def read(self, cache, slots):
+        found, (own, sides) = super().read(cache, slots), self.own
+        at, index = (slots[:, None] == own).nonzero().unbind(1)
+        found[:, at] = sides[:, index]
+        return found

@@ -74,6 +74,43 @@ class State:
         return State(self.how, self.count)
 
 
+class Stuck(GrammarBackend):
+    """Allows the tokens 0 to 31; cannot go on after one of them: `regex` is how and which."""
+
+    contract = 1
+    formats = ("regex",)
+
+    def compile(self, structured):
+        how, token = structured.regex.split()
+        return StuckState(how, int(token), [])
+
+
+class StuckState:
+    def __init__(self, how, stuck, tokens):
+        self.how, self.stuck, self.tokens = how, stuck, tokens
+
+    def fill_bitmask(self, row):
+        if self.stuck not in self.tokens:
+            row[0] = -1
+        elif self.how == "mask":
+            raise KeyError("broken mask")
+        return False
+
+    def advance(self, token_id):
+        if self.how == "advance" and token_id == self.stuck:
+            raise KeyError("broken advance")
+        if token_id >= 32 or self.stuck in self.tokens:
+            return False
+        self.tokens.append(token_id)
+        return True
+
+    def rollback(self, count):
+        del self.tokens[-count:]
+
+    def fork(self):
+        return StuckState(self.how, self.stuck, self.tokens[:])
+
+
 class Forces(SparseLogitsProcessor):
     """Forces the token "z" as the third one."""
 

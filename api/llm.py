@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 from hardpoint.core.build import build_engine
 from hardpoint.core.engine.utility_calls import SyncControlCalls
@@ -33,6 +33,7 @@ from hardpoint.registry.references import handed_over
 from .chat import Chat, Messages
 from .open_model import OpenModel
 from .options import BatchOptions, ChatBatchOptions, takes_options
+from .pooling import PoolingCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     OpenCalls,
@@ -41,7 +42,6 @@ from .requests import (
     UnorderedCall,
     make_extras,
     make_requests,
-    not_supported,
     prompt_list,
     with_output_kind,
 )
@@ -49,8 +49,8 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(OpenModel[LLMEngine], SyncControlCalls):
-    """A model that generates text.
+class LLM(OpenModel[LLMEngine], PoolingCalls, SyncControlCalls):
+    """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
     results and errors are the same. Usable as a context manager; `close` frees its memory.
@@ -288,26 +288,6 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
     def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
         with self._engine.lock:
             return chat.rendered(self.tokenizer, messages)
-
-    def encode(self, *_: object, **__: object) -> NoReturn:
-        """Raise: this version of Hardpoint runs models that generate, none that pool.
-
-        Raises:
-            RequestError: always.
-        """
-        raise not_supported("encode")
-
-    def embed(self, *_: object, **__: object) -> NoReturn:
-        """Raise, as `encode`."""
-        raise not_supported("embed")
-
-    def classify(self, *_: object, **__: object) -> NoReturn:
-        """Raise, as `encode`."""
-        raise not_supported("classify")
-
-    def score(self, *_: object, **__: object) -> NoReturn:
-        """Raise, as `encode`."""
-        raise not_supported("score")
 
     @property
     def llm_engine(self) -> LLMEngine:

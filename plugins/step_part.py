@@ -106,11 +106,14 @@ class EngineHalf:
             part; read once. The worker halves of such a part get the rows of all requests.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
+        tasks: tasks of requests, as `PoolingParams.task`, that the part lets the engine do; read
+            once.
     """
 
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
     num_draft_tokens: int = 0
+    tasks: Collection[str] = ()
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Take what `WorkerHalf.start` returned in each rank, before the first step.

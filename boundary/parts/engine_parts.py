@@ -57,6 +57,7 @@ class EngineParts:
 
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
+        tasks: tasks of requests besides generating.
     """
 
     def __init__(self, parts: Sequence[BoundPart] = (), vocab_size: int = 0) -> None:
@@ -67,6 +68,8 @@ class EngineParts:
         """
         self._parts, self._vocab_size = tuple(parts), vocab_size
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
+        tasks = [task for part in self._parts for task in part.half.tasks]
+        self.tasks = list(dict.fromkeys(tasks))
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests

@@ -237,8 +237,8 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def supported_tasks(self: UtilityHost) -> list[str]:
-        """Return the tasks of the model: models here generate, and none pools."""
-        return ["generate"]
+        """Return the tasks of the model: it generates, and step parts may have others."""
+        return ["generate", *self._parts.step_parts.tasks]
 
     @utility()
     def why_waiting(self: UtilityHost, request_ids: list[str]) -> list[WaitReason | None]:

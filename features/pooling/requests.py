@@ -1,0 +1,121 @@
+"""Pooling in the frontend and the engine: which requests pool, how, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from hardpoint.errors import RequestError
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    FrontendHalf,
+    ModelRunnerOutput,
+    Pooler,
+    ReasoningMarkers,
+    RequestFault,
+    SchedulerOutput,
+)
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.part_components import ComponentFactory
+
+from .messages import PoolingReport
+
+KIND = "poolers"
+
+OF_TOKENS = ("token_embed",)
+"""Tasks that have a result for each token."""
+
+TASKS = ("embed", "token_embed")
+"""Tasks of every model."""
+
+
+class PooledRequests(FrontendHalf):
+    """Checks the parameters of requests that pool, and fills in those of the model."""
+
+    def __init__(self, components: ComponentFactory, pooler: str) -> None:
+        """Look poolers up in `components`; `pooler` is that of requests that name none."""
+        self._components, self._default = components, pooler
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
+        """Complete a request that pools.
+
+        Raises:
+            RequestError: its pooler is not enabled, or is not one for its task.
+        """
+        if (params := request.pooling_params) is None:
+            return
+        if request.params.n != 1:
+            raise RequestError(f"n: expected 1 of a request that pools, got {request.params.n}")
+        default = "all" if params.task in OF_TOKENS else self._default
+        name = params.pooler or default
+        cls = self._class_of(name, params)
+        request.pooling_params = msgspec.structs.replace(
+            params, pooler=name, normalize=params.normalize is not False, plugin_args={}
+        )
+        request.params = msgspec.structs.replace(
+            request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
+        )
+
+    def _class_of(self, name: str, params: PoolingParams) -> type[Pooler]:
+        """Return the class of the pooler of a request.
+
+        Raises:
+            RequestError: there is none, or it is not one for the task.
+        """
+        fitting: list[str] = []
+        per_token = params.task in OF_TOKENS
+        found: type[Pooler] | None = None
+        for known in self._components.enabled(KIND):
+            cls = self._components.find(KIND, known)
+            assert cls is not None, "it is enabled"
+            assert issubclass(cls, Pooler), "the registry has checked it"
+            if cls.per_token == per_token:
+                fitting.append(known)
+                found = cls if known == name else found
+        if found is None:
+            hint = "" if name in self._components.enabled(KIND) else self._hint(name)
+            raise RequestError(
+                f"pooler: expected one of {', '.join(sorted(fitting))} for the task "
+                f'"{params.task}", got {name!r}{hint}'
+            )
+        return found
+
+    def _hint(self, name: str) -> str:
+        return self._components.hint(KIND, name)
+
+
+class PooledResults(EngineHalf):
+    """Hands the vectors of workers on to the scheduler, which ends their requests."""
+
+    tasks: Sequence[str] = TASKS
+
+    def __init__(self, name: str) -> None:
+        """Read the reports of the part of that name."""
+        self._name = name
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        """Return whether a request pools."""
+        return request.pooling_params is not None
+
+    def begin(self, plan: SchedulerOutput) -> bytes:  # noqa: ARG002
+        """Return nothing but that there are such requests: the plan has their parameters."""
+        return b""
+
+    def result(
+        self,
+        plan: SchedulerOutput,  # noqa: ARG002
+        result: ModelRunnerOutput,
+    ) -> Mapping[str, RequestFault]:
+        """Read the vectors of prompts that are complete; return those that could not be pooled."""
+        faults: dict[str, RequestFault] = {}
+        for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
+            report = msgspec.msgpack.decode(data, type=PoolingReport)
+            for name, pooled in report.pooled.items():
+                values = np.frombuffer(pooled.values, "<f4").reshape(pooled.shape)
+                result.pooler_output[name] = values
+            for name, (message, pooler) in report.failed.items():
+                faults[name] = RequestFault(message, pooler)
+        return faults

@@ -40,7 +40,7 @@ from .chat import Chat, Messages
 from .open_model import OpenModel
 from .options import takes_options
 from .progress import ProgressDisplay
-from .requests import make_extras
+from .requests import check_generates, make_extras
 
 __all__ = ["AsyncLLM"]
 
@@ -167,6 +167,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             EngineDeadError: the engine died; the request may be sent again.
             EngineClosedError: the engine was closed.
         """
+        check_generates(sampling_params)
         return self._engine.generate(prompt, sampling_params, request_id, make_extras(**options))
 
     @takes_options
@@ -217,6 +218,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 malformed, or there is no tool parser.
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
+        check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
         prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
         extras = make_extras(**of_request)

@@ -40,6 +40,7 @@ from .requests import (
     OutputStream,
     Request,
     UnorderedCall,
+    check_generates,
     make_extras,
     make_requests,
     prompt_list,
@@ -187,6 +188,7 @@ class LLM(OpenModel[LLMEngine], PoolingCalls, SyncControlCalls):
 
     def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
         params = self.default_sampling_params() if params is None else params
+        check_generates(params)
         return make_requests(prompts, params, **options)
 
     @takes_options
@@ -214,6 +216,7 @@ class LLM(OpenModel[LLMEngine], PoolingCalls, SyncControlCalls):
         self, prompt: Prompt, sampling_params: SamplingParams | None, extras: RequestExtras
     ) -> OutputStream:
         params = self.default_sampling_params() if sampling_params is None else sampling_params
+        check_generates(params)
         if (
             isinstance(params, SamplingParams)
             and params.output_kind is RequestOutputKind.CUMULATIVE

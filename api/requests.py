@@ -31,6 +31,7 @@ __all__ = [
     "OpenCalls",
     "OutputStream",
     "UnorderedCall",
+    "check_generates",
     "make_extras",
     "make_pooling_requests",
     "make_requests",
@@ -112,6 +113,18 @@ def make_pooling_requests(prompts: Sequence[Any], params: Any, **extras: Any) ->
         if not isinstance(one, PoolingParams):
             raise RequestError(f"pooling_params: expected PoolingParams, got {type(one).__name__}")
     return make_requests(prompts, params, **extras)
+
+
+def check_generates(params: Any) -> None:
+    """Check the parameters of a call that generates, or a list of them.
+
+    Raises:
+        RequestError: they are of a call that pools.
+    """
+    if any(isinstance(one, PoolingParams) for one in (params if is_list(params) else [params])):
+        raise RequestError(
+            "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
+        )
 
 
 def with_output_kind(params: Any, kind: RequestOutputKind) -> Any:

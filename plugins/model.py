@@ -195,6 +195,8 @@ class Model(Component):
 
     parallelism: ClassVar[tuple[str, ...]] = ()
     """Which of "tensor", "pipeline" and "expert" of `parallel` it honours; others are refused."""
+    generates: ClassVar[bool] = True
+    """Whether it has logits of the next token; if not, step parts alone have tasks for it."""
 
     context: ModelContext
 

@@ -21,6 +21,7 @@ from .config import EngineConfig
 from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
 from .kv_cache import BlockIds, KVEvent
+from .loader import ModelConfig, ModelFiles
 from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
@@ -44,9 +45,13 @@ class StepPartContext(Context["StepPart"]):
 
     Attributes:
         config: configuration of the engine.
+        model_config: configuration of the model; None if the context was made by hand.
+        files: files of the model; likewise.
     """
 
     config: EngineConfig
+    model_config: ModelConfig | None = None
+    files: ModelFiles | None = None
 
 
 def _without_workers(message: bytes) -> Sequence[bytes]:  # noqa: ARG001

@@ -23,7 +23,6 @@ from hardpoint.errors import (
     shown,
 )
 from hardpoint.plugins import (
-    EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     GrammarBitmask,
@@ -480,7 +479,7 @@ def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -
 
 def open_parts(
     plugins: PluginSet,
-    config: EngineConfig,
+    about: Mapping[str, Any],
     context: EngineHalfContext,
     faults: StepFaults,
     call_workers: Callable[[str, bytes], Sequence[bytes]],
@@ -489,7 +488,7 @@ def open_parts(
 
     Args:
         plugins: the enabled plugins.
-        config: configuration of the engine, for the parts.
+        about: fields of the context of the parts.
         context: context of the halves.
         faults: counts the faults of scope *step*.
         call_workers: calls the worker halves of the part of that name.
@@ -508,5 +507,5 @@ def open_parts(
         return BoundPart(part, half, source, faults)
 
     entries = plugins.entries("step_parts")
-    parts = open_halves(plugins, entries, config, context_of, BoundPart, bind)
+    parts = open_halves(plugins, entries, about, context_of, BoundPart, bind)
     return EngineParts(parts, context.vocab_size)

@@ -41,9 +41,7 @@ class Step(Pooler):
         """Return the pooling of a prompt."""
         tag = arguments.step_tag_id
         positions = [
-            position
-            for position, token in enumerate(prompt_token_ids)
-            if tag is None or token == tag
+            position for position, token in enumerate(prompt_token_ids) if tag in (None, token)
         ]
         return _Chosen(len(prompt_token_ids), self.context, positions)
 

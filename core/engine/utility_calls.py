@@ -237,8 +237,9 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def supported_tasks(self: UtilityHost) -> list[str]:
-        """Return the tasks of the model: it generates, and step parts may have others."""
-        return ["generate", *self._parts.step_parts.tasks]
+        """Return the tasks of the model: generating, and those of step parts."""
+        own = ["generate"] if self._parts.generates else []
+        return [*own, *self._parts.step_parts.tasks]
 
     @utility()
     def why_waiting(self: UtilityHost, request_ids: list[str]) -> list[WaitReason | None]:

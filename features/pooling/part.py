@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
+from typing import Annotated, Any
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, StepPart, WorkerHalf
+from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
 from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
+from .folder import ModelPooling, read_pooling
 from .requests import PooledRequests, PooledResults
 from .worker import PoolingWorker
 
@@ -29,9 +32,12 @@ class Pooling(StepPart):
         Attributes:
             pooler: pooler of requests that name none; None is the one that the folder of the model
                 names, or else "last".
+        matryoshka_dimensions: sizes that vectors may be cut to, of a model that was trained for it
+            without a field of its config.json; None is what these fields state.
         """
 
-        pooler: str | None = None
+        pooler: Annotated[str, Meta(min_length=1)] | None = None
+        matryoshka_dimensions: list[Annotated[int, Meta(ge=1)]] | None = None
 
     options: Options
 
@@ -42,14 +48,29 @@ class Pooling(StepPart):
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
         """Return the half that checks which pooler a request names."""
-        return PooledRequests(context.components, self.options.pooler or "last")
+        return PooledRequests(context.components, self._model())
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:  # noqa: ARG002
         """Return the half that reads results."""
-        return PooledResults(self.name)
+        return PooledResults(self.name, self._model())
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that pools, in the rank that has the last hidden states."""
         if context.rank != self.context.config.parallel.output_rank:
             return None
-        return PoolingWorker(context)
+        return PoolingWorker(context, self._model())
+
+    def _model(self) -> ModelPooling:
+        """Return how the model pools, as its folder and the options say.
+
+        Raises:
+            ModelError: the folder asks for what is not supported.
+        """
+        model = read_pooling(self.context.model_config, self.context.files)
+        options = self.options
+        changed: dict[str, Any] = {}
+        if options.pooler is not None:
+            changed["pooler"] = options.pooler
+        if options.matryoshka_dimensions is not None:
+            changed["cuts"] = options.matryoshka_dimensions
+        return dataclasses.replace(model, **changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.part_components import ComponentFactory
 
+from .folder import ModelPooling
 from .messages import PoolingReport
 
 KIND = "poolers"
@@ -35,9 +37,9 @@ TASKS = ("embed", "token_embed")
 class PooledRequests(FrontendHalf):
     """Checks the parameters of requests that pool, and fills in those of the model."""
 
-    def __init__(self, components: ComponentFactory, pooler: str) -> None:
-        """Look poolers up in `components`; `pooler` is that of requests that name none."""
-        self._components, self._default = components, pooler
+    def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
+        """Look poolers up in `components`; `model` has what requests leave open."""
+        self._components, self._model = components, model
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
         """Complete a request that pools.
@@ -49,15 +51,42 @@ class PooledRequests(FrontendHalf):
             return
         if request.params.n != 1:
             raise RequestError(f"n: expected 1 of a request that pools, got {request.params.n}")
-        default = "all" if params.task in OF_TOKENS else self._default
-        name = params.pooler or default
+        per_token = params.task in OF_TOKENS
+        name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
+        self._check_dimensions(params.dimensions)
+        normalize = self._model.normalize or per_token
         request.pooling_params = msgspec.structs.replace(
-            params, pooler=name, normalize=params.normalize is not False, plugin_args={}
+            params,
+            pooler=name,
+            normalize=normalize if params.normalize is None else params.normalize,
+            plugin_args={},
         )
         request.params = msgspec.structs.replace(
             request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
         )
+
+    def _check_dimensions(self, size: int | None) -> None:
+        """Check the size that vectors are to be cut to.
+
+        Raises:
+            RequestError: the model was not trained for it.
+        """
+        cuts = self._model.cuts
+        if size is None or (cuts and size in cuts):
+            return
+        if cuts:
+            raise RequestError(
+                f"dimensions: expected one of {', '.join(map(str, cuts))}, for which the model was "
+                f"trained, got {size}"
+            )
+        if cuts is not None:
+            raise RequestError(
+                f"dimensions: expected none, for the model was not trained for vectors that are "
+                f"cut: its config.json has no matryoshka_dimensions, nor is_matryoshka; got {size}"
+            )
+        if self._model.size is not None and size > self._model.size:
+            raise RequestError(f"dimensions: expected at most {self._model.size}, got {size}")
 
     def _class_of(self, name: str, params: PoolingParams) -> type[Pooler]:
         """Return the class of the pooler of a request.
@@ -92,9 +121,9 @@ class PooledResults(EngineHalf):
 
     tasks: Sequence[str] = TASKS
 
-    def __init__(self, name: str) -> None:
-        """Read the reports of the part of that name."""
-        self._name = name
+    def __init__(self, name: str, model: ModelPooling) -> None:
+        """Read the reports of the part of that name; `model` is described by calls."""
+        self._name, self._model = name, model
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a request pools."""
@@ -103,6 +132,24 @@ class PooledResults(EngineHalf):
     def begin(self, plan: SchedulerOutput) -> bytes:  # noqa: ARG002
         """Return nothing but that there are such requests: the plan has their parameters."""
         return b""
+
+    def call(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        """Describe how the model pools, for a call "describe".
+
+        Raises:
+            RequestError: it is another call.
+        """
+        if method != "describe":
+            raise RequestError(f'method: expected "describe", got {method!r}')
+        model = self._model
+        return {
+            "pooler": model.pooler or "last",
+            "normalize": model.normalize,
+            "dimensions": model.size,
+            "matryoshka_dimensions": None if model.cuts is None else list(model.cuts),
+            "prompts": dict(model.prompts),
+            "default_prompt": model.default_prompt,
+        }
 
     def result(
         self,

@@ -10,6 +10,7 @@ import msgspec
 
 from hardpoint.plugins import (
     Arguments,
+    ModelError,
     NewRequest,
     Pooler,
     PoolerContext,
@@ -23,6 +24,8 @@ from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 from hardpoint.typed.read_only import ReadOnlyList
 
+from .dense import Dense
+from .folder import ModelPooling
 from .messages import PooledPrompt, PoolingReport
 from .requests import KIND
 
@@ -59,13 +62,21 @@ class PoolingWorker(WorkerHalf):
 
     wants_layers = False
 
-    def __init__(self, context: WorkerHalfContext) -> None:
-        """Build the poolers.
+    def __init__(self, context: WorkerHalfContext, model: ModelPooling) -> None:
+        """Load the dense layers of the model.
 
         Raises:
-            PluginError: one cannot be built; the others are closed.
+            ModelError: their weights are missing, or of other shapes.
         """
         self._context, self._components = context, context.components
+        self._dense = [Dense(layer, context.device) for layer in model.dense]
+        sizes = [context.hidden_size, *(layer.out_features for layer in model.dense)]
+        for layer, size in zip(model.dense, sizes, strict=False):
+            if layer.in_features != size:
+                raise ModelError(
+                    f"{layer.folder / 'config.json'}: in_features: expected {size}, the size of "
+                    f"what comes before, got {layer.in_features}"
+                )
         self._poolers: dict[str, _Pooler] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._report = PoolingReport()
@@ -132,7 +143,11 @@ class PoolingWorker(WorkerHalf):
             self._fail(name, prompt, f"finish() gave {defect}")
             return
         prompt.state = None
-        values = _as_asked(pooled, prompt.params)
+        values = pooled.float()
+        if not prompt.pooler.pooler.per_token:
+            for dense in self._dense:
+                values = dense(values)
+        values = _as_asked(values, prompt.params)
         if not bool(values.isfinite().all()):
             self._fail(name, prompt, "finish() gave numbers that are not finite")
             return
@@ -140,7 +155,7 @@ class PoolingWorker(WorkerHalf):
         self._report.pooled[name] = PooledPrompt(list(values.shape), data)
 
     def _defect(self, pooled: Any, prompt: _Prompt) -> str | None:
-        """Return what is wrong with the result of a pooler; None if nothing is."""
+        """Return the defect of a pooler's result; None if it has none."""
         import torch  # noqa: PLC0415 - halves elsewhere load without it
 
         per_token, size = prompt.pooler.pooler.per_token, self._context.hidden_size
@@ -153,7 +168,7 @@ class PoolingWorker(WorkerHalf):
         return None
 
     def _called(self, name: str, method: str, prompt: _Prompt, function: Any, *args: Any) -> Any:
-        """Return what a method of a pooler returns; None if it fails, which ends the request."""
+        """Return the result of a pooler's method; None if it fails, which ends the request."""
         try:
             return prompt.pooler.calls.run(method, function, *args)
         except BaseException as cause:
@@ -185,9 +200,8 @@ class PoolingWorker(WorkerHalf):
             self._components.close(pooler.pooler)
 
 
-def _as_asked(pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+def _as_asked(values: torch.Tensor, params: PoolingParams) -> torch.Tensor:
     """Return vectors cut to the dimensions that were asked for, then scaled to length 1."""
-    values = pooled.float()
     if params.dimensions is not None:
         values = values[..., : params.dimensions]
     if params.normalize:

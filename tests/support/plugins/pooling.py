@@ -30,7 +30,7 @@ class _Sum(PromptPooler):
 
 
 class Faulty(Pooler):
-    """Fails for prompts whose first token says how."""
+    """Fails for prompts, by their first token."""
 
     contract = 1
     fails = ("", "start", "update", "finish", "shape", "kind", "nan", "object")

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
@@ -50,7 +49,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(OpenModel[LLMEngine], PoolingCalls, SyncControlCalls):
+class LLM(OpenModel[LLMEngine], PoolingCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
+from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.outputs.request_state import rejection
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import PluginFaultError, shown
@@ -21,10 +22,15 @@ from .requests import OpenCalls, make_pooling_requests, prompt_list
 __all__ = ["PoolingCalls", "pooled", "similarity", "with_task"]
 
 
-class PoolingCalls:
+class PoolingCalls(SyncControlCalls):
     """The calls of a program that waits for vectors and scores."""
 
     _calls: OpenCalls
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """The model's tasks."""
+        raise NotImplementedError  # OpenModel has it
 
     @takes_options
     def encode(
@@ -75,14 +81,30 @@ class PoolingCalls:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[PoolingRequestOutput]:
         """Return a vector for each prompt: `encode` with the task "embed".
 
+        Args:
+            prompts, pooling_params: as for `encode`.
+            prompt_name: name of the model's text that is put before texts, such as "query"; None is
+                the default one of the model's folder, mostly none.
+            options: `RequestOptions`.
+
         Raises:
-            As `encode`.
+            RequestError: the model has no prompt of that name; or as `encode`.
         """
-        return self.encode(prompts, with_task("embed", pooling_params), **options)
+        params = with_task("embed", pooling_params)
+        return self.encode(self._prefixed(prompts, prompt_name), params, **options)
+
+    def _prefixed(self, prompts: Any, name: str | None) -> list[Any]:
+        """Return prompts with the model's text before those that are texts."""
+        listed = prompt_list(prompts)
+        if "embed" not in self.supported_tasks:
+            return listed  # which is the error of the call itself
+        prefix = self.call_part("pooling", "prompt", {"name": name})
+        return [prefix + one if prefix and isinstance(one, str) else one for one in listed]
 
     @takes_options
     def classify(
@@ -120,7 +142,7 @@ class PoolingCalls:
         Raises:
             RequestError: the numbers of texts do not fit; or as `encode`.
         """
-        first, second = prompt_list(texts_1), prompt_list(texts_2)
+        first, second = self._prefixed(texts_1, None), self._prefixed(texts_2, None)
         if len(first) not in (1, len(second)):
             raise RequestError(
                 f"texts_1: expected one text or {len(second)}, as texts_2 has, got {len(first)}"

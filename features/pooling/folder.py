@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hardpoint.errors import ModelError, shown
+from hardpoint.errors import ModelError, RequestError, shown
 from hardpoint.plugins import ModelConfig, ModelFiles
 
 _MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
@@ -26,6 +26,13 @@ _OLD_MODES = {
 
 ACTIVATIONS = ("Identity", "Tanh", "GELU", "ReLU", "SiLU", "Sigmoid")
 """Classes of torch.nn that may follow a dense layer."""
+
+
+_PURPOSES: dict[str | None, tuple[str, ...]] = {
+    "query": ("query",),
+    "document": ("document", "passage", "corpus"),
+}
+"""Names of the prompts of a purpose, as sentence-transformers looks for them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,23 @@ class ModelPooling:
     default_prompt: str | None = None
     cuts: Sequence[int] | None = ()
     size: int | None = None
+
+    def prompt(self, name: str | None, purpose: str | None = None) -> str:
+        """Return the text before those that are embedded; see `PooledResults.call`.
+
+        Raises:
+            RequestError: there is no prompt of that name.
+        """
+        for known in _PURPOSES.get(purpose, ()):
+            if known in self.prompts:
+                return self.prompts[known]
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none: the model has no prompts"
+            raise RequestError(f"prompt_name: expected one of {known}, got {shown(name)}")
+        return self.prompts[name]
 
 
 def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelPooling:

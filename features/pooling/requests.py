@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hardpoint.errors import RequestError
+from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
@@ -133,15 +133,21 @@ class PooledResults(EngineHalf):
         """Return nothing but that there are such requests: the plan has their parameters."""
         return b""
 
-    def call(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        """Describe how the model pools, for a call "describe".
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer a call of a program.
+
+        "describe" returns how the model pools. "prompt" returns the text that comes before those
+        that are embedded: with `name`, the one of that name, or the default one for None; with
+        `purpose`, that of a "query" or a "document", empty if the model has none.
 
         Raises:
-            RequestError: it is another call.
+            RequestError: it is another call, or there is no such prompt.
         """
-        if method != "describe":
-            raise RequestError(f'method: expected "describe", got {method!r}')
+        if method not in ("describe", "prompt"):
+            raise RequestError(f'method: expected "describe" or "prompt", got {shown(method)}')
         model = self._model
+        if method == "prompt":
+            return model.prompt(arguments.get("name"), arguments.get("purpose"))
         return {
             "pooler": model.pooler or "last",
             "normalize": model.normalize,

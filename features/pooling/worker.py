@@ -69,7 +69,6 @@ class PoolingWorker(WorkerHalf):
             ModelError: their weights are missing, or of other shapes.
         """
         self._context, self._components = context, context.components
-        self._dense = [Dense(layer, context.device) for layer in model.dense]
         sizes = [context.hidden_size, *(layer.out_features for layer in model.dense)]
         for layer, size in zip(model.dense, sizes, strict=False):
             if layer.in_features != size:
@@ -77,6 +76,7 @@ class PoolingWorker(WorkerHalf):
                     f"{layer.folder / 'config.json'}: in_features: expected {size}, the size of "
                     f"what comes before, got {layer.in_features}"
                 )
+        self._dense = [Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._report = PoolingReport()

@@ -197,6 +197,8 @@ class Model(Component):
     """Which of "tensor", "pipeline" and "expert" of `parallel` it honours; others are refused."""
     generates: ClassVar[bool] = True
     """Whether it has logits of the next token; if not, step parts alone have tasks for it."""
+    pooler: ClassVar[str] = "last"
+    """Name of the pooler of its vectors, where its files name none."""
 
     context: ModelContext
 

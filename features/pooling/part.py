@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from hardpoint import plugins
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
 from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
@@ -48,20 +49,20 @@ class Pooling(StepPart):
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
         """Return the half that checks which pooler a request names."""
-        return PooledRequests(context.components, self._model())
+        return PooledRequests(context.components, self._model(context.components))
 
-    def engine_half(self, context: EngineHalfContext) -> EngineHalf:  # noqa: ARG002
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
         """Return the half that reads results."""
-        return PooledResults(self.name, self._model())
+        return PooledResults(self.name, self._model(context.components))
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that pools, in the rank that has the last hidden states."""
         if context.rank != self.context.config.parallel.output_rank:
             return None
-        return PoolingWorker(context, self._model())
+        return PoolingWorker(context, self._model(context.components))
 
-    def _model(self) -> ModelPooling:
-        """Return how the model pools, as its folder and the options say.
+    def _model(self, components: ComponentFactory) -> ModelPooling:
+        """Return how the model pools, as its folder, its class and the options state it.
 
         Raises:
             ModelError: the folder asks for what is not supported.
@@ -71,6 +72,9 @@ class Pooling(StepPart):
         changed: dict[str, Any] = {}
         if options.pooler is not None:
             changed["pooler"] = options.pooler
+        elif model.pooler is None and self.context.model_config is not None:
+            cls = components.find("models", self.context.model_config.architecture)
+            changed["pooler"] = getattr(cls, "pooler", None)
         if options.matryoshka_dimensions is not None:
             changed["cuts"] = options.matryoshka_dimensions
         return dataclasses.replace(model, **changed)

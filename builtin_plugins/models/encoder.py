@@ -23,7 +23,6 @@ from hardpoint.toolkit.layers import (
     quantizable,
     weight_shapes,
 )
-from hardpoint.toolkit.layers.layer import packed_tensor
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,10 +59,16 @@ class LayerNorm:
         return dict(self._tensors)
 
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load them."""
-        dtype = self._context.dtype
+        """Load them.
+
+        Raises:
+            KeyError, ValueError: one is missing, or not what it should be.
+        """
         for name in self._names:
-            self._tensors[name] = packed_tensor(tensors, name, (self._size,), self._context, dtype)
+            tensor = tensors[name]
+            if tensor.shape != (self._size,) or tensor.dtype != self._context.dtype:
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}")
+            self._tensors[name] = tensor.to(self._context.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., size], normalised over its last dimension."""

@@ -49,8 +49,6 @@ class PooledRequests(FrontendHalf):
         """
         if (params := request.pooling_params) is None:
             return
-        if request.params.n != 1:
-            raise RequestError(f"n: expected 1 of a request that pools, got {request.params.n}")
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)

@@ -24,8 +24,7 @@ from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
 from hardpoint.typed.read_only import ReadOnlyList
 
-from .dense import Dense
-from .folder import ModelPooling
+from .folder import DenseLayer, ModelPooling
 from .messages import PooledPrompt, PoolingReport
 from .requests import KIND
 
@@ -76,7 +75,7 @@ class PoolingWorker(WorkerHalf):
                     f"{layer.folder / 'config.json'}: in_features: expected {size}, the size of "
                     f"what comes before, got {layer.in_features}"
                 )
-        self._dense = [Dense(layer, context.device) for layer in model.dense]
+        self._dense = [_Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._report = PoolingReport()
@@ -207,3 +206,40 @@ def _as_asked(values: torch.Tensor, params: PoolingParams) -> torch.Tensor:
     if params.normalize:
         values = values / values.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return values
+
+
+class _Dense:
+    """A linear layer and its activation, in float32."""
+
+    def __init__(self, layer: DenseLayer, device: Any) -> None:
+        """Load the weights.
+
+        Raises:
+            ModelError: they are missing, damaged, or of other shapes.
+        """
+        import safetensors  # noqa: PLC0415 - with torch, which halves elsewhere load without
+        import torch  # noqa: PLC0415
+
+        path = layer.folder / "model.safetensors"
+        shapes = {"linear.weight": [layer.out_features, layer.in_features]}
+        if layer.bias:
+            shapes["linear.bias"] = [layer.out_features]
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
+        if (sizes := {name: list(tensor.shape) for name, tensor in found.items()}) != shapes:
+            raise ModelError(f"{path}: expected tensors of the shapes {shapes}, got {sizes}")
+        self._weight = found["linear.weight"].float().to(device)
+        bias = found.get("linear.bias")
+        self._bias = None if bias is None else bias.float().to(device)
+        self._activation = getattr(torch.nn, layer.activation)()
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the result for a vector."""
+        product = self._weight @ values
+        result: torch.Tensor = self._activation(
+            product if self._bias is None else product + self._bias
+        )
+        return result

@@ -12,6 +12,7 @@ from support.plugins import pooling
 
 from hardpoint import LLM, AsyncLLM, PluginError, PoolingParams, RequestError, SamplingParams
 from hardpoint.errors import PromptTooLongError
+from hardpoint.plugins import EngineCoreRequest
 from hardpoint.testing import write_scripted_model
 
 LIMIT = 48
@@ -38,6 +39,15 @@ SITUATIONS = {
     },
     "planned ahead": {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}},
     "engine process": {"engine": {"in_process": False}},
+    "stores": {
+        "kv_connector": {"stores": ["memory"]},
+        "plugin": {"memory": {"size_bytes": 1 << 20}},
+        "kv_cache": {"num_blocks": 12, "watermark": 0.0},
+        "scheduler": {"max_num_seqs": 2},
+    },
+    "a speculator": {"speculation": {"use": ["ngram"]}},
+    "the canary": {"debug": {"kv_canary": True}},
+    "recorded steps": {"ops": {"use": "native_cpu"}, "attention": {"use": "native_cpu"}},
     "two ranks": {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}},
     "two stages": {"executor": {"use": "multiproc"}, "parallel": {"pipeline": 2}},
 }  # fmt: skip
@@ -272,6 +282,25 @@ def test_a_fault_of_a_pooler_ends_its_request_alone(folder):
             assert fault in output.error
         with pytest.raises(PluginError, match=r"^prompts\[1\]: .*its update\(\) failed"):
             llm.embed([[50], [2, 2]], params)
+
+
+def test_a_request_made_ready_elsewhere(folder):
+    with LLM(config=settings(folder)) as llm:
+        expected = llm.embed(PROMPTS[3], PoolingParams(pooler="mean"))[0].outputs
+        request = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=PROMPTS[3],
+            params=SamplingParams(n=2, max_tokens=9),
+            pooling_params=PoolingParams(pooler="mean"),
+        )
+        engine = llm.llm_engine
+        engine.add_request("mine", request)
+        found = []
+        while engine.has_unfinished_requests():
+            found += engine.step()
+        (output,) = found
+        assert output.request_id == "mine"
+        np.testing.assert_array_equal(output.outputs, expected)
 
 
 def test_the_part_can_name_the_pooler(folder):

@@ -205,7 +205,7 @@ class PoolerSuite(ComponentSuite):
         return state
 
     def _result(self, pooler: Pooler, prompt: _Prompt, chunks: Sequence[torch.Tensor]) -> Any:
-        """Return what a prompt comes to, given its chunks."""
+        """Return the result of a prompt, given its chunks."""
         state = self._start(pooler, prompt)
         for chunk in chunks:
             state.update(chunk)

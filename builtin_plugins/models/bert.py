@@ -50,7 +50,7 @@ class Bert(Encoder):
         self._offset = self.first_position()
         rows = fields.whole("max_position_embeddings")
         types = fields.whole("type_vocab_size", 2)
-        name = "embeddings"
+        name = f"{self.prefix}embeddings"
         self._words = Embedding(
             f"{name}.word_embeddings", context.config.vocab_size, hidden, context
         )
@@ -86,7 +86,7 @@ class Bert(Encoder):
         return LayerNorm(name, self._hidden, self._eps, self.context)
 
     def _layer(self, index: int) -> _Layer:
-        name, hidden = f"encoder.layer.{index}", self._hidden
+        name, hidden = f"{self.prefix}encoder.layer.{index}", self._hidden
         attention = f"{name}.attention"
         qkv = [(f"{attention}.self.{part}", hidden) for part in ("query", "key", "value")]
 
@@ -111,3 +111,39 @@ class Roberta(Bert):
     def first_position(self) -> int:
         """Return the row of the table of positions that the first token has."""
         return self._fields.whole("pad_token_id", 1) + 1
+
+
+class BertClassifier(Bert):
+    """BERT with a head that classifies: a dense layer with tanh, and the matrix of the classes."""
+
+    contract = 1
+    classifies = True
+    prefix = "bert."
+
+    def __init__(self, context: ModelContext) -> None:
+        """Create the layers and the head."""
+        super().__init__(context)
+        self._dense, self._classes = self._heads_layers()
+
+    def _heads_layers(self) -> tuple[Linear, Linear]:
+        name = f"{self.prefix}pooler.dense"
+        return self._head(name, self._hidden), self._head("classifier", self._num_classes())
+
+    def layers(self) -> Sequence[PackedLayer]:
+        """Return the layers that have weights."""
+        return [*super().layers(), self._dense, self._classes]
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return logits of classes [rows, classes] of the first tokens of prompts."""
+        return self._classes(self._dense(pooled.to(self.context.dtype)).tanh())
+
+
+class RobertaClassifier(BertClassifier, Roberta):
+    """RoBERTa and XLM-RoBERTa with such a head."""
+
+    contract = 1
+    prefix = "roberta."
+
+    def _heads_layers(self) -> tuple[Linear, Linear]:
+        out = self._head("classifier.out_proj", self._num_classes())
+        return self._head("classifier.dense", self._hidden), out

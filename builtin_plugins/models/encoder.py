@@ -16,6 +16,7 @@ from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import (
+    Linear,
     PackedLayer,
     load_packed,
     load_weights,
@@ -82,6 +83,8 @@ class Encoder(Model):
 
     generates: ClassVar[bool] = False
     pooler: ClassVar[str] = "cls"
+    prefix: ClassVar[str] = ""
+    """Before the names of all tensors but those of a head."""
 
     def __init__(self, context: ModelContext) -> None:
         """Read the sizes.
@@ -151,6 +154,16 @@ class Encoder(Model):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raise: it has none."""
         raise NotImplementedError(f"{self.context.config.architecture} has no logits")
+
+    def _num_classes(self) -> int:
+        """Return the number of classes of a head."""
+        names = self._hf.get("id2label")
+        known = len(names) if isinstance(names, Mapping) else 0
+        return known or self._fields.whole("num_labels", 2)
+
+    def _head(self, name: str, rows: int, *, bias: bool = True) -> Linear:
+        """Return a linear layer of a head, whose input is a vector of a prompt."""
+        return Linear([(name, rows)], self._hidden, self.context, bias=bias, in_body=False)
 
     def _starts(self, batch: ForwardBatch) -> list[int]:
         """Return the first token of each prompt, and the number of all tokens."""

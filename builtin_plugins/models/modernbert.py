@@ -53,11 +53,11 @@ class ModernBert(Encoder):
         self._window = fields.whole("local_attention", 128) // 2
         kinds = self._kinds()
         self._ropes = {kind: self._rope(kind) for kind in dict.fromkeys(kinds)}
-        name, vocab = "embeddings", context.config.vocab_size
+        name, vocab = f"{self.prefix}embeddings", context.config.vocab_size
         self._words = Embedding(f"{name}.tok_embeddings", vocab, self._hidden, context)
         self._norm = self._layer_norm(f"{name}.norm")
         self._encoder_layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
-        self._final_norm = self._layer_norm("final_norm")
+        self._final_norm = self._layer_norm(f"{self.prefix}final_norm")
 
     def layers(self) -> Sequence[PackedLayer]:
         """Return the layers that have weights."""
@@ -127,7 +127,7 @@ class ModernBert(Encoder):
         return LayerNorm(name, self._hidden, self._eps, self.context, bias=self._norm_bias)
 
     def _layer(self, index: int, kind: str) -> _Layer:
-        name, hidden, inner = f"layers.{index}", self._hidden, self._intermediate
+        name, hidden, inner = f"{self.prefix}layers.{index}", self._hidden, self._intermediate
         of_attention = self._fields.flag("attention_bias", False)
         of_mlp = self._fields.flag("mlp_bias", False)
 
@@ -143,3 +143,29 @@ class ModernBert(Encoder):
             up=linear("mlp.Wi", 2 * inner, hidden, of_mlp),
             down=linear("mlp.Wo", hidden, inner, of_mlp),
         )
+
+
+class ModernBertClassifier(ModernBert):
+    """ModernBERT with a head that classifies: a dense layer, a norm, the matrix of the classes."""
+
+    contract = 1
+    classifies = True
+    prefix = "model."
+
+    def __init__(self, context: ModelContext) -> None:
+        """Create the layers and the head."""
+        super().__init__(context)
+        bias = self._fields.flag("classifier_bias", False)
+        self._head_act = self._activation("classifier_activation")
+        self._dense = self._head("head.dense", self._hidden, bias=bias)
+        self._head_norm = self._layer_norm("head.norm")
+        self._classes = self._head("classifier", self._num_classes())
+
+    def layers(self) -> Sequence[PackedLayer]:
+        """Return the layers that have weights."""
+        return [*super().layers(), self._dense, self._head_norm, self._classes]
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return logits of classes [rows, classes] of the vectors of prompts."""
+        dense = self._dense(pooled.to(self.context.dtype))
+        return self._classes(self._head_norm(self._head_act(dense)))

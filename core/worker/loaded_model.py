@@ -125,4 +125,5 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
         max_model_len=spec.max_model_len,
         decode_bytes=functools.partial(decode_bytes, model, attention, *place),
         matrices=model.hooks.matrices,
+        classify=planned.model.classify if planned.model.classifies else None,
     )

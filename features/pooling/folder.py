@@ -1,4 +1,4 @@
-"""What the folder of a model says of pooling, as sentence-transformers writes it."""
+"""Settings of pooling in the folder of a model, as sentence-transformers writes it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ class ModelPooling:
     """How a model pools.
 
     Attributes:
-        pooler: pooler of its vectors; None if its folder does not say.
+        pooler: pooler of its vectors; None if its folder names none.
         normalize: whether its vectors have length 1.
         dense: layers after the pooling.
         prompts: texts before those that are embedded, by name.
         default_prompt: name of the one of texts for which none is named.
         cuts: sizes that its vectors may be cut to; None is any, and empty none.
-        size: of its vectors; None if it is not known.
+        size: size of its vectors; None if it is not known.
+        labels: names of its classes; empty if it has none.
+        activation: what makes numbers of classes of its logits: "softmax", "sigmoid" or "".
     """
 
     pooler: str | None = None
@@ -72,6 +74,8 @@ class ModelPooling:
     default_prompt: str | None = None
     cuts: Sequence[int] | None = ()
     size: int | None = None
+    labels: Sequence[str] = ()
+    activation: str = ""
 
     def prompt(self, name: str | None, purpose: str | None = None) -> str:
         """Return the text before those that are embedded; see `PooledResults.call`.
@@ -92,7 +96,7 @@ class ModelPooling:
 
 
 def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelPooling:
-    """Return what the configuration and the folder of a model say.
+    """Return the settings in the configuration and the folder of a model.
 
     Raises:
         ModelError: a file is damaged, or asks for what is not supported; names file and field.
@@ -126,6 +130,25 @@ def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelP
         cuts=cuts,
         size=dense[-1].out_features if dense else size,
     )
+
+
+def read_classes(config: ModelConfig) -> tuple[Sequence[str], str]:
+    """Return the names of the classes of a model, and the activation of their logits.
+
+    One class, and several that do not exclude each other, have sigmoid; others softmax.
+    """
+    hf = config.hf
+    names = hf.get("id2label")
+    count = hf.get("num_labels", 2)
+    labels = list(names.values()) if isinstance(names, dict) and names else range(int(count))
+    stated = hf.get("sbert_ce_default_activation_function")
+    if isinstance(table := hf.get("sentence_transformers"), dict):
+        stated = table.get("activation_fn", stated)
+    if isinstance(stated, str) and stated.rpartition(".")[2] == "Identity":
+        return [str(label) for label in labels], ""
+    several = hf.get("problem_type") == "multi_label_classification"
+    activation = "sigmoid" if len(labels) == 1 or several else "softmax"
+    return [str(label) for label in labels], activation
 
 
 def _cuts(hf: Mapping[str, Any]) -> Sequence[int] | None:

@@ -9,7 +9,7 @@ class PooledPrompt(msgspec.Struct, array_like=True):
     """The result of a prompt.
 
     Attributes:
-        shape: of the values.
+        shape: shape of the values.
         values: float32, little-endian.
     """
 
@@ -18,7 +18,7 @@ class PooledPrompt(msgspec.Struct, array_like=True):
 
 
 class PoolingReport(msgspec.Struct, array_like=True):
-    """What came of a step.
+    """The results of a step.
 
     Attributes:
         pooled: by request, of those whose prompt is complete.

@@ -13,7 +13,7 @@ from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
-from .folder import ModelPooling, read_pooling
+from .folder import ModelPooling, read_classes, read_pooling
 from .requests import PooledRequests, PooledResults
 from .worker import PoolingWorker
 
@@ -70,11 +70,15 @@ class Pooling(StepPart):
         model = read_pooling(self.context.model_config, self.context.files)
         options = self.options
         changed: dict[str, Any] = {}
+        config = self.context.model_config
+        if config is not None:
+            cls = components.find("models", config.architecture)
+            changed["pooler"] = model.pooler or getattr(cls, "pooler", None)
+            if getattr(cls, "classifies", False):
+                changed["labels"], changed["activation"] = read_classes(config)
+                changed["pooler"] = config.hf.get("classifier_pooling", changed["pooler"])
         if options.pooler is not None:
             changed["pooler"] = options.pooler
-        elif model.pooler is None and self.context.model_config is not None:
-            cls = components.find("models", self.context.model_config.architecture)
-            changed["pooler"] = getattr(cls, "pooler", None)
         if options.matryoshka_dimensions is not None:
             changed["cuts"] = options.matryoshka_dimensions
         return dataclasses.replace(model, **changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ OF_TOKENS = ("token_embed",)
 """Tasks that have a result for each token."""
 
 TASKS = ("embed", "token_embed")
-"""Tasks of every model."""
+"""Tasks of models without a head that classifies."""
 
 
 class PooledRequests(FrontendHalf):
@@ -52,6 +52,10 @@ class PooledRequests(FrontendHalf):
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
+        if params.task == "classify" and params.dimensions is not None:
+            raise RequestError(
+                f'dimensions: expected none for the task "classify", got {params.dimensions}'
+            )
         self._check_dimensions(params.dimensions)
         normalize = self._model.normalize or per_token
         request.pooling_params = msgspec.structs.replace(
@@ -117,11 +121,10 @@ class PooledRequests(FrontendHalf):
 class PooledResults(EngineHalf):
     """Hands the vectors of workers on to the scheduler, which ends their requests."""
 
-    tasks: Sequence[str] = TASKS
-
     def __init__(self, name: str, model: ModelPooling) -> None:
         """Read the reports of the part of that name; `model` is described by calls."""
         self._name, self._model = name, model
+        self.tasks = ("classify",) if model.labels else TASKS
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a request pools."""
@@ -153,6 +156,7 @@ class PooledResults(EngineHalf):
             "matryoshka_dimensions": None if model.cuts is None else list(model.cuts),
             "prompts": dict(model.prompts),
             "default_prompt": model.default_prompt,
+            "labels": list(model.labels),
         }
 
     def result(

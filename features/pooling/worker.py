@@ -68,6 +68,7 @@ class PoolingWorker(WorkerHalf):
             ModelError: their weights are missing, or of other shapes.
         """
         self._context, self._components = context, context.components
+        self._activation = model.activation
         sizes = [context.hidden_size, *(layer.out_features for layer in model.dense)]
         for layer, size in zip(model.dense, sizes, strict=False):
             if layer.in_features != size:
@@ -142,16 +143,29 @@ class PoolingWorker(WorkerHalf):
             self._fail(name, prompt, f"finish() gave {defect}")
             return
         prompt.state = None
-        values = pooled.float()
-        if not prompt.pooler.pooler.per_token:
-            for dense in self._dense:
-                values = dense(values)
-        values = _as_asked(values, prompt.params)
+        if prompt.params.task == "classify":
+            values = self._classified(pooled, prompt.params)
+        else:
+            values = pooled.float()
+            if not prompt.pooler.pooler.per_token:
+                for dense in self._dense:
+                    values = dense(values)
+            values = _as_asked(values, prompt.params)
         if not bool(values.isfinite().all()):
             self._fail(name, prompt, "finish() gave numbers that are not finite")
             return
         data = values.cpu().numpy().astype("<f4").tobytes()
         self._report.pooled[name] = PooledPrompt(list(values.shape), data)
+
+    def _classified(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+        """Return the numbers of the classes of a prompt."""
+        loaded = self._context.loaded
+        assert loaded is not None, "the engine has made the context"
+        assert loaded.classify is not None, "the task is refused of other models"
+        logits = loaded.classify(pooled.unsqueeze(0))[0].float()
+        if params.use_activation is False or not self._activation:
+            return logits
+        return logits.sigmoid() if self._activation == "sigmoid" else logits.softmax(-1)
 
     def _defect(self, pooled: Any, prompt: _Prompt) -> str | None:
         """Return the defect of a pooler's result; None if it has none."""

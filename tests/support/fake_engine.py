@@ -129,7 +129,7 @@ class FakeEngine:
         )
 
     async def call_part(self, part, method, arguments=None):
-        return ""
+        return "" if method == "prompt" else {"labels": ["no", "yes"]}
 
     def chat(self, messages, sampling_params=None, request_id=None, **extras):
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)

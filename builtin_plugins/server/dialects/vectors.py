@@ -136,9 +136,14 @@ class ScoreRequest(PooledFields, kw_only=True):
 
 
 class ClassifyRequest(PooledFields, kw_only=True):
-    """Texts to classify."""
+    """Texts to classify.
+
+    Attributes:
+        use_activation: whether the answer has probabilities, and not logits.
+    """
 
     input: Texts
+    use_activation: bool | None = None
 
 
 class PooledUsage(msgspec.Struct):
@@ -344,11 +349,14 @@ class VectorRoutes:
         texts = _texts(asked.input, "input")
 
         async def work() -> Classes:
-            outputs = await self._pooled(call, asked, texts, _params(asked, "classify"))
+            params = _params(asked, "classify", use_activation=asked.use_activation)
+            outputs = await self._pooled(call, asked, texts, params)
+            described = await self._service.engine.call_part("pooling", "describe")
+            labels = described["labels"]
             data = [
                 TextClass(
                     index,
-                    str(int(output.outputs.argmax())),
+                    labels[int(output.outputs.argmax())],
                     output.outputs.tolist(),
                     len(output.outputs),
                 )

@@ -7,52 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.encoders import FAMILIES, LIMIT, PROMPTS, TABLE, write_encoder
 
 from hardpoint import LLM, ConfigError, ModelError, PoolingParams, RequestError
 from hardpoint.testing import write_scripted_model
 
-LIMIT = 40
-SIZES = {
-    "vocab_size": 261,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "pad_token_id": 1,
-}
-FAMILIES = {
-    "Bert": {"max_position_embeddings": LIMIT},
-    "Roberta": {"max_position_embeddings": LIMIT + 2},
-    "XLMRoberta": {"max_position_embeddings": LIMIT + 2, "type_vocab_size": 1},
-    "ModernBert": {
-        "max_position_embeddings": LIMIT,
-        "local_attention": 8,
-        "global_attn_every_n_layers": 2,
-        **dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 2),
-    },
-}
-LENGTHS = [1, 2, 3, 5, 6, 9, 17, LIMIT - 1, LIMIT]
-PROMPTS = [[3 + (7 * n + 5 * length) % 250 for n in range(length)] for length in LENGTHS]
-TABLE = {
-    "dtype": "float32",
-    "device": "cpu",
-    "scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
-}
 RAW = PoolingParams(task="token_embed", normalize=False)
-
-
-def write(folder, family, **fields):
-    """Write a random model; return that of transformers."""
-    import transformers
-
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | fields)
-    model = getattr(transformers, f"{family}Model")(config).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    write_scripted_model(folder)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +20,7 @@ def models(tmp_path_factory):
     found = {}
     for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family)
-        found[family] = folder, write(folder, family)
+        found[family] = folder, write_encoder(folder, family)
     return found
 
 
@@ -135,7 +95,7 @@ def test_a_folder_of_sentence_transformers(tmp_path):
     from transformers import BertTokenizer
 
     plain = tmp_path / "plain"
-    write(plain, "Bert", pad_token_id=0)
+    write_encoder(plain, "Bert", pad_token_id=0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters)]
     for path in [*plain.glob("token*"), *plain.glob("*.jinja")]:

@@ -153,6 +153,7 @@ def test_prompts_and_what_the_part_states(tmp_path):
             "matryoshka_dimensions": [],
             "prompts": PROMPTS,
             "default_prompt": "query",
+            "labels": [],
         }
         with pytest.raises(RequestError, match="prompt_name: expected one of document, query, got"):
             llm.embed("a", prompt_name="que")

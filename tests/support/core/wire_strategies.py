@@ -103,6 +103,7 @@ POOLING = whole(
     dimensions=st.none() | st.integers(1, 99),
     normalize=st.none() | st.booleans(),
     pooler=st.none() | TEXT.filter(bool),
+    use_activation=st.none() | st.booleans(),
     plugin_args=st.dictionaries(TEXT, PLAIN, max_size=2),
 )
 FEATURES = whole(

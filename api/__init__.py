@@ -26,6 +26,8 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.registry.discovery import installed_version
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ __all__ = [
     "ModelError",
     "OverloadedError",
     "PluginError",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",

@@ -19,6 +19,7 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
+    RequestError,
     RequestOutput,
     SamplingParams,
     SchedulingPolicy,
@@ -26,7 +27,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import config_from
@@ -37,7 +40,7 @@ from .chat import Chat, Messages
 from .open_model import OpenModel
 from .options import takes_options
 from .progress import ProgressDisplay
-from .requests import make_extras
+from .requests import check_generates, make_extras
 
 __all__ = ["AsyncLLM"]
 
@@ -164,7 +167,34 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             EngineDeadError: the engine died; the request may be sent again.
             EngineClosedError: the engine was closed.
         """
+        check_generates(sampling_params)
         return self._engine.generate(prompt, sampling_params, request_id, make_extras(**options))
+
+    @takes_options
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool a prompt, by default to a vector; yield one output.
+
+        Args:
+            prompt, pooling_params: as `LLM.encode` takes them, for one prompt.
+            request_id: as for `generate`.
+            options: `RequestOptions`.
+
+        Raises:
+            RequestError: prompt or parameters are wrong, or the model cannot do the task.
+            OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(
+                f"pooling_params: expected PoolingParams, got {type(params).__name__}"
+            )
+        return self._engine.generate(prompt, params, request_id, make_extras(**options))
 
     @takes_options
     async def chat(
@@ -188,6 +218,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
                 malformed, or there is no tool parser.
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
+        check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
         prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
         extras = make_extras(**of_request)

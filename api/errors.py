@@ -114,11 +114,11 @@ class PromptTooLongError(RequestError):
     """The prompt has more tokens than the model reads; send a shorter one."""
 
     @classmethod
-    def of(cls, tokens: int, max_model_len: int) -> PromptTooLongError:
+    def of(cls, tokens: int, max_model_len: int, *, generates: bool = True) -> PromptTooLongError:
         """Return the error of a prompt, with a message that clients of other servers know."""
         return cls(
             f"prompt: the prompt is too long: {tokens} tokens; this model's maximum context length "
-            f"is {max_model_len} tokens, less one to generate"
+            f"is {max_model_len} tokens{', less one to generate' if generates else ''}"
         )
 
 

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Unpack
+from typing import Any, Unpack
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
@@ -31,7 +30,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
-from .open_model import OpenModel
+from .open_model import OpenModel, PoolingCalls
 from .options import BatchOptions, ChatBatchOptions, takes_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
@@ -39,9 +38,9 @@ from .requests import (
     OutputStream,
     Request,
     UnorderedCall,
+    check_generates,
     make_extras,
     make_requests,
-    not_supported,
     prompt_list,
     with_output_kind,
 )
@@ -49,8 +48,8 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(OpenModel[LLMEngine], SyncControlCalls):
-    """A model that generates text.
+class LLM(OpenModel[LLMEngine], PoolingCalls):
+    """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
     results and errors are the same. Usable as a context manager; `close` frees its memory.
@@ -187,6 +186,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
 
     def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
         params = self.default_sampling_params() if params is None else params
+        check_generates(params)
         return make_requests(prompts, params, **options)
 
     @takes_options
@@ -214,6 +214,7 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
         self, prompt: Prompt, sampling_params: SamplingParams | None, extras: RequestExtras
     ) -> OutputStream:
         params = self.default_sampling_params() if sampling_params is None else sampling_params
+        check_generates(params)
         if (
             isinstance(params, SamplingParams)
             and params.output_kind is RequestOutputKind.CUMULATIVE
@@ -288,26 +289,6 @@ class LLM(OpenModel[LLMEngine], SyncControlCalls):
     def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
         with self._engine.lock:
             return chat.rendered(self.tokenizer, messages)
-
-    def encode(self, *_: object, **__: object) -> NoReturn:
-        """Raise: this version of Hardpoint runs models that generate, none that pool.
-
-        Raises:
-            RequestError: always.
-        """
-        raise not_supported("encode")
-
-    def embed(self, *_: object, **__: object) -> NoReturn:
-        """Raise, as `encode`."""
-        raise not_supported("embed")
-
-    def classify(self, *_: object, **__: object) -> NoReturn:
-        """Raise, as `encode`."""
-        raise not_supported("classify")
-
-    def score(self, *_: object, **__: object) -> NoReturn:
-        """Raise, as `encode`."""
-        raise not_supported("score")
 
     @property
     def llm_engine(self) -> LLMEngine:

@@ -1,15 +1,28 @@
-"""The description of an open model, which LLM and AsyncLLM share besides the control calls."""
+"""The base classes of LLM and AsyncLLM: what describes an open model, and calls that pool."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar, Unpack
 
+import msgspec
+import numpy as np
+
+from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import EngineConfig, SamplingParams, Tokenizer
+from hardpoint.core.frontend.outputs.request_state import rejection
+from hardpoint.core.frontend.requests.prompts import Prompt
+from hardpoint.errors import PluginFaultError, shown
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SamplingParams, Tokenizer
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
 
-__all__ = ["OpenModel"]
+from .options import BatchOptions, takes_options
+from .requests import OpenCalls, make_pooling_requests, prompt_list
+
+__all__ = ["OpenModel", "PoolingCalls"]
 
 Engine = TypeVar("Engine", LLMEngine, AsyncEngine)
 
@@ -42,3 +55,180 @@ class OpenModel(Generic[Engine]):
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a prompt without any: those that the model's files recommend."""
         return self._engine.default_sampling_params()
+
+
+class PoolingCalls(SyncControlCalls):
+    """The calls of a program that waits for vectors and scores."""
+
+    _calls: OpenCalls
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """The model's tasks."""
+        raise NotImplementedError  # OpenModel has it
+
+    @takes_options
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return what a model makes of prompts as `PoolingParams.task` says, by default vectors.
+
+        All prompts share running batches. No token is generated, so that a prompt may be as long as
+        the model's context.
+
+        Args:
+            prompts: as for `generate`; at least one.
+            pooling_params: one for all, or one per prompt.
+            options: `RequestOptions`, each one for all, or a list of one per prompt.
+
+        Returns:
+            One output per prompt, in the order asked: `outputs` is a float32 array [dimensions],
+            or of the task "token_embed" [tokens, dimensions].
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong, or the model cannot do the task; the
+                message has the prompt's index. None of them runs.
+            PluginFaultError: a pooler failed.
+            EnginePausedError, EngineDeadError: as `generate`.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        listed = prompt_list(prompts)
+        if not listed:
+            return []
+        calls = self._calls
+        ids = calls.add(make_pooling_requests(listed, params, **options), name="prompts")
+        try:
+            places = {request_id: index for index, request_id in enumerate(ids)}
+            found: dict[str, PoolingRequestOutput] = {}
+            while len(found) < len(ids):
+                output = calls.next_output_of(ids)
+                place = places[output.request_id]
+                found[output.request_id] = pooled(output, f"prompts[{place}]")
+        finally:
+            calls.drop(ids)
+        return [found[request_id] for request_id in ids]
+
+    @takes_options
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return a vector for each prompt: `encode` with the task "embed".
+
+        Args:
+            prompts, pooling_params: as for `encode`.
+            prompt_name: name of the model's text that is put before texts, such as "query"; None is
+                the default one of the model's folder, mostly none.
+            options: `RequestOptions`.
+
+        Raises:
+            RequestError: the model has no prompt of that name; or as `encode`.
+        """
+        params = with_task("embed", pooling_params)
+        return self.encode(self._prefixed(prompts, prompt_name), params, **options)
+
+    def _prefixed(self, prompts: Any, name: str | None) -> list[Any]:
+        """Return prompts with the model's text before those that are texts."""
+        listed = prompt_list(prompts)
+        if "embed" not in self.supported_tasks:
+            return listed  # which is the error of the call itself
+        prefix = self.call_part("pooling", "prompt", {"name": name})
+        return [prefix + one if prefix and isinstance(one, str) else one for one in listed]
+
+    @takes_options
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return the probability of each class for each prompt: `encode` with "classify".
+
+        Raises:
+            As `encode`.
+        """
+        return self.encode(prompts, with_task("classify", pooling_params), **options)
+
+    @takes_options
+    def score(
+        self,
+        texts_1: Prompt | Sequence[Prompt],
+        texts_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        **options: Unpack[BatchOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return how well texts match, in pairs: the cosine of their vectors.
+
+        Args:
+            texts_1: one text, which is compared with each of `texts_2`, or as many as these.
+            texts_2: one text or several.
+            pooling_params: of all texts.
+            options: `RequestOptions`.
+
+        Returns:
+            One output per text of `texts_2`: `outputs` is a number.
+
+        Raises:
+            RequestError: the numbers of texts do not fit; or as `encode`.
+        """
+        first, second = self._prefixed(texts_1, None), self._prefixed(texts_2, None)
+        if len(first) not in (1, len(second)):
+            raise RequestError(
+                f"texts_1: expected one text or {len(second)}, as texts_2 has, got {len(first)}"
+            )
+        params = with_task("embed", pooling_params)
+        outputs = self.encode([*first, *second], params, **options)
+        return list(similarity(outputs[: len(first)], outputs[len(first) :]))
+
+
+def with_task(task: Any, params: Any) -> Any:
+    """Return parameters of a call that has one task.
+
+    Raises:
+        RequestError: they have another one.
+    """
+    if params is None:
+        return PoolingParams(task=task)
+    for one in params if isinstance(params, Sequence) else [params]:
+        if isinstance(one, PoolingParams) and one.task != task:
+            raise RequestError(
+                f'pooling_params.task: expected "{task}" in this call, got {shown(one.task)}'
+            )
+    return params
+
+
+def pooled(output: Any, where: str) -> PoolingRequestOutput:
+    """Return an output that has a result.
+
+    Args:
+        output: of a request that pools, at its end.
+        where: names the prompt in messages.
+
+    Raises:
+        HardpointError: it has none.
+    """
+    assert isinstance(output, PoolingRequestOutput), "the request pools"
+    if (rejected := rejection(output)) is not None:
+        raise type(rejected)(f"{where}: {rejected}")
+    if output.finish_reason == "error":
+        raise PluginFaultError(f"{where}: {output.error}")
+    if output.finish_reason != "stop":
+        raise HardpointError(f'{where}: it ended without a result, by "{output.finish_reason}"')
+    return output
+
+
+def similarity(
+    first: Sequence[PoolingRequestOutput], second: Sequence[PoolingRequestOutput]
+) -> Iterator[PoolingRequestOutput]:
+    """Yield the cosine of each pair of vectors; of one vector with all, if there is one."""
+    for index, output in enumerate(second):
+        a = np.asarray(first[index % len(first)].outputs, np.float64)
+        b = np.asarray(output.outputs, np.float64)
+        lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+        yield msgspec.structs.replace(output, outputs=float(a @ b) / max(lengths, 1e-24))

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.errors import engine_dead, error_of
+from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import EngineDeadError, EnginePausedError
@@ -23,15 +24,17 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.system.engine_lock import EngineLock
 
 __all__ = [
     "OpenCalls",
     "OutputStream",
     "UnorderedCall",
+    "check_generates",
     "make_extras",
+    "make_pooling_requests",
     "make_requests",
-    "not_supported",
     "prompt_list",
     "with_output_kind",
 ]
@@ -40,7 +43,7 @@ __all__ = [
 Request = tuple[Any, Any, RequestExtras]
 """Prompt, sampling parameters and extras."""
 
-Outputs = collections.deque[RequestOutput | Exception]
+Outputs = collections.deque[AnyOutput | Exception]
 """What has come for the requests of one call."""
 
 
@@ -100,18 +103,35 @@ def make_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Re
     ]
 
 
+def make_pooling_requests(prompts: Sequence[Any], params: Any, **extras: Any) -> list[Request]:
+    """Return prompts that are pooled, with their parameters and extras; as `make_requests`.
+
+    Raises:
+        RequestError: a list has another length, or parameters are no PoolingParams.
+    """
+    for one in one_per_prompt("pooling_params", params, len(prompts)):
+        if not isinstance(one, PoolingParams):
+            raise RequestError(f"pooling_params: expected PoolingParams, got {type(one).__name__}")
+    return make_requests(prompts, params, **extras)
+
+
+def check_generates(params: Any) -> None:
+    """Check the parameters of a call that generates, or a list of them.
+
+    Raises:
+        RequestError: they are of a call that pools.
+    """
+    if any(isinstance(one, PoolingParams) for one in (params if is_list(params) else [params])):
+        raise RequestError(
+            "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
+        )
+
+
 def with_output_kind(params: Any, kind: RequestOutputKind) -> Any:
     """Return a copy of sampling parameters with another kind of outputs."""
     if not isinstance(params, SamplingParams):
         return params  # the input processor refuses it with its own message
     return msgspec.structs.replace(params, output_kind=kind)
-
-
-def not_supported(call: str) -> RequestError:
-    """Return the error of a call that needs a pooling model."""
-    return RequestError(
-        f"{call}: this version of Hardpoint has no pooling models; use generate, chat or stream"
-    )
 
 
 class OpenCalls:
@@ -136,11 +156,14 @@ class OpenCalls:
         """The engine's lock."""
         return self._engine.lock
 
-    def add(self, requests: Iterable[Request], outputs: Outputs | None = None) -> list[str]:
+    def add(
+        self, requests: Iterable[Request], outputs: Outputs | None = None, name: str = ""
+    ) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs.
 
         Args:
             outputs: outputs of the call, if it has added requests before.
+            name: what messages call the list of prompts, with the index of the refused one.
 
         Returns:
             Their ids.
@@ -158,8 +181,10 @@ class OpenCalls:
                     ids.append(request_id)  # first, so that an interrupt leaves none behind
                     self._outputs[request_id] = outputs
                     self._engine.add_request(request_id, prompt, params, extras)
-            except BaseException:
+            except BaseException as error:
                 self.drop(ids)
+                if name and isinstance(error, RequestError):
+                    raise type(error)(f"{name}[{len(ids) - 1}]: {error}") from error
                 raise
         return ids
 
@@ -181,6 +206,10 @@ class OpenCalls:
 
         self._engine.lock.call_soon(drop)
 
+    def next_output_of(self, ids: Sequence[str]) -> Any:
+        """Return the next output of a call, of any kind; raises as `next_output`."""
+        return self.next_output(self._outputs[ids[0]])
+
     def outputs(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
         """Yield outputs of a call's requests, stepping the engine when none is left; never ends.
 
@@ -197,7 +226,7 @@ class OpenCalls:
                 raise error
             yield output
 
-    def next_output(self, waiting: Outputs) -> RequestOutput:
+    def next_output(self, waiting: Outputs) -> Any:
         """Return the next output of a call, stepping the engine while there is none.
 
         Raises:
@@ -226,7 +255,6 @@ class OpenCalls:
             self._fail_all(functools.partial(HardpointError, message))
             raise
         for output in outputs:
-            assert isinstance(output, RequestOutput)  # no pooling request was added
             if (waiting := self._outputs.get(output.request_id)) is not None:
                 waiting.append(output)
         if not outputs and self._engine.is_paused:
@@ -239,14 +267,6 @@ class OpenCalls:
         """End every call with an error of its own."""
         for waiting in self._outputs.values():
             waiting.append(error())
-
-
-def rejection(output: RequestOutput) -> HardpointError | None:
-    """Return the error of a request that the engine rejected, as if the engine were in-process."""
-    for completion in output.outputs:
-        if completion.error_kind is not None:
-            return error_of(completion.error_kind, completion.error)
-    return None
 
 
 class UnorderedCall:

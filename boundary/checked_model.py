@@ -105,7 +105,7 @@ class CheckedModel:
         with self._noting_hooks():
             hidden = self._try("forward", self.forward, batch)
         attention.check_complete()
-        if parallel.is_last:
+        if parallel.is_last and self._model.generates:
             self._try("compute_logits", self.compute_logits, hidden[:num_rows])
         self._width = hidden.shape[1]
 

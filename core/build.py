@@ -254,7 +254,9 @@ def _prepare(
     parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
     vocabulary = _AskedVocabulary(tokenizer)
     with naming_plugin(plugins):
-        step_parts = frontend_parts(plugins, config, vocabulary, spec.model_config.vocab_size)
+        step_parts = frontend_parts(
+            plugins, spec.for_parts | {"config": config}, vocabulary, spec.model_config.vocab_size
+        )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
         statistics = open_statistics(config, plugins, clock)

@@ -74,6 +74,7 @@ from .plan import (
     RequestFault,
     SchedulerOutput,
 )
+from .pooler import Pooler, PoolerContext, PromptPooler
 from .quantization import Quantization, QuantizationContext
 from .request import Request, RequestStatus
 from .requests import (
@@ -160,6 +161,10 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "DraftRequest",
     "Speculator",
     "SpeculatorContext",
+    # Poolers: provisional
+    "Pooler",
+    "PoolerContext",
+    "PromptPooler",
     # Scheduling policies: stable
     "Load",
     "PolicyContext",

@@ -14,8 +14,8 @@ from hardpoint.errors import RequestError
 from hardpoint.typed.describing import FieldDoc
 
 from .config import ConfigSources, EngineConfig
-from .params import SamplingParams
-from .requests import Prompt, RequestOutput
+from .params import PoolingParams, SamplingParams
+from .requests import PoolingRequestOutput, Prompt, RequestOutput
 
 if TYPE_CHECKING:
     from .server import AsyncGenerator
@@ -258,6 +258,18 @@ class Generator(Protocol):
 
         Prompts are taken from the iterable when the engine has room for them, so there may be any
         number. One that is refused yields its error, and the others go on.
+        """
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        prompt_name: str | None = None,
+    ) -> Sequence[PoolingRequestOutput]:
+        """Return a vector for each prompt.
+
+        Raises:
+            RequestError: one is refused, or the model has no vectors; the message has its index.
         """
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -195,6 +195,12 @@ class Model(Component):
 
     parallelism: ClassVar[tuple[str, ...]] = ()
     """Which of "tensor", "pipeline" and "expert" of `parallel` it honours; others are refused."""
+    generates: ClassVar[bool] = True
+    """Whether it has logits of the next token; if not, step parts alone have tasks for it."""
+    pooler: ClassVar[str] = "last"
+    """Name of the pooler of its vectors, where its files name none."""
+    classifies: ClassVar[bool] = False
+    """Whether it has a head that classifies, `classify`, instead of vectors."""
 
     context: ModelContext
 
@@ -317,3 +323,10 @@ class Model(Component):
 
         Called in the last stage alone, in all of its ranks.
         """
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return logits of classes [rows, classes] of the vectors of prompts [rows, hidden].
+
+        Called with `classifies` alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no classify")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Recorded(Protocol):
 class Ops(Component, LogitsOps):
     """The operations of models besides attention, and those on logits. One per device.
 
-    `experts`, `add_lora`, `scale`, `add` and all of `LogitsOps` have an implementation in torch,
-    which defines what is right; write those that you can make faster.
+    `attend_within`, `experts`, `add_lora`, `scale`, `add` and all of `LogitsOps` have an
+    implementation in torch, which defines what is right; write those that you can make faster.
 
     Tensors have the context's dtype and device unless stated otherwise. The last dimension is
     contiguous; rows may be parts of wider ones. A row's result must not depend on the other rows.
@@ -216,6 +217,43 @@ class Ops(Component, LogitsOps):
     @abstractmethod
     def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """As `silu_and_mul`, with GELU in its tanh form (arXiv:1606.08415)."""
+
+    def attend_within(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: Sequence[int],
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of sequences whose tokens all see one another, shaped as q.
+
+        It is softmax(scale q k^T) v within each sequence, whose result does not depend on the
+        others.
+
+        Args:
+            q: [tokens, heads, head_size]; it may be a part of wider rows, as k and v may.
+            k: like q.
+            v: like q.
+            starts: first token of each sequence, and the number of all tokens.
+            scale: factor of the scores.
+            window: largest distance of tokens that see each other; None is any.
+        """
+        import torch  # noqa: PLC0415 - the contract is imported without it
+
+        result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for first, end in itertools.pairwise(starts):
+            queries, keys, values = (x[first:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            mask = None
+            if window is not None and end - first > window + 1:
+                places = torch.arange(end - first, device=q.device)
+                mask = (places - places.unsqueeze(1)).abs() <= window
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scale
+            )
+            result[first:end] = attended[0].transpose(0, 1)
+        return result
 
     def experts(
         self,

@@ -90,6 +90,7 @@ class SamplingParams(Strict, omit_defaults=True):
             None is the first of the configuration's `speculation.use`. It changes no output.
         routed_experts: return the experts that a mixture of experts chose for each token; see
             `CompletionOutput.routed_experts`.
+        skip_reading_prefix_cache: compute all of the prompt, also what the prefix cache has.
         include: names of step parts whose figures of this request come with its last output, such
             as "speculation"; see `CompletionOutput.part_figures`.
         structured: what the answer must be: JSON of a schema, for example. A mapping with the
@@ -131,6 +132,7 @@ class SamplingParams(Strict, omit_defaults=True):
     tool_parser: NonEmpty | None = None
     speculator: NonEmpty | None = None
     routed_experts: bool = False
+    skip_reading_prefix_cache: bool = False
     include: list[NonEmpty] = []
     structured: StructuredOutputs | None = None
     logits_processors: list[Any] = []
@@ -193,12 +195,21 @@ class PoolingParams(Strict, omit_defaults=True):
             ("token_embed"), class probabilities ("classify"), or how well two texts match
             ("score").
         dimensions: size of a truncated vector; None is the model's own number.
-        normalize: whether vectors are scaled to length 1; None is the model's default.
+        normalize: whether vectors are scaled to length 1, after they are truncated; None is the
+            model's default.
+        pooler: name of an enabled pooler, which makes one vector of the hidden states of the
+            prompt, or one for each token; None is the model's.
+        use_activation: whether logits of classes become probabilities; None is what the model's
+            files state, mostly true.
+        plugin_args: arguments of poolers by name, each a mapping or an `Arguments` instance.
     """
 
-    task: Literal["embed", "token_embed", "classify", "score"]
+    task: Literal["embed", "token_embed", "classify", "score"] = "embed"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalize: bool | None = None
+    pooler: NonEmpty | None = None
+    use_activation: bool | None = None
+    plugin_args: dict[str, Any] = {}
 
 
 def _callables(given: Any) -> list[Any]:

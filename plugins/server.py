@@ -18,9 +18,9 @@ from hardpoint.typed import Strict
 
 from .config import EngineConfig
 from .manifest import Manifest
-from .params import SamplingParams
+from .params import PoolingParams, SamplingParams
 from .request_options import ChatOptions, ChatRequestOptions, RequestOptions
-from .requests import Prompt, RequestOutput, ToolCall
+from .requests import PoolingRequestOutput, Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
@@ -95,6 +95,24 @@ class AsyncGenerator(Protocol):
             OverloadedError: too many requests wait.
             EngineDeadError: the engine died; the request may be sent again.
         """
+
+    @property
+    def supported_tasks(self) -> Sequence[str]:
+        """The tasks of the model, such as "generate" and "embed"."""
+
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> c.AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool a prompt; yield one output. Errors are those of `generate`."""
+
+    async def call_part(
+        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a step part that answers calls; return what it answers."""
 
     def chat(
         self,

@@ -21,6 +21,7 @@ from .config import EngineConfig
 from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
 from .kv_cache import BlockIds, KVEvent
+from .loader import ModelConfig, ModelFiles
 from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
@@ -48,9 +49,13 @@ class StepPartContext(Context["StepPart"]):
 
     Attributes:
         config: configuration of the engine.
+        model_config: configuration of the model; None if the context was made by hand.
+        files: files of the model; likewise.
     """
 
     config: EngineConfig
+    model_config: ModelConfig | None = None
+    files: ModelFiles | None = None
 
 
 def _without_workers(message: bytes) -> Sequence[bytes]:  # noqa: ARG001
@@ -110,11 +115,14 @@ class EngineHalf:
             part; read once. The worker halves of such a part get the rows of all requests.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
+        tasks: tasks of requests, as `PoolingParams.task`, that the part lets the engine do; read
+            once.
     """
 
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
     num_draft_tokens: int = 0
+    tasks: Collection[str] = ()
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Take what `WorkerHalf.start` returned in each rank, before the first step.

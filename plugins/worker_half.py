@@ -68,6 +68,7 @@ class LoadedModel:
         decode_bytes: returns the bytes that a step of so many sequences with one token each needs
             at once, of the maximum length; measured on a GPU, 0 elsewhere.
         matrices: matrices of `WorkerHalf.linear`, by the name that it gets.
+        classify: `Model.classify`; None if the model does not classify.
     """
 
     model: StepModel
@@ -80,6 +81,7 @@ class LoadedModel:
     max_model_len: int
     decode_bytes: Callable[[int], int]
     matrices: Mapping[str, LinearMatrix] = field(default_factory=dict)
+    classify: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class SequenceModel(Protocol):

@@ -24,6 +24,7 @@ from hardpoint.plugins.model import Model
 from hardpoint.plugins.ops import Ops
 from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.parallel import Communicator
+from hardpoint.plugins.pooler import Pooler
 from hardpoint.plugins.quantization import Quantization
 from hardpoint.plugins.sampler import Sampler
 from hardpoint.plugins.scheduler import Scheduler
@@ -173,6 +174,15 @@ KINDS: dict[str, Kind] = {
             chosen_by="speculation.use",
             summary="Draft how outputs go on; the next step verifies each draft.",
             suite="SpeculatorSuite",
+        ),
+        Kind(
+            name="poolers",
+            interface=Pooler,
+            number=Number.MANY,
+            processes=(Process.FRONTEND, Process.WORKER),
+            fault_scope=FaultScope.REQUEST,
+            summary="Make vectors of the hidden states of a prompt.",
+            suite="PoolerSuite",
         ),
         Kind(
             name="step_parts",

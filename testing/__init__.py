@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.quantization_suite import QuantizationSuite
     from hardpoint.testing.model.rank_threads import run_ranks
     from hardpoint.testing.ops.ops_suite import OpsSuite
+    from hardpoint.testing.pooler_suite import PoolerSuite
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.running.command_suite import CommandSuite
@@ -79,6 +80,7 @@ __all__ = [
     "OutputParserSuite",
     "OutputSample",
     "PeerKVStoreSuite",
+    "PoolerSuite",
     "QuantizationSuite",
     "QuantizedSample",
     "SamplerSuite",
@@ -140,6 +142,7 @@ _LAZY = {
     "ScriptedDrafts": "running.scripted_drafts",
     "ScriptedSpeculator": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
+    "PoolerSuite": "pooler_suite",
     "SpeculatorSuite": "speculator_suite",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_parts.suite",

@@ -135,6 +135,10 @@ def architecture(hf: Mapping[str, Any], source: str) -> str:
     return architectures[0]
 
 
+_PADDED_POSITIONS = ("camembert", "roberta", "xlm-roberta")
+"""Types of models whose positions begin after that of padding."""
+
+
 def model_config(
     hf: Mapping[str, Any],
     source: str,
@@ -156,11 +160,14 @@ def model_config(
         ModelError: `architectures`, `vocab_size` or `max_position_embeddings` is invalid.
     """
     fields = ConfigFields(hf, source)
+    positions = fields.whole("max_position_embeddings")
+    if hf.get("model_type") in _PADDED_POSITIONS:
+        positions -= fields.whole("pad_token_id", 1) + 1
     return ModelConfig(
         architecture=architecture(hf, source),
         hf=dict(hf),
         vocab_size=fields.whole("vocab_size"),
-        max_position_embeddings=fields.whole("max_position_embeddings"),
+        max_position_embeddings=positions,
         eos_token_ids=tuple(eos_token_ids),
         dtype=dtype,
         default_sampling=sampling or {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -81,7 +81,7 @@ BoundT = TypeVar("BoundT", bound=BoundHalf[Any])
 def open_halves(
     plugins: PluginSet,
     entries: Iterable[PluginEntry],
-    config: EngineConfig,
+    about: Mapping[str, Any],
     context: Callable[[StepPart], Any],
     cls: type[BoundT],
     bind: Callable[[StepPart, Any, Source], BoundT],
@@ -91,7 +91,7 @@ def open_halves(
     Args:
         plugins: the enabled plugins.
         entries: entries of the parts.
-        config: configuration of the engine, for the parts.
+        about: fields of the context of the parts.
         context: returns the context of a part's half.
         cls: class that calls a half.
         bind: returns an object of it, which closes the half and its part.
@@ -102,7 +102,7 @@ def open_halves(
     bound: list[BoundT] = []
     with ExitStack() as undo:
         for entry in entries:
-            part: StepPart = plugins.create(entry, StepPartContext, config=config)
+            part: StepPart = plugins.create(entry, StepPartContext, **about)
             close = functools.partial(close_named, entry.source, part.close)
             with ExitStack() as unbound:
                 close_if_failed(unbound, close)

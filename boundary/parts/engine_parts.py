@@ -22,7 +22,6 @@ from hardpoint.errors import (
     shown,
 )
 from hardpoint.plugins import (
-    EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     GrammarBitmask,
@@ -58,6 +57,7 @@ class EngineParts:
     Attributes:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
+        tasks: tasks of requests besides generating.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class EngineParts:
         self.calls = calls or PartCalls()
         self.calls.answer_by(self._parts)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
+        tasks = [task for part in self._parts for task in part.half.tasks]
+        self.tasks = list(dict.fromkeys(tasks))
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
@@ -469,13 +471,13 @@ def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -
 
 
 def open_parts(
-    plugins: PluginSet, config: EngineConfig, context: EngineHalfContext, faults: StepFaults
+    plugins: PluginSet, about: Mapping[str, Any], context: EngineHalfContext, faults: StepFaults
 ) -> EngineParts:
     """Build the engine's halves of all enabled parts, in their order.
 
     Args:
         plugins: the enabled plugins.
-        config: configuration of the engine, for the parts.
+        about: fields of the context of the parts.
         context: context of the halves.
         faults: counts the faults of scope *step*.
 
@@ -494,5 +496,5 @@ def open_parts(
         return BoundPart(part, half, source, faults)
 
     entries = plugins.entries("step_parts")
-    parts = open_halves(plugins, entries, config, context_of, BoundPart, bind)
+    parts = open_halves(plugins, entries, about, context_of, BoundPart, bind)
     return EngineParts(parts, context.vocab_size, calls)

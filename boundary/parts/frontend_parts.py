@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
 from hardpoint.errors import PluginFaultError, RequestError
-from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
+from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext, ToolCalls
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
@@ -143,7 +144,7 @@ def _record_nowhere(part: str, request_id: str, message: str) -> None:
 
 def frontend_parts(
     plugins: PluginSet,
-    config: EngineConfig,
+    about: Mapping[str, Any],
     vocabulary: Callable[[], Vocabulary],
     vocab_size: int,
 ) -> FrontendParts:
@@ -153,7 +154,7 @@ def frontend_parts(
 
     Args:
         plugins: the enabled plugins.
-        config: configuration of the engine, for the parts.
+        about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
         vocab_size: size of the model's vocabulary.
 
@@ -173,5 +174,5 @@ def frontend_parts(
     def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
         return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
 
-    halves = open_halves(plugins, entries, config, lambda _part: context, BoundFrontendHalf, bind)
+    halves = open_halves(plugins, entries, about, lambda _part: context, BoundFrontendHalf, bind)
     return FrontendParts(halves, components)

@@ -16,7 +16,6 @@ from hardpoint.boundary.checked_attention import is_block_view
 from hardpoint.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
 from hardpoint.plugins import (
-    EngineConfig,
     ForwardBatch,
     LogitsRequest,
     ModelRunnerOutput,
@@ -457,7 +456,7 @@ class WorkerParts:
 
 def open_worker_parts(
     plugins: PluginSet,
-    config: EngineConfig,
+    about: Mapping[str, Any],
     context: WorkerHalfContext,
     activity: Activity,
     *,
@@ -467,7 +466,7 @@ def open_worker_parts(
 
     Args:
         plugins: the enabled plugins.
-        config: configuration of the engine.
+        about: fields of the context of the parts.
         context: context of the halves.
         activity: records the methods that run.
         samples: whether the result of a step is that of this rank.
@@ -480,7 +479,7 @@ def open_worker_parts(
         return BoundWorkerHalf(part, half, PluginCalls(activity, "step_parts", source))
 
     entries = plugins.entries("step_parts")
-    halves = open_halves(plugins, entries, config, lambda _part: context, BoundWorkerHalf, bind)
+    halves = open_halves(plugins, entries, about, lambda _part: context, BoundWorkerHalf, bind)
     return WorkerParts(halves, rank=context.rank, samples=samples)
 
 

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, generate, models, plugins
+from . import chat, completion, config, embed, generate, models, plugins
 
 contract = 1
 
 
 @hookimpl
 def cli_commands() -> Sequence[Command]:
-    """Return `generate`, `chat`, `models`, `plugins`, `config` and `completion`."""
+    """Return `generate`, `chat`, `embed`, `models`, `plugins`, `config` and `completion`."""
     return [
         generate.COMMAND,
         chat.COMMAND,
+        embed.COMMAND,
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,

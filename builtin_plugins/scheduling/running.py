@@ -137,8 +137,10 @@ def _limit_tokens(
         tokens = 0  # it ends with the outputs in flight, at the latest
     if 0 < limits.long_prefill_token_threshold < tokens:
         tokens = limits.long_prefill_token_threshold
-    # Drafts must not reach beyond the last position that can be computed.
-    tokens = min(tokens, step.budget, limits.max_model_len - 1 - computed)
+    # Drafts must not reach beyond the last position that can be computed; a prompt that is pooled
+    # may, since no token follows it.
+    last = max(limits.max_model_len - 1, request.num_tokens)
+    tokens = min(tokens, step.budget, last - computed)
     if tokens <= 0:
         step.waiting[request.request_id] = wait_reasons.results(placeholders)
         return 0, ()

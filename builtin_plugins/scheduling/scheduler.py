@@ -322,13 +322,15 @@ class DefaultScheduler(Scheduler):
     def _check_fits(self, request: LiveRequest) -> None:
         """Reject a prompt that no step could ever finish."""
         tokens, limits, cache = request.num_prompt_tokens, self._limits, self._tracker.cache
-        if tokens >= limits.max_model_len:
-            raise PromptTooLongError.of(tokens, limits.max_model_len)
-        needed = self._tracker.blocks_needed(tokens + 1)
+        generated = int(request.source.pooling_params is None)
+        if tokens + generated > limits.max_model_len:
+            raise PromptTooLongError.of(tokens, limits.max_model_len, generates=bool(generated))
+        needed = self._tracker.blocks_needed(tokens + generated)
         if needed > cache.num_usable_blocks:
             raise RequestError(
-                f"prompt: its {tokens} tokens and one to generate need {needed} KV blocks of "
-                f"{cache.block_size} tokens, the cache has {cache.num_usable_blocks}"
+                f"prompt: its {tokens} tokens{' and one to generate' if generated else ''} need "
+                f"{needed} KV blocks of {cache.block_size} tokens, the cache has "
+                f"{cache.num_usable_blocks}"
             )
 
 

@@ -22,8 +22,9 @@ def match_external(
     """
     transfers = tracker.context.transfers
     # Log-probabilities of the prompt need all of it computed.
-    needs_all = request.params.prompt_logprobs is not None or request.params.routed_experts
-    if transfers is None or request.skip_transfer or needs_all:
+    params = request.params
+    needs_all = params.prompt_logprobs is not None or params.routed_experts
+    if transfers is None or request.skip_transfer or needs_all or params.skip_reading_prefix_cache:
         return 0, False
     found, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
     if found is None:

@@ -30,6 +30,7 @@ from .dialects.completions import CompletionDialect
 from .dialects.messages import MessagesDialect
 from .dialects.responses import ResponsesDialect
 from .dialects.tokens import TokenRoutes
+from .dialects.vectors import VectorRoutes
 from .extensions import Transforms, in_order, routes_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
@@ -74,6 +75,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *ResponsesDialect(service).routes(),
         *MessagesDialect(service).routes(),
         *TokenRoutes(service).routes(),
+        *VectorRoutes(service).routes(),
     ]
 
 

@@ -133,7 +133,7 @@ def build_core(
             parts_start=start,
             activity=activity,
             step_cost=fit if is_fitted else None,
-            **opened.for_core(spec.plugins, config, info),
+            **opened.for_core(spec, config, info),
         )
         undo.pop_all()
         return BuiltCore(EngineCore(parts), size)
@@ -164,10 +164,10 @@ class _EnginePlugins:
             "grammars": GatesAsGrammars(parts.gates) if parts else None,
         }
 
-    def for_core(
-        self, plugins: PluginSet, config: EngineConfig, info: WorkerInfo
-    ) -> dict[str, Any]:
+    def for_core(self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo) -> dict[str, Any]:
         """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
+        plugins = spec.plugins
+        model = plugins.get("models", spec.model_config.architecture)
         return {
             "scheduler_label": str(plugins.one("schedulers").source),
             "executor_label": str(plugins.one("executors").source),
@@ -175,6 +175,7 @@ class _EnginePlugins:
             "kv_events": self.kv_events,
             "components": [self.eviction],
             "step_parts": self.step_parts,
+            "generates": plugins.target(model).generates,
             "config": config,
             "log_stats": config.stats.on,
             "sleep_levels": info.sleep_levels,
@@ -219,7 +220,7 @@ def _open_plugins(
         publish=kv_events.publish,
         step_cost=step_cost,
     )
-    step_parts = open_parts(spec.plugins, spec.config, context, faults)
+    step_parts = open_parts(spec.plugins, spec.for_parts, context, faults)
     close_if_failed(undo, step_parts.close)
     opened = _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)

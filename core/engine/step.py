@@ -67,6 +67,7 @@ class EngineCoreParts:
         log_stats: whether outputs carry scheduler statistics.
         parts_start: starts worker halves that move blocks; None if there are none.
         step_parts: the engine halves of step parts, whose gates the scheduler has.
+        generates: whether the model has logits of the next token.
         step_log: logs every step.
         step_cost: fits what a step takes; None if nothing uses it.
         step_times: measures steps for these two.
@@ -89,6 +90,7 @@ class EngineCoreParts:
     config: EngineConfig | None = None
     log_stats: bool = False
     step_parts: EngineParts = field(default_factory=EngineParts)
+    generates: bool = True
     parts_start: PartsStart | None = None
     step_log: StepLog | None = None
     step_cost: StepCostFit | None = None

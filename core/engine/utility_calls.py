@@ -237,8 +237,9 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def supported_tasks(self: UtilityHost) -> list[str]:
-        """Return the tasks of the model: models here generate, and none pools."""
-        return ["generate"]
+        """Return the tasks of the model: generating, and those of step parts."""
+        own = ["generate"] if self._parts.generates else []
+        return [*own, *self._parts.step_parts.tasks]
 
     @utility()
     def why_waiting(self: UtilityHost, request_ids: list[str]) -> list[WaitReason | None]:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
-from hardpoint.boundary.errors import engine_dead, error_of
+from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     FinishReason,
     HardpointError,
     RequestError,
-    RequestOutput,
     SamplingParams,
     SchedulingPolicy,
     WaitReason,
@@ -32,8 +31,9 @@ from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S
 from .lifecycle import EngineState, Restarter
 from .outputs.output_collector import RequestOutputCollector
+from .outputs.request_state import rejection
 from .requests.input_processor import NO_EXTRAS, RequestExtras
-from .requests.prompts import Prompt
+from .requests.prompts import Params, Prompt
 from .requests.submission import Submission
 from .watched_engine import WatchedEngine
 
@@ -51,11 +51,11 @@ class AsyncEngine(WatchedEngine):
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         request_id: str | None = None,
         extras: RequestExtras = NO_EXTRAS,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt; yield outputs as they come.
+    ) -> AsyncGenerator[Any, None]:
+        """Complete a prompt, or pool it; yield outputs as they come.
 
         Leaving the loop early, or cancelling the task, aborts the request.
 
@@ -68,10 +68,8 @@ class AsyncEngine(WatchedEngine):
         try:
             while not finished:
                 output = await collector.get()
-                assert isinstance(output, RequestOutput)  # no pooling request was added
-                rejected = next((c for c in output.outputs if c.error_kind is not None), None)
-                if rejected is not None:
-                    raise error_of(rejected.error_kind, rejected.error)
+                if (rejected := rejection(output)) is not None:
+                    raise rejected
                 finished = output.finished
                 yield output
         finally:
@@ -103,7 +101,7 @@ class AsyncEngine(WatchedEngine):
     async def _submit(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         extras: RequestExtras,
     ) -> tuple[Submission, RequestOutputCollector]:

@@ -36,7 +36,7 @@ from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S, Frontend, ProcessedBatch
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import NO_EXTRAS, RequestExtras
-from .requests.prompts import Prompt
+from .requests.prompts import Params, Prompt
 
 _log = logging.getLogger("hardpoint")
 
@@ -76,7 +76,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt | EngineCoreRequest,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         extras: RequestExtras = NO_EXTRAS,
     ) -> str:
         """Check a request and queue it.

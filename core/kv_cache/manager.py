@@ -294,7 +294,9 @@ class BlockManager:
         return PrefixCacheStats(stats.requests, stats.queried_tokens, stats.hit_tokens)
 
     def _uses_cache(self, request: Request) -> bool:
-        return self._caching and request.params.prompt_logprobs is None
+        params = request.params
+        needs_all = params.prompt_logprobs is not None or params.skip_reading_prefix_cache
+        return self._caching and not needs_all
 
     def _grow(self, request: Request, blocks: _RequestBlocks, num_tokens: int) -> BlockIds | None:
         """Make room for `num_tokens` tokens, releasing the blocks that windows have passed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,6 +42,12 @@ class WorkerSpec:
     placement: Placement | None = None
     num_draft_tokens: int = 0
     prepare: Callable[[EngineConfig], WorkerSpec] | None = None
+
+    @property
+    def for_parts(self) -> dict[str, Any]:
+        """The fields of the context of step parts."""
+        files = self.loader.context.files
+        return {"config": self.config, "model_config": self.model_config, "files": files}
 
     def entry_for_device(self, kind: str) -> PluginEntry:
         """Return the entry of a kind of which there is one per device.

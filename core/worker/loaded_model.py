@@ -96,7 +96,7 @@ def open_parts(
         open_model=model_opener(spec),
     )
     samples = ranks.is_output
-    parts = open_worker_parts(spec.plugins, spec.config, context, activity, samples=samples)
+    parts = open_worker_parts(spec.plugins, spec.for_parts, context, activity, samples=samples)
     with contextlib.ExitStack() as undo:
         close_if_failed(undo, parts.close)
         parts.check_hooks(planned.checked, ranks.parallel)
@@ -125,4 +125,5 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
         max_model_len=spec.max_model_len,
         decode_bytes=functools.partial(decode_bytes, model, attention, *place),
         matrices=model.hooks.matrices,
+        classify=planned.model.classify if planned.model.classifies else None,
     )

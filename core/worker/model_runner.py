@@ -115,6 +115,7 @@ class ModelRunner:
         self._kept_logits = torch.empty(0)
         self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
+        self._pooled: set[str] = set()  # requests that get no token
 
     def use_parts(self, parts: WorkerParts) -> None:
         """Call the worker halves of step parts from now on."""
@@ -284,7 +285,9 @@ class ModelRunner:
         indices = [
             index
             for index, request in enumerate(step.requests)
-            if step.samples[index] and request.request_id not in output.faults
+            if step.samples[index]
+            and request.request_id not in output.faults
+            and request.request_id not in self._pooled
         ]
         if indices:
             last = step.query_starts[1:][indices] - 1
@@ -405,6 +408,7 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""
         batch.remove(plan.finished_request_ids)
+        self._pooled -= plan.finished_request_ids
         batch.remove(plan.preempted_request_ids)
         batch.drop_rejected(plan.cached_requests)
         for sampled in plan.sampled:
@@ -438,6 +442,8 @@ class ModelRunner:
             state=ReadOnlyDict(),
         )
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
+        if source.pooling_params is not None:
+            self._pooled.add(source.request_id)
         if self._sampling is None:
             return
         if source.params.routed_experts and self._model.routed_experts is None:

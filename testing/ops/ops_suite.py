@@ -325,6 +325,32 @@ class OpsSuite(ComponentSuite):
                 result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
             )
 
+    @checks(rules.VALUES, cases=_tensors)
+    def test_attend_within(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """Attention of sequences in both directions, with windows; each as it is alone."""
+        starts = [0, *itertools.accumulate(1 + 4 * row % 7 for row in range(rows))]
+        wide = self._draw(starts[-1], 3, 2, size + 3, dtype=dtype)
+        kept, scale = wide.clone(), size**-0.5
+        for window in (None, 0, 2):
+            q, k, v = wide[..., :size].unbind(1)
+            result = ops.attend_within(q, k, v, starts, scale, window)
+            if result.shape != q.shape or result.dtype != dtype or result.device != q.device:
+                raise rules.RESULT.violation(
+                    f"attend_within returned {described(result)} for q {list(q.shape)}, expected "
+                    f"the same shape, {dtype} on {q.device}"
+                )
+            self._check_kept(wide, kept, "attend_within", "q, k or v")
+            for first, end in itertools.pairwise(starts):
+                a, b, c = (x[first:end] for x in (q, k, v))
+                expected = _attention(a, b, c, scale, window)
+                self._check_close(result[first:end], expected, "attend_within")
+                alone = ops.attend_within(a, b, c, [0, end - first], scale, window)
+                if self.batch_invariant and not torch.equal(alone, result[first:end]):
+                    raise rules.ROWS.violation(
+                        f"attend_within: a sequence of {end - first} tokens, of {rows} sequences, "
+                        f"differs from the same one alone"
+                    )
+
     @checks(rules.TOKENS, cases=_logits)
     def test_argmax(self, ops: Ops, logits: torch.Tensor) -> None:
         """The most likely tokens, of equals the first, and NaN before all, as `Ops` itself returns
@@ -538,3 +564,14 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Return the attention of one sequence in both directions, float64 [tokens, heads, size]."""
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
+    if window is not None:
+        places = torch.arange(len(q), device=q.device)
+        scores.masked_fill_((places - places[:, None]).abs() > window, -math.inf)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.double())

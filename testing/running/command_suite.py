@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from hardpoint.plugins import (
     Command,
     CommandContext,
@@ -21,6 +23,8 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.commands import Prompt
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.testing.engine_access import builtin_commands, command_context
 from hardpoint.testing.suite import (
     ConformanceSuite,
@@ -96,6 +100,24 @@ class ScriptedGenerator:
         for position, (prompt, params) in enumerate(requests):
             *_, last = self.stream(prompt, params)
             yield position, last
+
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,  # noqa: ARG002
+        prompt_name: str | None = None,  # noqa: ARG002
+    ) -> list[PoolingRequestOutput]:
+        """Return the same vector for each prompt."""
+        return [
+            PoolingRequestOutput(
+                request_id=str(index),
+                outputs=np.array([0.6, 0.8], np.float32),
+                prompt_token_ids=[1],
+                finished=True,
+                finish_reason="stop",
+            )
+            for index, _ in enumerate(prompts)
+        ]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return a prompt with a token per character of the messages."""

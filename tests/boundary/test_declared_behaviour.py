@@ -397,6 +397,7 @@ CHECKED = [
     ("models", "routed_experts", (1,), "gave (1,), expected layers and experts per token, or No"),
     ("models", "kv_variant", None, "gave None, expected a string"),
     ("attention_backends", "bytes_per_block", 0, "gave 0, expected an int >= 1"),
+    ("poolers", "start", 7, "returned int, expected PromptPooler"),
     ("quantizations", "quantize", 1, "gave 1, expected a QuantizedMatrix"),
     ("quantizations", "read", 1, "gave 1, expected a QuantizedMatrix"),
     ("quantizations", "alignment", 0, "gave 0, expected a whole number >= 1"),

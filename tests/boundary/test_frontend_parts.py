@@ -113,7 +113,7 @@ class CannotStart(Labels):
 def parts_of(*classes):
     enabled = [f"{__name__}:{cls.__name__}" for cls in classes]
     config, sources = config_from({"plugins": {"enable": enabled}})
-    return frontend_parts(resolve_plugins(config, sources), config, _no_vocabulary, 9)
+    return frontend_parts(resolve_plugins(config, sources), {"config": config}, _no_vocabulary, 9)
 
 
 def _no_vocabulary():

@@ -71,11 +71,11 @@ class TestTasks:
     @pytest.mark.parametrize("extra", [{}, APART], ids=["in_process", "own_process"])
     def test_they_are_known_when_it_is_open(self, scripted, extra):
         with LLM(config=scripted_config(scripted, extra)) as llm:
-            assert llm.supported_tasks == ("generate",)
+            assert llm.supported_tasks == ("generate", "embed", "token_embed")
 
     def test_of_async_llm_too(self, scripted):
         llm = AsyncLLM(config=scripted_config(scripted))
-        assert llm.supported_tasks == ("generate",)
+        assert llm.supported_tasks == ("generate", "embed", "token_embed")
         asyncio.run(llm.aclose())
 
     def test_a_model_that_cannot_generate_is_not_asked_to(self, scripted, monkeypatch):

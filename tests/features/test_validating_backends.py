@@ -56,7 +56,9 @@ def validator(disabled=()):
         {"plugins": {"enable": own, "disable": list(disabled)}, "grammar": {"use": use}}
     )
     vocabulary = Vocabulary(tokens=(b"1",), special=())
-    parts = frontend_parts(resolve_plugins(config, sources), config, lambda: vocabulary, 1)
+    parts = frontend_parts(
+        resolve_plugins(config, sources), {"config": config}, lambda: vocabulary, 1
+    )
 
     def flaw(answer, backend=None):
         structured = StructuredOutputs(json={"type": "integer"}, lenient=True, backend=backend)

@@ -23,8 +23,10 @@ PUBLIC = (
     "hardpoint.plugins.kv_store",
     "hardpoint.plugins.output_parser",
     "hardpoint.plugins.parallel",
+    "hardpoint.plugins.params",
     "hardpoint.plugins.quantization",
     "hardpoint.plugins.request_options",
+    "hardpoint.plugins.requests",
     "hardpoint.plugins.server",
     "hardpoint.plugins.part_components",
     "hardpoint.plugins.step_part",
@@ -45,7 +47,7 @@ PUBLIC = (
     "hardpoint.toolkit.workers.joining",
 )
 FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
-MOST_NAMES = 133
+MOST_NAMES = 136
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = (
     "api",

@@ -5,6 +5,7 @@ import dataclasses
 import re
 
 import msgspec
+import numpy as np
 
 from hardpoint.plugins import (
     CompletionOutput,
@@ -19,7 +20,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 from hardpoint.plugins.manifest import Manifest, Source
-from hardpoint.plugins.requests import ToolCall
+from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
 from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import default_config_type
@@ -109,6 +110,26 @@ class FakeEngine:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(list(prompt))
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._answer(prompt, text, ids, sampling_params, request_id, extras)
+
+    supported_tasks = ("generate", "embed", "token_embed", "classify")
+
+    async def encode(self, prompt, pooling_params=None, request_id=None, **extras):
+        self.asked.append((prompt, pooling_params, {"request_id": request_id, **extras}))
+        if self.error is not None:
+            raise self.error
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError("prompt: expected at least one token, got an empty prompt")
+        yield PoolingRequestOutput(
+            request_id="r",
+            outputs=np.array([0.6, 0.8], np.float32),
+            prompt_token_ids=ids,
+            finished=True,
+            finish_reason="stop",
+        )
+
+    async def call_part(self, part, method, arguments=None):
+        return "" if method == "prompt" else {"labels": ["no", "yes"]}
 
     def chat(self, messages, sampling_params=None, request_id=None, **extras):
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)

@@ -13,7 +13,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import (
     Usage,
     check_ended,
@@ -297,7 +296,7 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
 
 
 class TokenRoutes:
-    """The routes of tokens, and those that need a model which this version cannot run."""
+    """The routes of tokens."""
 
     def __init__(self, service: Service) -> None:
         """Serve what the service does."""
@@ -322,12 +321,6 @@ class TokenRoutes:
                 summary="Return the text of tokens.",
                 request_type=DetokenizeRequest,
                 response_type=Detokenized,
-            ),
-            Route(
-                path="/v1/embeddings",
-                endpoint=self.embeddings,
-                methods=("POST",),
-                summary="Not supported: there are no pooling models.",
             ),
         ]
 
@@ -391,15 +384,3 @@ class TokenRoutes:
 
         text = await self._service.run(request, lambda: asyncio.to_thread(decode))
         return json_response(Detokenized(text))
-
-    async def embeddings(self, request: Request) -> Response:  # noqa: ARG002
-        """Refuse.
-
-        Raises:
-            AnswerError: always.
-        """
-        raise AnswerError(
-            404,
-            "path: this version of Hardpoint has no pooling models, so there are no embeddings",
-            code="not_supported",
-        )

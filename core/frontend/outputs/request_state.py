@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hardpoint.boundary.errors import error_of
 from hardpoint.core.frontend.statistics import RequestFigures
 from hardpoint.plugins import (
     CompletionOutput,
@@ -18,6 +19,7 @@ from hardpoint.plugins import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    HardpointError,
     Logprob,
     RequestError,
     RequestOutput,
@@ -36,6 +38,13 @@ _ENDS_OF_PARTS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITIO
 
 OutputSink = Callable[[AnyOutput | Exception], None]
 """Gets a request's outputs, or the error that ends it."""
+
+
+def rejection(output: AnyOutput) -> HardpointError | None:
+    """Return the error of a request that the engine rejected, as if the engine were in-process."""
+    ends = [output] if isinstance(output, PoolingRequestOutput) else output.outputs
+    rejected = next((one for one in ends if one.error_kind is not None), None)
+    return None if rejected is None else error_of(rejected.error_kind, rejected.error)
 
 
 class ParentRequest(msgspec.Struct, eq=False):

@@ -18,13 +18,16 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     ModelConfig,
     RequestError,
+    RequestOutputKind,
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed.read_only import read_only
 
 from .plugin_arguments import CallRules, PluginArguments
 from .prompts import (
+    Params,
     Prompt,
     ReadPrompt,
     checked_ids,
@@ -65,6 +68,9 @@ class RequestExtras(typed.Strict):
 
 
 NO_EXTRAS = RequestExtras()
+
+_POOLED = SamplingParams(max_tokens=1, seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Sampling parameters of a request that pools."""
 
 
 class InputProcessor:
@@ -111,7 +117,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
@@ -130,13 +136,19 @@ class InputProcessor:
         Raises:
             RequestError: naming the field, its value and the expected one.
         """
+        pooling: PoolingParams | None = None
+        if isinstance(params, PoolingParams):
+            pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
+            params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         whole = self._tokens(given, token_ids)
-        token_ids = self._cut(whole, extras.truncate_prompt_tokens, params)
-        params = self._completed(params, len(token_ids))
+        room = 0 if pooling is not None else params.max_tokens or 1
+        token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
+        if pooling is None:
+            params = self._completed(params, len(token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -149,6 +161,7 @@ class InputProcessor:
             cache_salt=salt,
             trace_headers=extras.trace_headers,
             kv_transfer_params=extras.kv_transfer_params,
+            pooling_params=pooling,
         )
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
@@ -237,14 +250,15 @@ class InputProcessor:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         return token_ids
 
-    def _cut(self, token_ids: list[int], last: int | None, params: SamplingParams) -> list[int]:
+    def _cut(self, token_ids: list[int], last: int | None, room: int) -> list[int]:
         """Return the last tokens of a prompt; all, the same list, if there are no more.
 
         Args:
             last: number of tokens; -1 is what leaves room for the output.
+            room: tokens of the output.
         """
         if last == -1:
-            last = max(self._max_model_len - (params.max_tokens or 1), 1)
+            last = max(self._max_model_len - room, 1)
         if last is not None:
             if last < 1:
                 raise RequestError(
@@ -253,8 +267,8 @@ class InputProcessor:
                 )
             if len(token_ids) > last:
                 token_ids = token_ids[-last:]
-        if len(token_ids) >= self._max_model_len:
-            raise PromptTooLongError.of(len(token_ids), self._max_model_len)
+        if len(token_ids) + min(room, 1) > self._max_model_len:
+            raise PromptTooLongError.of(len(token_ids), self._max_model_len, generates=room > 0)
         return token_ids
 
 

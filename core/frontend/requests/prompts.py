@@ -10,13 +10,17 @@ from msgspec import Meta
 
 from hardpoint import typed
 from hardpoint.errors import shown
-from hardpoint.plugins import RequestError
+from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.registry.blame import describe
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
 `arrival_time`."""
+
+Params = SamplingParams | PoolingParams
+"""What is to be made of a prompt: tokens that follow it, or vectors."""
 
 _KEYS = ("prompt", "prompt_token_ids")
 

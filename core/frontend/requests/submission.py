@@ -15,13 +15,14 @@ from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import Prompt
+from .prompts import Params, Prompt
 from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
@@ -74,7 +75,7 @@ class Submitter:
         self,
         request_id: str,
         prompt: Prompt | EngineCoreRequest,
-        params: SamplingParams | None,
+        params: Params | None,
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
@@ -95,7 +96,7 @@ class Submitter:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id: expected a string, got {type(request_id).__name__}")
         typed.check_text(request_id, "request_id", RequestError)
-        self._check_task("generate")
+        self._check_task(prompt.pooling_params if isinstance(prompt, EngineCoreRequest) else params)
         if extras is not NO_EXTRAS:
             extras = typed.convert(extras, RequestExtras, path="", error=RequestError)
         arrived = self._clock() if arrived is None else arrived
@@ -164,7 +165,8 @@ class Submitter:
             self._output.drop(registered, FinishReason.ERROR)
             raise
 
-    def _check_task(self, task: str) -> None:
+    def _check_task(self, params: Params | None) -> None:
+        task = params.task if isinstance(params, PoolingParams) else "generate"
         if task not in self._tasks:
             raise RequestError(
                 f"{task}: this model cannot do it; it can: {', '.join(self._tasks) or 'nothing'}"
@@ -190,7 +192,7 @@ class Submitter:
 
 
 def _sought_calls(
-    request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
+    request: EngineCoreRequest, params: Params | None, extras: RequestExtras
 ) -> SoughtCalls | None:
     """Return the calls that are looked for in outputs of a request; None if none are.
 
@@ -202,7 +204,7 @@ def _sought_calls(
     if not extras.tools or (structured is not None and structured.structural_tag is None):
         return None
     is_required = extras.calls is not None and extras.calls.required is not None
-    if params is None or params.structured is None or is_required:
+    if not isinstance(params, SamplingParams) or params.structured is None or is_required:
         return SoughtCalls(extras.tools)
     return SoughtCalls(extras.tools, StructuredOutputs.checked(params.structured))
 

@@ -19,6 +19,7 @@ from hardpoint.typed import check_text
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
+from .prompts import Params
 
 _CLIENT = 0
 
@@ -38,7 +39,7 @@ class PrebuiltRequestValidator:
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
     def validate(
-        self, request: EngineCoreRequest, params: SamplingParams | None, extras: RequestExtras
+        self, request: EngineCoreRequest, params: Params | None, extras: RequestExtras
     ) -> EngineCoreRequest:
         """Return a checked copy of a request that shares nothing with the caller's object.
 

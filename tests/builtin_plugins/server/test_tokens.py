@@ -1,4 +1,4 @@
-"""Routes of tokens: generate, tokenize, detokenize; and embeddings, which are refused."""
+"""Routes of tokens: generate, tokenize, detokenize."""
 
 import asyncio
 import threading

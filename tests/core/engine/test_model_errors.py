@@ -86,10 +86,13 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     error = error_of()
     assert error == (
         f"model: architecture {name!r} is not supported{meant or ''}; supported: "
-        "Gemma2ForCausalLM, Gemma3ForCausalLM, GraniteForCausalLM, LlamaForCausalLM, "
-        "MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, "
-        "Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "SmolLM3ForCausalLM. A plugin of the kind models adds one: docs/write-a-model.md"
+        "BertForSequenceClassification, BertModel, Gemma2ForCausalLM, Gemma3ForCausalLM, "
+        "GraniteForCausalLM, LlamaForCausalLM, LlamaModel, MistralForCausalLM, MistralModel, "
+        "MixtralForCausalLM, ModernBertForSequenceClassification, ModernBertModel, "
+        "Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2Model, Qwen2MoeForCausalLM, "
+        "Qwen3ForCausalLM, Qwen3Model, Qwen3MoeForCausalLM, RobertaForSequenceClassification, "
+        "RobertaModel, SmolLM3ForCausalLM, XLMRobertaForSequenceClassification, XLMRobertaModel. "
+        "A plugin of the kind models adds one: docs/write-a-model.md"
     )
 
 

@@ -120,7 +120,7 @@ def test_of_those_that_nobody_took_the_latest_stands(kind):
         ({"task": "sing"}, "task: expected .*embed.*, got 'sing'"),
         ({"task": "embed", "dimensions": 0}, "dimensions: expected a whole number >= 1, got 0"),
         ({"task": "embed", "normalize": "yes"}, "normalize: expected true or false .*'yes'"),
-        ({"dimensions": 3}, "task: missing"),
+        ({"pooler": ""}, "pooler: expected"),
     ],
 )
 def test_params_are_checked(fields, words):

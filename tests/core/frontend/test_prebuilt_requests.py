@@ -9,7 +9,6 @@ import pytest
 
 from hardpoint import RequestError, SamplingParams
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, hookimpl
-from hardpoint.plugins.params import PoolingParams
 
 FOUR = {"max_tokens": 4, "ignore_eos": True}
 
@@ -72,7 +71,6 @@ def test_the_callers_object_stays_as_it_is(engine, n):
         ({"params": {"min_tokens": 9}}, r"min_tokens: expected at most max_tokens \(4\), got 9"),
         ({"params": {"logprobs": 999}}, "logprobs: expected at most the vocabulary's 257, got 999"),
         ({"params": {"plugin_args": {"a": {}}}}, "params.plugin_args: expected none"),
-        ({"pooling_params": PoolingParams(task="embed")}, "pooling_params: no model of this engin"),
         ({"prompt_embeds": [[0.5]]}, "prompt_embeds: expected token ids"),
         ({"priority": "high"}, "priority: expected a whole number, got a string"),
         ({"priority": 2**70}, "^priority: .*can't serialize ints"),

@@ -569,3 +569,33 @@ class WritesWiderRows(Plain):
     def add_lora(self, y, x, a, b, adapters, scales):
         super().add_lora(y, x, a, b, adapters, scales)
         torch.as_strided(y, (len(y), y.stride(0)), y.stride())[:, y.shape[1] :] = 0
+
+
+class SeesOtherSequences(Plain):
+    contract = 1
+
+    def attend_within(self, q, k, v, starts, scale, window=None):
+        return super().attend_within(q, k, v, [0, len(q)], scale, window)
+
+
+class SeesOneMore(Plain):
+    contract = 1
+
+    def attend_within(self, q, k, v, starts, scale, window=None):
+        window = None if window is None else window + 1
+        return super().attend_within(q, k, v, starts, scale, window)
+
+
+class AttendsInFloat64(Plain):
+    contract = 1
+
+    def attend_within(self, q, k, v, starts, scale, window=None):
+        return super().attend_within(q, k, v, starts, scale, window).double()
+
+
+class ScalesTheQueries(Plain):
+    contract = 1
+
+    def attend_within(self, q, k, v, starts, scale, window=None):
+        q *= scale
+        return super().attend_within(q, k, v, starts, 1.0, window)

@@ -78,6 +78,7 @@ PARAMS = whole(
     ),
     thinking_token_budget=st.none() | st.integers(0, 99),
     routed_experts=st.booleans(),
+    skip_reading_prefix_cache=st.booleans(),
     include=st.lists(TEXT.filter(bool), max_size=2),
     reasoning_parser=st.none() | TEXT.filter(bool),
     tool_parser=st.none() | TEXT.filter(bool),
@@ -102,6 +103,9 @@ POOLING = whole(
     task=st.sampled_from(["embed", "token_embed", "classify", "score"]),
     dimensions=st.none() | st.integers(1, 99),
     normalize=st.none() | st.booleans(),
+    pooler=st.none() | TEXT.filter(bool),
+    use_activation=st.none() | st.booleans(),
+    plugin_args=st.dictionaries(TEXT, PLAIN, max_size=2),
 )
 FEATURES = whole(
     MultiModalFeature, identifier=TEXT, offset=st.integers(0, 9), length=st.integers(1, 9)

@@ -1,0 +1,115 @@
+"""`hardpoint embed`: vectors of texts, given or in a file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import IO, Any
+
+import msgspec
+
+from hardpoint.plugins import Command, CommandContext, RequestError, SamplingParams
+from hardpoint.plugins.commands import Generator
+from hardpoint.plugins.params import PoolingParams
+
+from .prompt_file import PromptFile
+
+_AT_ONCE = 256
+"""Lines of a file that are embedded together; no more are in memory."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] TEXT [TEXT ...]\n       %(prog)s [options] --file PATH"
+    parser.description = (
+        "Print the vector of each text as a line of JSON: its id (the number of the text, or what "
+        "the line of a file has), the tokens of its prompt, and its embedding."
+    )
+    add = parser.add_argument
+    add("texts", nargs="*", metavar="TEXT", help="a text")
+    add("--file", metavar="PATH", help="embed each line: a JSON text, or an object with prompt "
+        "(a text or token ids) and if wanted an id; - is standard input")  # fmt: skip
+    add("--format", choices=("jsonl", "text"), help="text: each line is a text (default: jsonl)")
+    add("--output", metavar="PATH", help="a new file for the lines (default: standard output)")
+    add("--pooler", metavar="NAME", help="such as last, cls or mean (default: the model's)")
+    add("--dimensions", type=int, metavar="N", help="size of vectors that are cut")
+    add("--raw", action="store_true", help="do not scale vectors to length 1")
+    add("--prompt-name", metavar="NAME", help="the model's text before texts, such as query")
+
+
+def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    if bool(options.texts) == (options.file is not None):
+        raise RequestError("text: expected at least one TEXT, or --file PATH")
+    if options.format and options.file is None:
+        raise RequestError("--format: it is for texts of a file; add --file PATH")
+    params = PoolingParams(
+        task="embed",
+        dimensions=options.dimensions,
+        normalize=False if options.raw else None,
+        pooler=options.pooler,
+    )
+    with contextlib.ExitStack() as stack:
+        texts = _texts(options, stack)
+        output = _output(options.output, stack)
+        config, config_sources = context.load_config()
+        generator = context.open_model(config, config_sources)
+        stack.callback(generator.close)
+        while some := list(itertools.islice(texts, _AT_ONCE)):
+            _embed(generator, some, params, options.prompt_name, output)
+    return 0
+
+
+def _embed(
+    generator: Generator,
+    texts: list[tuple[str | int, Any]],
+    params: PoolingParams,
+    prompt_name: str | None,
+    output: IO[str],
+) -> None:
+    """Write the lines of some texts."""
+    found = generator.embed([text for _, text in texts], params, prompt_name)
+    for (name, _), one in zip(texts, found, strict=True):
+        tokens = len(one.prompt_token_ids)
+        line = {"id": name, "prompt_tokens": tokens, "embedding": one.outputs.tolist()}
+        output.write(msgspec.json.encode(line).decode() + "\n")
+    output.flush()
+
+
+def _texts(
+    options: argparse.Namespace, stack: contextlib.ExitStack
+) -> Iterator[tuple[str | int, Any]]:
+    """Return the texts with their ids.
+
+    Raises:
+        RequestError: the file cannot be read; or, while it is read, a line is wrong.
+    """
+    if options.file is None:
+        return enumerate(options.texts, 1)
+    is_text = options.format == "text"
+    file = PromptFile(options.file, SamplingParams(), is_text=is_text, chat=False)
+    stack.callback(file.close)
+    return _lines(file)
+
+
+def _lines(file: PromptFile) -> Iterator[tuple[str | int, Any]]:
+    for request in file.requests():
+        if request.messages is not None:
+            raise RequestError(f"{file.name}:{request.line}: messages: expected a prompt")
+        yield request.id, request.given["prompt"]
+
+
+def _output(path: str | None, stack: contextlib.ExitStack) -> IO[str]:
+    if path is None or path == "-":
+        return sys.stdout
+    try:
+        return stack.enter_context(open(path, "x", encoding="utf-8"))
+    except FileExistsError:
+        raise RequestError(f"--output: expected a new file, {path!r} exists") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RequestError(f"--output: {path!r} cannot be written: {reason}") from None
+
+
+COMMAND = Command("embed", "Print vectors of texts.", _configure, _run)

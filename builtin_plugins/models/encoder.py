@@ -1,0 +1,194 @@
+"""Encoders: models whose tokens attend to those before and after them, BERT and its kind.
+
+They have no KV cache, so that each prompt is computed in one step, and give vectors alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext
+from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.toolkit.hf_config import ConfigFields, short
+from hardpoint.toolkit.layers import (
+    Linear,
+    PackedLayer,
+    load_packed,
+    load_weights,
+    packed_weights,
+    quantizable,
+    weight_shapes,
+)
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class LayerNorm:
+    """Layer normalisation (arXiv:1607.06450), with or without a bias."""
+
+    def __init__(
+        self, name: str, size: int, eps: float, context: ModelContext, *, bias: bool = True
+    ) -> None:
+        """`name` is the Hugging Face name without `.weight`; `size` is the last dimension."""
+        self._names = [f"{name}.weight", *([f"{name}.bias"] if bias else [])]
+        self._size, self._eps, self._context = size, eps, context
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of weight and bias."""
+        return dict.fromkeys(self._names, (self._size,))
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Load one of them."""
+        self._tensors[name] = tensor.to(self._context.device, self._context.dtype, copy=True)
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return them."""
+        return dict(self._tensors)
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load them.
+
+        Raises:
+            KeyError, ValueError: one is missing, or not what it should be.
+        """
+        for name in self._names:
+            tensor = tensors[name]
+            if tensor.shape != (self._size,) or tensor.dtype != self._context.dtype:
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}")
+            self._tensors[name] = tensor.to(self._context.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., size], normalised over its last dimension."""
+        weight, bias = self._names[0], self._tensors.get(self._names[-1])
+        bias = None if len(self._names) == 1 else bias
+        return F.layer_norm(x, (self._size,), self._tensors[weight], bias, self._eps)
+
+
+class Encoder(Model):
+    """Base of encoders: their layers, whose tensors are loaded and packed, and their attention."""
+
+    generates: ClassVar[bool] = False
+    pooler: ClassVar[str] = "cls"
+    prefix: ClassVar[str] = ""
+    """Before the names of all tensors but those of a head."""
+
+    def __init__(self, context: ModelContext) -> None:
+        """Read the sizes.
+
+        Raises:
+            ModelError: a field of the config is missing, invalid or not supported.
+        """
+        super().__init__(context)
+        self._hf: Mapping[str, Any] = context.config.hf
+        fields = self._fields = ConfigFields(self._hf, f"{context.config.architecture} config")
+        self._hidden = fields.whole("hidden_size")
+        self._intermediate = fields.whole("intermediate_size")
+        self._num_layers = fields.whole("num_hidden_layers", at_most=1000)
+        self._heads = fields.whole("num_attention_heads")
+        if self._hidden % self._heads:
+            raise fields.error(
+                "num_attention_heads",
+                f"expected a divisor of hidden_size {self._hidden}, got {self._heads}",
+            )
+        self._head_size = self._hidden // self._heads
+
+    def _activation(self, field: str) -> Activation:
+        """Return the activation that a field of the config names.
+
+        Raises:
+            ModelError: it is not supported.
+        """
+        name = self._hf.get(field, "gelu")
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            raise self._fields.error(
+                field, f"expected one of {', '.join(ACTIVATIONS)}, got {short(name)}"
+            )
+        return ACTIVATIONS[name]
+
+    @abstractmethod
+    def layers(self) -> Sequence[PackedLayer]:
+        """Return the layers that have weights."""
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the checkpoint tensors that the model needs, by Hugging Face name."""
+        return weight_shapes(self.layers())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the tensors one by one."""
+        load_weights(self.layers(), weights)
+
+    def quantizable(self) -> Iterable[str]:
+        """Return the names of all matrices."""
+        return quantizable(self.layers()).keys()
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load a matrix of few bits."""
+        quantizable(self.layers())[name].load_quantized(name, matrix)
+
+    def packed_weights(self) -> dict[str, torch.Tensor] | None:
+        """Return the packed matrices, the norms and the embeddings."""
+        return packed_weights(self.layers())
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load them."""
+        load_packed(self.layers(), tensors)
+
+    def kv_specs(self) -> list[KVSpec]:
+        """Return none: keys and values are used in their own step alone."""
+        return []
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Raise: it has none."""
+        raise NotImplementedError(f"{self.context.config.architecture} has no logits")
+
+    def _num_classes(self) -> int:
+        """Return the number of classes of a head."""
+        names = self._hf.get("id2label")
+        known = len(names) if isinstance(names, Mapping) else 0
+        return known or self._fields.whole("num_labels", 2)
+
+    def _head(self, name: str, rows: int, *, bias: bool = True) -> Linear:
+        """Return a linear layer of a head, whose input is a vector of a prompt."""
+        head = Linear([(name, rows)], self._hidden, self.context, bias=bias)
+        del self.context.hooks.matrices[name]  # `forward` does not multiply it
+        return head
+
+    def _starts(self, batch: ForwardBatch) -> list[int]:
+        """Return the first token of each prompt, and the number of all tokens."""
+        return [*(batch.positions == 0).nonzero()[:, 0].tolist(), len(batch.positions)]
+
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        starts: Sequence[int],
+        angles: torch.Tensor | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Return the result of attention, [tokens, hidden].
+
+        Args:
+            qkv: queries, keys and values, [tokens, 3 * hidden].
+            starts: see `Ops.attend_within`.
+            angles: rotate q and k.
+            window: see `Ops.attend_within`.
+        """
+        ops = self.context.ops
+        q, k, v = qkv.view(-1, 3, self._heads, self._head_size).unbind(1)
+        if angles is not None:
+            ops.rotate(q, angles)
+            ops.rotate(k, angles)
+        return ops.attend_within(q, k, v, starts, self._head_size**-0.5, window).flatten(1)

@@ -1,0 +1,493 @@
+"""Vectors and scores: `/v1/embeddings`, `/v1/rerank`, `/v1/score` and `/v1/classify`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.fields import IGNORED
+from hardpoint.builtin_plugins.server.service import Service
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.server import Call, Route
+from hardpoint.typed import Strict
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}, "minItems": 1},
+    ]
+}
+"""A schema that msgspec cannot derive: a union of lists."""
+
+Texts = Annotated[Any, Meta(extra_json_schema=_TEXTS_SCHEMA)]
+Document = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "properties": {"text": {"type": "string"}},
+                    "required": ["text"],
+                },
+            ]
+        }
+    ),
+]
+
+_MOST = 2048
+"""Inputs of a request, as OpenAI has it."""
+
+_PREFIX = re.compile(r"^prompt(_token_ids)?(?=[:\[])")
+
+
+class PooledFields(Strict):
+    """Fields of every route that pools.
+
+    Attributes:
+        model: name of the model.
+        truncate_prompt_tokens: last tokens of a text that are kept; -1 keeps those that the model
+            reads. Without it, a text that is too long is refused.
+        pooler: name of an enabled pooler; by default the model's.
+        plugin_args: arguments of poolers by name.
+        timeout: seconds after which the request ends.
+        priority: smaller is more important; within the bounds of the key.
+        tags: labels for policies and sinks; those of the key win.
+        cache_salt: requests with different salts share no cached prompts.
+        request_id: id of the answer, in place of a random one.
+    """
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        name: IGNORED[name] for name in ("metadata", "safety_identifier", "user")
+    }
+
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    pooler: Annotated[str, Meta(min_length=1)] | None = None
+    plugin_args: dict[str, Any] = {}
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    priority: int | None = None
+    tags: dict[str, str] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
+
+
+class EmbeddingsRequest(PooledFields, kw_only=True):
+    """Texts to embed.
+
+    Attributes:
+        input: a text, token ids, or a list of these.
+        encoding_format: "base64" gives float32 numbers, little-endian.
+        dimensions: size of the vectors, of a model that was trained for vectors that are cut.
+        normalize: whether vectors are scaled to length 1; by default as the model has it.
+        prompt_name: name of the model's text that is put before texts, such as "query".
+    """
+
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    normalize: bool | None = None
+    prompt_name: Annotated[str, Meta(min_length=1)] | None = None
+
+
+class RerankRequest(PooledFields, kw_only=True):
+    """Documents to sort by how well they match a query.
+
+    Attributes:
+        documents: texts, or objects with `text`.
+        top_n: best documents that are returned; by default all.
+        return_documents: whether the answer has the documents.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_chunks_per_doc": "documents are read whole, or cut by truncate_prompt_tokens",
+        "rank_fields": "documents are texts",
+    }
+
+    query: str
+    documents: Annotated[list[Document], Meta(min_length=1, max_length=_MOST)]
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    return_documents: bool = True
+
+
+class ScoreRequest(PooledFields, kw_only=True):
+    """Texts to compare: one with each of several, or in pairs."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class ClassifyRequest(PooledFields, kw_only=True):
+    """Texts to classify.
+
+    Attributes:
+        use_activation: whether the answer has probabilities, and not logits.
+    """
+
+    input: Texts
+    use_activation: bool | None = None
+
+
+class PooledUsage(msgspec.Struct):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct):
+    """The vector of a text: numbers, or base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct):
+    """The vectors of texts."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PooledUsage
+
+
+class RankedDocument(msgspec.Struct, omit_defaults=True):
+    """A document, and how well it matches.
+
+    Attributes:
+        index: place in the request.
+    """
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | None = None
+
+
+class Ranking(msgspec.Struct):
+    """Documents, the best first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PooledUsage
+
+
+class Score(msgspec.Struct):
+    """How well two texts match."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(msgspec.Struct):
+    """How well texts match."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PooledUsage
+
+
+class TextClass(msgspec.Struct):
+    """The class of a text: the likeliest, and the probabilities of all."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(msgspec.Struct):
+    """The classes of texts."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[TextClass]
+    usage: PooledUsage
+
+
+class VectorRoutes:
+    """The routes that pool."""
+
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        self._service = service
+        self._prompts: dict[tuple[str, str | None], str] = {}
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route(
+                path="/v1/embeddings",
+                endpoint=self.embeddings,
+                methods=("POST",),
+                summary="Return a vector for each text.",
+                request_type=EmbeddingsRequest,
+                response_type=Embeddings,
+            ),
+            Route(
+                path="/v1/rerank",
+                endpoint=self.rerank,
+                methods=("POST",),
+                summary="Sort documents by how well they match a query.",
+                request_type=RerankRequest,
+                response_type=Ranking,
+            ),
+            Route(
+                path="/v1/score",
+                endpoint=self.score,
+                methods=("POST",),
+                summary="Return how well texts match.",
+                request_type=ScoreRequest,
+                response_type=Scores,
+            ),
+            Route(
+                path="/v1/classify",
+                endpoint=self.classify,
+                methods=("POST",),
+                summary="Return the probability of each class for each text.",
+                request_type=ClassifyRequest,
+                response_type=Classes,
+            ),
+        ]
+
+    async def embeddings(self, request: Request) -> Response:
+        """Return a vector for each text."""
+        call, asked = await self._service.read(request, EmbeddingsRequest)
+        model = self._service.model(asked.model)
+        texts = _texts(asked.input, "input")
+        params = _params(asked, "embed", dimensions=asked.dimensions, normalize=asked.normalize)
+
+        async def work() -> Embeddings:
+            await self._prefix(texts, "prompt_name", asked.prompt_name)
+            outputs = await self._pooled(call, asked, texts, params)
+            shown = _base64 if asked.encoding_format == "base64" else _numbers
+            data = [
+                Embedding("embedding", index, shown(output.outputs))
+                for index, output in enumerate(outputs)
+            ]
+            return Embeddings(_id(asked, "embd"), "list", _now(), model, data, _usage(outputs))
+
+        return await self._service.answer(request, call, work)
+
+    async def rerank(self, request: Request) -> Response:
+        """Sort documents by how well they match a query."""
+        call, asked = await self._service.read(request, RerankRequest)
+        model = self._service.model(asked.model)
+        documents = [_document(given, place) for place, given in enumerate(asked.documents)]
+        query = {"query": asked.query}
+        found = {f"documents[{place}]": text for place, text in enumerate(documents)}
+
+        async def work() -> Ranking:
+            await self._prefix(query, "purpose", "query")
+            await self._prefix(found, "purpose", "document")
+            outputs = await self._pooled(call, asked, query | found, _params(asked, "embed"))
+            scores = _cosines(outputs[:1], outputs[1:])
+            best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+            results = [
+                RankedDocument(
+                    place,
+                    scores[place],
+                    {"text": documents[place]} if asked.return_documents else None,
+                )
+                for place in best[: asked.top_n]
+            ]
+            return Ranking(_id(asked, "rerank"), model, results, _usage(outputs))
+
+        return await self._service.answer(request, call, work)
+
+    async def score(self, request: Request) -> Response:
+        """Return how well texts match."""
+        call, asked = await self._service.read(request, ScoreRequest)
+        model = self._service.model(asked.model)
+        first, second = _texts(asked.text_1, "text_1"), _texts(asked.text_2, "text_2")
+        if len(first) not in (1, len(second)):
+            raise RequestError(
+                f"text_1: expected one text or {len(second)}, as text_2 has, got {len(first)}"
+            )
+
+        async def work() -> Scores:
+            await self._prefix(first, "name", None)
+            await self._prefix(second, "name", None)
+            outputs = await self._pooled(call, asked, first | second, _params(asked, "embed"))
+            scores = _cosines(outputs[: len(first)], outputs[len(first) :])
+            data = [Score("score", index, score) for index, score in enumerate(scores)]
+            return Scores(_id(asked, "score"), "list", _now(), model, data, _usage(outputs))
+
+        return await self._service.answer(request, call, work)
+
+    async def classify(self, request: Request) -> Response:
+        """Return the probability of each class for each text."""
+        call, asked = await self._service.read(request, ClassifyRequest)
+        model = self._service.model(asked.model)
+        texts = _texts(asked.input, "input")
+
+        async def work() -> Classes:
+            params = _params(asked, "classify", use_activation=asked.use_activation)
+            outputs = await self._pooled(call, asked, texts, params)
+            described = await self._service.engine.call_part("pooling", "describe")
+            labels = described["labels"]
+            data = [
+                TextClass(
+                    index,
+                    labels[int(output.outputs.argmax())],
+                    output.outputs.tolist(),
+                    len(output.outputs),
+                )
+                for index, output in enumerate(outputs)
+            ]
+            return Classes(_id(asked, "classify"), "list", _now(), model, data, _usage(outputs))
+
+        return await self._service.answer(request, call, work)
+
+    async def _prefix(self, texts: dict[str, Any], kind: str, name: str | None) -> None:
+        """Put the model's prompt before texts; token ids are left as they are.
+
+        Raises:
+            RequestError: the model has no prompt of that name.
+        """
+        if "embed" not in self._service.engine.supported_tasks:
+            return  # which is the error of the request itself
+        key = "purpose" if kind == "purpose" else "name"
+        if (key, name) not in self._prompts:
+            found = await self._service.engine.call_part("pooling", "prompt", {key: name})
+            self._prompts[key, name] = found
+        if prefix := self._prompts[key, name]:
+            for place, text in texts.items():
+                if isinstance(text, str):
+                    texts[place] = prefix + text
+
+    async def _pooled(
+        self, call: Call, asked: PooledFields, texts: Mapping[str, Any], params: PoolingParams
+    ) -> list[PoolingRequestOutput]:
+        """Return the results of texts, by the name of their place in the request, in their order.
+
+        Raises:
+            RequestError: one is refused; the message has its place. The others are ended.
+            AnswerError: one ended without a result.
+        """
+        self._service.check_prompt(list(texts.values()), name=next(iter(texts)).partition("[")[0])
+        extras = self._service.extras(call, asked)
+        tasks = [
+            asyncio.ensure_future(self._one(place, text, params, extras))
+            for place, text in texts.items()
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(
+        self, place: str, text: Any, params: PoolingParams, extras: Mapping[str, Any]
+    ) -> PoolingRequestOutput:
+        try:
+            async for output in self._service.engine.encode(text, params, None, **extras):
+                if output.finish_reason == "error":
+                    raise PluginFaultError(f"{place}: {output.error}")
+                if output.finish_reason != "stop":
+                    raise AnswerError(
+                        408 if output.finish_reason == "timeout" else 503,
+                        f'{place}: it ended by "{output.finish_reason}", without a result',
+                        code=output.finish_reason,
+                    )
+                return output
+        except RequestError as error:
+            message = _PREFIX.sub(place, str(error))
+            raise type(error)(message) from error
+        raise AssertionError("a request has an output")
+
+
+def _texts(given: Any, name: str) -> dict[str, Any]:
+    """Return texts or lists of token ids, by the name of their place.
+
+    Raises:
+        RequestError: there are none or too many, or one is neither.
+    """
+    if isinstance(given, str):
+        return {name: given}
+    if not isinstance(given, list):
+        raise RequestError(f"{name}: expected a text, token ids, or a list of these")
+    if given and all(type(item) is int for item in given):
+        return {name: given}
+    if not 1 <= len(given) <= _MOST:
+        raise RequestError(f"{name}: expected 1 to {_MOST} texts, got {len(given)}")
+    for index, item in enumerate(given):
+        is_ids = isinstance(item, list) and all(type(token) is int for token in item)
+        if not item or not (isinstance(item, str) or is_ids):
+            raise RequestError(
+                f"{name}[{index}]: expected a text or a list of token ids, not empty"
+            )
+    return {f"{name}[{index}]": item for index, item in enumerate(given)}
+
+
+def _document(given: Any, place: int) -> str:
+    text = given.get("text") if isinstance(given, dict) else given
+    if not isinstance(text, str) or not text:
+        raise RequestError(
+            f"documents[{place}]: expected a text that is not empty, or an object with `text`"
+        )
+    return text
+
+
+def _params(asked: PooledFields, task: Any, **fields: Any) -> PoolingParams:
+    return PoolingParams(task=task, pooler=asked.pooler, plugin_args=asked.plugin_args, **fields)
+
+
+def _cosines(
+    first: Sequence[PoolingRequestOutput], second: Sequence[PoolingRequestOutput]
+) -> list[float]:
+    """Return the cosine of each pair of vectors; of one vector with all, if there is one."""
+    a = np.stack([output.outputs for output in first]).astype(np.float64)
+    b = np.stack([output.outputs for output in second]).astype(np.float64)
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    found: list[float] = ((a * b).sum(1) / np.maximum(lengths, 1e-24)).tolist()
+    return found
+
+
+def _numbers(vector: Any) -> list[float]:
+    found: list[float] = vector.tolist()
+    return found
+
+
+def _base64(vector: Any) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _usage(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
+    count = sum(len(output.prompt_token_ids) for output in outputs)
+    return PooledUsage(count, count)
+
+
+def _id(asked: PooledFields, prefix: str) -> str:
+    return new_id(f"{prefix}-", asked.request_id)
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,231 @@
+"""Settings of pooling in the folder of a model, as sentence-transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hardpoint.errors import ModelError, RequestError, shown
+from hardpoint.plugins import ModelConfig, ModelFiles
+
+_MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+"""Poolers, by the names of sentence-transformers."""
+
+_OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+"""Modes, by the flags of configurations before version 3."""
+
+ACTIVATIONS = ("Identity", "Tanh", "GELU", "ReLU", "SiLU", "Sigmoid")
+"""Classes of torch.nn that may follow a dense layer."""
+
+
+_PURPOSES: dict[str | None, tuple[str, ...]] = {
+    "query": ("query",),
+    "document": ("document", "passage", "corpus"),
+}
+"""Names of the prompts of a purpose, as sentence-transformers looks for them."""
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A linear layer after the pooling.
+
+    Attributes:
+        folder: has its weights, `model.safetensors`.
+        activation: one of ACTIVATIONS.
+    """
+
+    folder: Path
+    activation: str
+    in_features: int
+    out_features: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class ModelPooling:
+    """How a model pools.
+
+    Attributes:
+        pooler: pooler of its vectors; None if its folder names none.
+        normalize: whether its vectors have length 1.
+        dense: layers after the pooling.
+        prompts: texts before those that are embedded, by name.
+        default_prompt: name of the one of texts for which none is named.
+        cuts: sizes that its vectors may be cut to; None is any, and empty none.
+        size: size of its vectors; None if it is not known.
+        labels: names of its classes; empty if it has none.
+        activation: what makes numbers of classes of its logits: "softmax", "sigmoid" or "".
+    """
+
+    pooler: str | None = None
+    normalize: bool = True
+    dense: Sequence[DenseLayer] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    cuts: Sequence[int] | None = ()
+    size: int | None = None
+    labels: Sequence[str] = ()
+    activation: str = ""
+
+    def prompt(self, name: str | None, purpose: str | None = None) -> str:
+        """Return the text before those that are embedded; see `PooledResults.call`.
+
+        Raises:
+            RequestError: there is no prompt of that name.
+        """
+        for known in _PURPOSES.get(purpose, ()):
+            if known in self.prompts:
+                return self.prompts[known]
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none: the model has no prompts"
+            raise RequestError(f"prompt_name: expected one of {known}, got {shown(name)}")
+        return self.prompts[name]
+
+
+def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelPooling:
+    """Return the settings in the configuration and the folder of a model.
+
+    Raises:
+        ModelError: a file is damaged, or asks for what is not supported; names file and field.
+    """
+    hf = {} if config is None else config.hf
+    size = next((hf[name] for name in ("hidden_size", "n_embd", "d_model") if name in hf), None)
+    cuts = _cuts(hf)
+    folder = None if files is None else files.path
+    if folder is None or not (folder / "modules.json").is_file():
+        return ModelPooling(cuts=cuts, size=size)
+    modules = _read(folder / "modules.json", list)
+    kinds = [str(_field(module, "type", folder)).rpartition(".")[2] for module in modules]
+    paths = [folder / str(_field(module, "path", folder)) for module in modules]
+    names = kinds[2:-1] if kinds[2:] and kinds[-1] == "Normalize" else kinds[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or set(names) - {"Dense"}:
+        raise ModelError(
+            f"{folder / 'modules.json'}: expected the modules Transformer, Pooling, any Dense and "
+            f"perhaps Normalize, got {', '.join(kinds)}"
+        )
+    for path in paths:  # which name files that are read
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ModelError(f"{folder / 'modules.json'}: path: {shown(str(path))} is outside")
+    prompts, default = _prompts(folder)
+    dense = [_dense(path) for path, kind in zip(paths, kinds, strict=True) if kind == "Dense"]
+    return ModelPooling(
+        pooler=_pooler(paths[1] / "config.json"),
+        normalize=kinds[-1] == "Normalize",
+        dense=dense,
+        prompts=prompts,
+        default_prompt=default,
+        cuts=cuts,
+        size=dense[-1].out_features if dense else size,
+    )
+
+
+def read_classes(config: ModelConfig) -> tuple[Sequence[str], str]:
+    """Return the names of the classes of a model, and the activation of their logits.
+
+    One class, and several that do not exclude each other, have sigmoid; others softmax.
+    """
+    hf = config.hf
+    names = hf.get("id2label")
+    count = hf.get("num_labels", 2)
+    labels = list(names.values()) if isinstance(names, dict) and names else range(int(count))
+    stated = hf.get("sbert_ce_default_activation_function")
+    if isinstance(table := hf.get("sentence_transformers"), dict):
+        stated = table.get("activation_fn", stated)
+    if isinstance(stated, str) and stated.rpartition(".")[2] == "Identity":
+        return [str(label) for label in labels], ""
+    several = hf.get("problem_type") == "multi_label_classification"
+    activation = "sigmoid" if len(labels) == 1 or several else "softmax"
+    return [str(label) for label in labels], activation
+
+
+def _cuts(hf: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the sizes that vectors may be cut to; the fields of `config.json` are vLLM's."""
+    sizes = hf.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes):
+        return sizes
+    return None if hf.get("is_matryoshka") is True else ()
+
+
+def _pooler(path: Path) -> str:
+    table = _read(path, dict)
+    mode = table.get("pooling_mode")
+    if mode is None:
+        chosen = [name for flag, name in _OLD_MODES.items() if table.get(flag)]
+        mode = chosen[0] if len(chosen) == 1 else chosen
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise ModelError(
+            f"{path}: pooling_mode: expected one of {', '.join(_MODES)}, got {shown(mode)}"
+        )
+    if table.get("include_prompt") is False:
+        raise ModelError(
+            f"{path}: include_prompt: expected true, for prompts are pooled whole, got false"
+        )
+    return _MODES[mode]
+
+
+def _dense(folder: Path) -> DenseLayer:
+    path = folder / "config.json"
+    table = _read(path, dict)
+    if table.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise ModelError(
+            f'{path}: module_input_name: expected "sentence_embedding", '
+            f"got {shown(table['module_input_name'])}"
+        )
+    activation = str(table.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        raise ModelError(
+            f"{path}: activation_function: expected one of {', '.join(ACTIVATIONS)} of torch.nn, "
+            f"got {shown(activation)}"
+        )
+    sizes = [_field(table, name, path) for name in ("in_features", "out_features")]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelError(f"{path}: in_features and out_features: expected sizes, got {sizes}")
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError(f"{folder}: expected the weights of the layer in model.safetensors")
+    return DenseLayer(folder, activation, sizes[0], sizes[1], bool(table.get("bias", True)))
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of a folder, and the name of the default one."""
+    path = folder / "config_sentence_transformers.json"
+    if not path.is_file():
+        return {}, None
+    table = _read(path, dict)
+    prompts, default = table.get("prompts") or {}, table.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(t, str) for t in prompts.values()):
+        raise ModelError(f"{path}: prompts: expected texts by name, got {shown(prompts)}")
+    if default is not None and default not in prompts:
+        raise ModelError(
+            f"{path}: default_prompt_name: expected one of {', '.join(prompts) or 'none'}, "
+            f"got {shown(default)}"
+        )
+    return prompts, default
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, kind):
+        raise ModelError(f"{path}: expected a {kind.__name__}, got {shown(found)}")
+    return found
+
+
+def _field(table: Any, name: str, path: Path) -> Any:
+    if not isinstance(table, dict) or name not in table:
+        raise ModelError(f"{path}: {name}: is missing in {shown(table)}")
+    return table[name]

@@ -1,0 +1,84 @@
+"""Pooling as a step part: drives the poolers that requests name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Annotated, Any
+
+from hardpoint import plugins
+from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.part_components import ComponentFactory
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
+
+from .folder import ModelPooling, read_classes, read_pooling
+from .requests import PooledRequests, PooledResults
+from .worker import PoolingWorker
+
+
+class Pooling(StepPart):
+    """Requests with `pooling_params`, whose results are vectors; drives the `poolers` kind.
+
+    A fault of a pooler ends the request that it is about.
+    """
+
+    contract = 1
+    fault_scope = "request"
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            pooler: pooler of requests that name none; None is the one that the folder of the model
+                names, or else "last".
+        matryoshka_dimensions: sizes that vectors may be cut to, of a model that was trained for it
+            without a field of its config.json; None is what these fields state.
+        """
+
+        pooler: Annotated[str, Meta(min_length=1)] | None = None
+        matryoshka_dimensions: list[Annotated[int, Meta(ge=1)]] | None = None
+
+    options: Options
+
+    @classmethod
+    def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
+        """Return the field of requests that pool."""
+        return ("pooling_params",)
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
+        """Return the half that checks which pooler a request names."""
+        return PooledRequests(context.components, self._model(context.components))
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+        """Return the half that reads results."""
+        return PooledResults(self.name, self._model(context.components))
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return the half that pools, in the rank that has the last hidden states."""
+        if context.rank != self.context.config.parallel.output_rank:
+            return None
+        return PoolingWorker(context, self._model(context.components))
+
+    def _model(self, components: ComponentFactory) -> ModelPooling:
+        """Return how the model pools, as its folder, its class and the options state it.
+
+        Raises:
+            ModelError: the folder asks for what is not supported.
+        """
+        model = read_pooling(self.context.model_config, self.context.files)
+        options = self.options
+        changed: dict[str, Any] = {}
+        config = self.context.model_config
+        if config is not None:
+            cls = components.find("models", config.architecture)
+            changed["pooler"] = model.pooler or getattr(cls, "pooler", None)
+            if getattr(cls, "classifies", False):
+                changed["labels"], changed["activation"] = read_classes(config)
+                changed["pooler"] = config.hf.get("classifier_pooling", changed["pooler"])
+        if options.pooler is not None:
+            changed["pooler"] = options.pooler
+        if options.matryoshka_dimensions is not None:
+            changed["cuts"] = options.matryoshka_dimensions
+        return dataclasses.replace(model, **changed)

@@ -1,0 +1,176 @@
+"""Pooling in the frontend and the engine: which requests pool, how, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hardpoint.errors import RequestError, shown
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    FrontendHalf,
+    ModelRunnerOutput,
+    Pooler,
+    ReasoningMarkers,
+    RequestFault,
+    SchedulerOutput,
+)
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.part_components import ComponentFactory
+
+from .folder import ModelPooling
+from .messages import PoolingReport
+
+KIND = "poolers"
+
+OF_TOKENS = ("token_embed",)
+"""Tasks that have a result for each token."""
+
+TASKS = ("embed", "token_embed")
+"""Tasks of models without a head that classifies."""
+
+
+class PooledRequests(FrontendHalf):
+    """Checks the parameters of requests that pool, and fills in those of the model."""
+
+    def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
+        """Look poolers up in `components`; `model` has what requests leave open."""
+        self._components, self._model = components, model
+
+    def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
+        """Complete a request that pools.
+
+        Raises:
+            RequestError: its pooler is not enabled, or is not one for its task.
+        """
+        if (params := request.pooling_params) is None:
+            return
+        per_token = params.task in OF_TOKENS
+        name = params.pooler or ("all" if per_token else self._model.pooler or "last")
+        cls = self._class_of(name, params)
+        if params.task == "classify" and params.dimensions is not None:
+            raise RequestError(
+                f'dimensions: expected none for the task "classify", got {params.dimensions}'
+            )
+        self._check_dimensions(params.dimensions)
+        normalize = self._model.normalize or per_token
+        request.pooling_params = msgspec.structs.replace(
+            params,
+            pooler=name,
+            normalize=normalize if params.normalize is None else params.normalize,
+            plugin_args={},
+        )
+        request.params = msgspec.structs.replace(
+            request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
+        )
+
+    def _check_dimensions(self, size: int | None) -> None:
+        """Check the size that vectors are to be cut to.
+
+        Raises:
+            RequestError: the model was not trained for it.
+        """
+        cuts = self._model.cuts
+        if size is None or (cuts and size in cuts):
+            return
+        if cuts:
+            raise RequestError(
+                f"dimensions: expected one of {', '.join(map(str, cuts))}, for which the model was "
+                f"trained, got {size}"
+            )
+        if cuts is not None:
+            raise RequestError(
+                f"dimensions: expected none, for the model was not trained for vectors that are "
+                f"cut: its config.json has no matryoshka_dimensions, nor is_matryoshka; got {size}"
+            )
+        if self._model.size is not None and size > self._model.size:
+            raise RequestError(f"dimensions: expected at most {self._model.size}, got {size}")
+
+    def _class_of(self, name: str, params: PoolingParams) -> type[Pooler]:
+        """Return the class of the pooler of a request.
+
+        Raises:
+            RequestError: there is none, or it is not one for the task.
+        """
+        fitting: list[str] = []
+        per_token = params.task in OF_TOKENS
+        found: type[Pooler] | None = None
+        for known in self._components.enabled(KIND):
+            cls = self._components.find(KIND, known)
+            assert cls is not None, "it is enabled"
+            assert issubclass(cls, Pooler), "the registry has checked it"
+            if cls.per_token == per_token:
+                fitting.append(known)
+                found = cls if known == name else found
+        if found is None:
+            hint = "" if name in self._components.enabled(KIND) else self._hint(name)
+            raise RequestError(
+                f"pooler: expected one of {', '.join(sorted(fitting))} for the task "
+                f'"{params.task}", got {name!r}{hint}'
+            )
+        return found
+
+    def _hint(self, name: str) -> str:
+        return self._components.hint(KIND, name)
+
+
+class PooledResults(EngineHalf):
+    """Hands the vectors of workers on to the scheduler, which ends their requests."""
+
+    def __init__(self, name: str, model: ModelPooling) -> None:
+        """Read the reports of the part of that name; `model` is described by calls."""
+        self._name, self._model = name, model
+        self.tasks = ("classify",) if model.labels else TASKS
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        """Return whether a request pools."""
+        return request.pooling_params is not None
+
+    def begin(self, plan: SchedulerOutput) -> bytes:  # noqa: ARG002
+        """Return nothing but that there are such requests: the plan has their parameters."""
+        return b""
+
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer a call of a program.
+
+        "describe" returns how the model pools. "prompt" returns the text that comes before those
+        that are embedded: with `name`, the one of that name, or the default one for None; with
+        `purpose`, that of a "query" or a "document", empty if the model has none.
+
+        Raises:
+            RequestError: it is another call, or there is no such prompt.
+        """
+        if method not in ("describe", "prompt"):
+            raise RequestError(f'method: expected "describe" or "prompt", got {shown(method)}')
+        model = self._model
+        if method == "prompt":
+            return model.prompt(arguments.get("name"), arguments.get("purpose"))
+        return {
+            "pooler": model.pooler or "last",
+            "normalize": model.normalize,
+            "dimensions": model.size,
+            "matryoshka_dimensions": None if model.cuts is None else list(model.cuts),
+            "prompts": dict(model.prompts),
+            "default_prompt": model.default_prompt,
+            "labels": list(model.labels),
+        }
+
+    def result(
+        self,
+        plan: SchedulerOutput,  # noqa: ARG002
+        result: ModelRunnerOutput,
+    ) -> Mapping[str, RequestFault]:
+        """Read the vectors of prompts that are complete; return those that could not be pooled."""
+        faults: dict[str, RequestFault] = {}
+        for data in result.part_reports.get(self._name, {}).values():  # of the rank that samples
+            report = msgspec.msgpack.decode(data, type=PoolingReport)
+            for name, pooled in report.pooled.items():
+                values = np.frombuffer(pooled.values, "<f4").reshape(pooled.shape)
+                result.pooler_output[name] = values
+            for name, (message, pooler) in report.failed.items():
+                faults[name] = RequestFault(message, pooler)
+        return faults

@@ -272,14 +272,12 @@ class ModelRunner:
         output.faults, self._broken = self._broken, {}
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
-        indices = [
-            index
-            for index, request in enumerate(step.requests)
-            if step.samples[index] and request.request_id not in output.faults
-        ]
-        if indices:
+        samples = step.samples
+        if output.faults:
+            samples &= [request.request_id not in output.faults for request in step.requests]
+        if len(indices := samples.nonzero()[0]):
             last = step.query_starts[1:][indices] - 1
-            requests = [step.requests[index] for index in indices]
+            requests = [step.requests[index] for index in indices.tolist()]
             if plan.draft_token_ids:
                 self._verify(hidden, last.tolist(), requests, plan, output, bitmask)
             else:

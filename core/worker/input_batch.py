@@ -341,7 +341,7 @@ class InputBatch:
         """Return the input of a step, its drafts included; count its tokens as computed."""
         rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
-        if (num_single := np.count_nonzero(counts == 1)) < len(rows):
+        if (num_single := int(np.count_nonzero(counts == 1))) < len(rows):
             order = np.argsort(counts > 1, kind="stable")
             rows, counts = rows[order], counts[order]
         ends = self._with_drafts(drafts)[rows]

@@ -341,13 +341,13 @@ class InputBatch:
         """Return the input of a step, its drafts included; count its tokens as computed."""
         rows = np.fromiter((self._row_of[r] for r in scheduled), np.int64, len(scheduled))
         counts = np.fromiter(scheduled.values(), np.int64, len(scheduled))
-        order = np.argsort(counts > 1, kind="stable")
-        rows, counts = rows[order], counts[order]
+        if (num_single := int(np.count_nonzero(counts == 1))) < len(rows):
+            order = np.argsort(counts > 1, kind="stable")
+            rows, counts = rows[order], counts[order]
         ends = self._with_drafts(drafts)[rows]
         starts = self._num_computed[rows]
         query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_starts[1:])
-        num_single = int((counts == 1).sum())
+        counts.cumsum(out=query_starts[1:])
         row_of, positions = rows, starts.copy()
         if num_single < len(rows):
             seq_of = np.repeat(np.arange(len(rows)), counts)

@@ -282,16 +282,12 @@ class ModelRunner:
         output.faults, self._broken = self._broken, {}
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)
-        indices = [
-            index
-            for index, request in enumerate(step.requests)
-            if step.samples[index]
-            and request.request_id not in output.faults
-            and request.request_id not in self._pooled
-        ]
-        if indices:
+        samples = step.samples
+        if skipped := output.faults.keys() | self._pooled:
+            samples = samples & [request.request_id not in skipped for request in step.requests]
+        if len(indices := samples.nonzero()[0]):
             last = step.query_starts[1:][indices] - 1
-            requests = [step.requests[index] for index in indices]
+            requests = [step.requests[index] for index in indices.tolist()]
             if plan.draft_token_ids:
                 self._verify(hidden, last.tolist(), requests, plan, output, bitmask)
             else:
@@ -401,15 +397,12 @@ class ModelRunner:
 
     def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
         """Return logits as step parts change them."""
-        if not self.parts:
-            return logits
-        return self.parts.logits(logits, requests)
+        return self.parts.logits(logits, requests) if self.parts else logits
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
         """Apply the plan's additions and removals to the batch."""
-        batch.remove(plan.finished_request_ids)
+        batch.remove(plan.finished_request_ids | plan.preempted_request_ids)
         self._pooled -= plan.finished_request_ids
-        batch.remove(plan.preempted_request_ids)
         batch.drop_rejected(plan.cached_requests)
         for sampled in plan.sampled:
             if self._sampling is None:  # else it sampled them itself

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
 
 from hardpoint.plugins import KVSpec
 from hardpoint.testing.suite import Rule
@@ -141,3 +145,39 @@ class RowsCase:
     chunk: int
     others: int
     cache_dtype: str
+
+
+def rows_cases(
+    block_sizes: Sequence[int], specs: st.SearchStrategy[KVSpec], cache_dtypes: Sequence[str]
+) -> st.SearchStrategy[RowsCase]:
+    """Return a strategy for rows that end a sequence."""
+    return st.builds(
+        RowsCase,
+        block_size=st.sampled_from(block_sizes),
+        spec=specs,
+        before=st.integers(0, 20) | st.integers(0, 300),
+        count=st.integers(1, MOST_ROWS),
+        chunk=st.integers(0, 40),
+        others=st.sampled_from((0, 1, 3)),
+        cache_dtype=st.sampled_from(cache_dtypes),
+    )
+
+
+@contextmanager
+def threads_of_torch(count: int) -> Iterator[None]:
+    """Let torch, and what uses its threads, have so many of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Return heads x [tokens, heads, head_size], rotated as `Ops.rotate` does."""
+    size = angles.shape[1]
+    cos, sin = angles.unsqueeze(1).chunk(2, -1)
+    a, b = x[..., :size].float().chunk(2, -1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return torch.cat((turned, x[..., size:]), -1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +27,6 @@ from .attention_cases import (
     GROUPS,
     HEADS,
     LAYERS,
-    MOST_ROWS,
     PADDING,
     RESULT,
     ROTATES,
@@ -38,8 +36,19 @@ from .attention_cases import (
     WINDOW,
     Case,
     RowsCase,
+    rotated,
+    rows_cases,
+    threads_of_torch,
 )
-from .block_views import BLOCK_VIEWS, MOVED_BLOCKS, NUM_BLOCKS, check_views, move_blocks
+from .block_views import (
+    BLOCK_VIEWS,
+    MOVED_BLOCKS,
+    NUM_BLOCKS,
+    check_views,
+    move_blocks,
+    num_bytes,
+    tensors_of,
+)
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
 
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
@@ -278,16 +287,7 @@ class AttentionBackendSuite(ComponentSuite):
             st.sampled_from(self.windows),
             st.sampled_from((None, *softcaps)),
         )
-        cases = st.builds(
-            RowsCase,
-            block_size=st.sampled_from(self.block_sizes),
-            spec=specs,
-            before=st.integers(0, 20) | st.integers(0, 300),
-            count=st.integers(1, MOST_ROWS),
-            chunk=st.integers(0, 40),
-            others=st.sampled_from((0, 1, 3)),
-            cache_dtype=st.sampled_from(("auto", *self._coded_dtypes())),
-        )
+        cases = rows_cases(self.block_sizes, specs, ("auto", *self._coded_dtypes()))
         self._device()  # skips
         for dtype in self.dtypes:
             check = functools.partial(self._check_rows, dtype)
@@ -447,7 +447,7 @@ class AttentionBackendSuite(ComponentSuite):
                 if rule is ROTATES:
                     angles = self._angles(generator, spec, tokens)
                     out = backend.rotate_and_attend(spec, cache, plan, *tensors, v.clone(), angles)
-                    q, k = _rotated(q, angles), _rotated(k, angles)
+                    q, k = rotated(q, angles), rotated(k, angles)
                 else:
                     out = backend.attend(spec, cache, plan, *tensors, v.clone())
                 history.append(counts, k, v)
@@ -577,7 +577,7 @@ class AttentionBackendSuite(ComponentSuite):
         limit = 0.0 if self.batch_invariant else self.tolerance or _TOLERANCES.get(dtype, 1e-4)
         for threads in (1, 2):
             for chunk in (0, min(case.chunk, case.before)):
-                with _threads(threads):
+                with threads_of_torch(threads):
                     found = attend(case.before - chunk, length, others_too=True)[chunk:]
                 difference = (found.double() - alone.double()).abs().nan_to_num(torch.inf)
                 if float(difference.max()) > limit:
@@ -598,7 +598,7 @@ class AttentionBackendSuite(ComponentSuite):
                 f"bytes_per_block returned {short_repr(size)}", "return a whole number >= 1"
             )
         few, many = backend.allocate(spec, 8), backend.allocate(spec, 40)
-        taken = (_num_bytes(many) - _num_bytes(few)) / 32
+        taken = (num_bytes(many) - num_bytes(few)) / 32
         if taken and not taken <= size <= 2 * taken:
             raise Violation(
                 f"each block of {block_size} tokens takes {taken:.0f} bytes of what allocate "
@@ -607,7 +607,7 @@ class AttentionBackendSuite(ComponentSuite):
                 "dtype or as codes and their scales: the engine makes as many blocks as fit into "
                 "memory by this number",
             )
-        for tensor in _tensors(few):
+        for tensor in tensors_of(few):
             if tensor.any():
                 raise Violation("a new cache is not zero", "allocate with torch.zeros")
 
@@ -618,7 +618,7 @@ class AttentionBackendSuite(ComponentSuite):
         """Compute a sequence, copy its blocks to another cache, and continue in that."""
         backend, device = self._make(block_size, dtype, cache_dtype), self._device()
         spec = KVSpec(*heads, self.head_sizes[-1], 0.4)
-        check_views(backend, spec, _tensors)
+        check_views(backend, spec, tensors_of)
         old = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)
         new = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=False)
         cache = backend.allocate(spec, NUM_BLOCKS)
@@ -637,17 +637,6 @@ class AttentionBackendSuite(ComponentSuite):
                 cache = move_blocks(backend, spec, cache, tables)
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let torch, and what uses its threads, have so many of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _reraise(cause: BaseException) -> None:
     raise cause
 
@@ -655,25 +644,3 @@ def _reraise(cause: BaseException) -> None:
 def _fields(step: AttentionStep) -> dict[str, Any]:
     names = ("query_starts", "seq_lens", "block_table", "slots")
     return {f"step.{name}": getattr(step, name) for name in names}
-
-
-def _tensors(cache: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a cache: a tensor, or a list, tuple or dict of such."""
-    if isinstance(cache, torch.Tensor):
-        yield cache
-    elif isinstance(cache, Mapping | list | tuple):
-        for part in cache.values() if isinstance(cache, Mapping) else cache:
-            yield from _tensors(part)
-
-
-def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return heads x [tokens, heads, head_size], rotated as `Ops.rotate` does."""
-    size = angles.shape[1]
-    cos, sin = angles.unsqueeze(1).chunk(2, -1)
-    a, b = x[..., :size].float().chunk(2, -1)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-    return torch.cat((turned, x[..., size:]), -1)
-
-
-def _num_bytes(cache: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(cache))

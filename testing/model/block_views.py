@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,3 +116,17 @@ def move_blocks(
     for source in sources:
         source.fill_(0x5A)
     return moved
+
+
+def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a cache: a tensor, or a list, tuple or dict of such."""
+    if isinstance(cache, torch.Tensor):
+        yield cache
+    elif isinstance(cache, Mapping | list | tuple):
+        for part in cache.values() if isinstance(cache, Mapping) else cache:
+            yield from tensors_of(part)
+
+
+def num_bytes(cache: Any) -> int:
+    """Return the bytes of the tensors of a cache."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(cache))

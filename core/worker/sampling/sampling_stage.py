@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hardpoint.boundary.activity import Activity, PluginCalls
@@ -115,13 +116,14 @@ class _StepRows:
 
     def for_sampler(self) -> SamplingRows:
         """Return the rows as a sampler gets them in this step."""
-        positions = [len(request.output_token_ids) for request in self._requests]
+        count = len(self._requests)
+        lengths = (len(request.output_token_ids) for request in self._requests)
         return SamplingRows(
             self._greedy,
             self._all_greedy,
             self._any_greedy,
             self._seeds,
-            to_device(positions, self._device),
+            to_device(np.fromiter(lengths, np.int64, count), self._device),
             self._arguments,
             self._columns,
         )
@@ -303,7 +305,7 @@ class SamplingStage:
         tokens, logit_of, *more = fetch(wanted)
         bad_rows = [
             row
-            for row, logit in enumerate(logit_of)
+            for row, (logit,) in enumerate(logit_of)
             if not math.isfinite(logit) and requests[row].request_id not in faults
         ]
         choice = _Choice(chosen, tokens, bad_rows, {}, {})
@@ -316,7 +318,7 @@ class SamplingStage:
         return choice
 
     def _sampled(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token that the sampler chooses of each row, and its logit."""
+        """Return the token that the sampler chooses of each row, and its logit [rows, 1]."""
         chosen = self._sample(logits, self._rows.for_sampler())
         try:
             TOKENS.check(chosen, (logits,), (logits,))
@@ -325,7 +327,7 @@ class SamplingStage:
         # NaN and +inf win every maximum, and -inf is chosen only where no other token is left; so
         # the chosen logit shows whether its row is finite.
         try:
-            return chosen, logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+            return chosen, logits.gather(1, chosen.unsqueeze(1))
         except RuntimeError:
             self._check_vocabulary(chosen, logits.shape[1])
             raise

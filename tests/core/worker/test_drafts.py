@@ -15,6 +15,7 @@ from support.plugins.observing import Bytes, Follows
 from support.searching import examples
 
 from hardpoint import SamplingParams, plugins
+from hardpoint.boundary.parts.components import describe_fault
 from hardpoint.builtin_plugins.logits import (
     bias,
     masks,
@@ -231,6 +232,7 @@ def answers_of(requests: list[LogitsRequest]) -> dict[str, Answer]:
             ),
             Thirds(),
             VOCAB,
+            describe_fault,
         )
         for request in requests[::2]
     }

@@ -17,6 +17,7 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
+    LoRARequest,
     ConfigError,
     EngineConfig,
     RequestOutput,
@@ -232,6 +233,15 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
     def argument_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
         return self._engine.parts.plugins.argument_schemas()
+
+    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
+        """Return what the enabled adapter resolvers find for a name; None if none knows it.
+
+        Raises:
+            RequestError: one refuses the name.
+            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
+        """
+        return await self._engine.resolve_adapter(name)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".

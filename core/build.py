@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hardpoint.boundary.adapter_resolvers import AdapterResolvers
 from hardpoint.boundary.errors import naming_plugin
 from hardpoint.boundary.parts.frontend_parts import FrontendParts, frontend_parts
 from hardpoint.boundary.text_guards import open_parser, open_tokenizer
@@ -188,12 +189,14 @@ class _Prepared:
     clock: Callable[[], float]
     statistics: Statistics | None
     step_parts: FrontendParts
+    adapter_resolvers: AdapterResolvers
     vocabulary: Vocabulary | None
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the step parts and the statistics if the body fails."""
+        """Close the step parts, the statistics and the adapter resolvers if the body fails."""
         with contextlib.ExitStack() as undo:
+            undo.callback(self.adapter_resolvers.close)
             if self.statistics is not None:
                 undo.callback(self.statistics.close)
             undo.callback(self.step_parts.close)
@@ -230,6 +233,7 @@ class _Prepared:
             clock=self.clock,
             statistics=self.statistics,
             step_parts=self.step_parts,
+            adapter_resolvers=self.adapter_resolvers,
         )
 
 
@@ -257,6 +261,8 @@ def _prepare(
         step_parts = frontend_parts(plugins, config, vocabulary, spec.model_config.vocab_size)
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
+        adapter_resolvers = AdapterResolvers(plugins, config)
+        undo.callback(adapter_resolvers.close)
         statistics = open_statistics(config, plugins, clock)
         undo.pop_all()
     return _Prepared(
@@ -269,6 +275,7 @@ def _prepare(
         clock,
         statistics,
         step_parts,
+        adapter_resolvers,
         vocabulary.found,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
+from hardpoint.boundary.adapter_resolvers import AdapterResolvers
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
@@ -42,6 +43,7 @@ class EngineParts:
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
         step_parts: frontend halves of step parts; closed with the engine.
+        adapter_resolvers: closed with the engine; None are none.
     """
 
     config: EngineConfig
@@ -57,6 +59,7 @@ class EngineParts:
     clock: Callable[[], float]
     statistics: Statistics | None = None
     step_parts: FrontendParts = field(default_factory=FrontendParts)
+    adapter_resolvers: AdapterResolvers | None = None
 
     def with_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]

@@ -17,9 +17,9 @@ from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
-    LoRARequest,
     ConfigError,
     EngineConfig,
+    LoRARequest,
     RequestOutput,
     SamplingParams,
     SchedulingPolicy,

@@ -18,7 +18,7 @@ from .suite import Rule, checks, short_repr
 from .threads import in_thread
 
 RESULT = Rule(
-    "result: a resolver returns an absolute Path, a LoRARequest of the name that was asked, or None",
+    "result: a resolver returns an absolute Path, a LoRARequest of the name, or None",
     "return `Path(...).resolve()`, or None for a name that is not known",
 )
 KNOWN = Rule(

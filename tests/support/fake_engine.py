@@ -192,6 +192,9 @@ class FakeEngine:
     async def tokenise(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    async def resolve_adapter(self, name):
+        return None
+
     async def abort(self, request_ids):
         self.utilities.append(("abort", request_ids))
 
@@ -256,7 +259,7 @@ class FakeEngine:
         self.closed = True
 
     def __getattr__(self, name):
-        if name.startswith("_"):
+        if name.startswith("_") or name in ("add_lora", "remove_lora", "list_loras"):
             raise AttributeError(name)
 
         async def utility(*args, **kwargs):

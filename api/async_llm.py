@@ -235,7 +235,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         return self._engine.parts.plugins.argument_schemas()
 
     async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return what the enabled adapter resolvers find for a name; None if none knows it.
+        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
 
         Raises:
             RequestError: one refuses the name.

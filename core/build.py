@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hardpoint.boundary.adapter_resolvers import AdapterResolvers
 from hardpoint.boundary.errors import naming_plugin
 from hardpoint.boundary.parts.frontend_parts import FrontendParts, frontend_parts
 from hardpoint.boundary.text_guards import open_parser, open_tokenizer
@@ -22,6 +21,7 @@ from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter

@@ -1,4 +1,4 @@
-"""Adapter resolvers: the files of an adapter that a request names and nobody has loaded."""
+"""Adapter resolvers: find the files of an adapter that a request names and that is not loaded."""
 
 from __future__ import annotations
 

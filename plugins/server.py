@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections.abc as c
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
 import msgspec
@@ -21,7 +20,7 @@ from .config import EngineConfig
 from .manifest import Manifest
 from .params import SamplingParams
 from .request_options import ChatOptions, ChatRequestOptions, RequestOptions
-from .requests import LoRARequest, Prompt, RequestOutput, ToolCall
+from .requests import Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
@@ -113,14 +112,6 @@ class AsyncGenerator(Protocol):
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread."""
-
-    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return what the enabled adapter resolvers find for a name; None if none knows it.
-
-        Raises:
-            RequestError: one refuses the name.
-            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
-        """
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; unknown ids are ignored."""

@@ -24,7 +24,6 @@ from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.typed import shown
 
-from .adapters import Adapters
 from .bodies import check_lengths, convert_body, decode_object, without_ignored
 from .config import ServerConfig
 from .errors import (
@@ -37,6 +36,7 @@ from .errors import (
 )
 from .extensions import Transforms
 from .faults import ServerFaults
+from .operations.adapters import Adapters
 from .operations.traffic import Traffic, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, ended_early, while_connected

@@ -97,7 +97,7 @@ class AsyncEngine(WatchedEngine):
         return self.parts.hooks.server_extensions(server)
 
     async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return what the adapter resolvers find for a name; None if none knows it.
+        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
 
         Raises:
             RequestError: one refuses the name.

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.adapter_resolvers import AdapterResolvers
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
@@ -26,6 +25,7 @@ from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
+from .adapter_resolvers import AdapterResolvers
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
 
@@ -43,7 +43,7 @@ class EngineParts:
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
         step_parts: frontend halves of step parts; closed with the engine.
-        adapter_resolvers: closed with the engine; None are none.
+        adapter_resolvers: closed with the engine; None if there is none.
     """
 
     config: EngineConfig

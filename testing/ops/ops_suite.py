@@ -327,8 +327,8 @@ class OpsSuite(ComponentSuite):
 
     @checks(rules.ROWS, cases=_tensors)
     def test_lora_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """What adapters add to a row is the same alone, in any order, whatever the other adapters
-        are, with ranks of zeros, and with matrices that are parts of larger ones.
+        """The change of a row by adapters is the same alone, in any order, with any other adapters,
+        with ranks of zeros, and with matrices that are parts of larger ones.
         """
         count, columns = 3, size + 1
         arguments = self._draw_lora(rows, size, columns, count, dtype)

@@ -192,9 +192,6 @@ class FakeEngine:
     async def tokenise(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def resolve_adapter(self, name):
-        return None
-
     async def abort(self, request_ids):
         self.utilities.append(("abort", request_ids))
 

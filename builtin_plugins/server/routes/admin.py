@@ -11,9 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from hardpoint.builtin_plugins.server.adapters import LoadAdapter, UnloadAdapter
 from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, UnloadAdapter
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import EngineDeadError, PluginError

@@ -273,7 +273,7 @@ def test_a_faulty_resolver_ends_its_requests_alone(server, folder):
     assert complete(server, "smollm2").status_code == 200
 
 
-def test_an_engine_without_adapters_says_so(folder, tmp_path):
+def test_an_engine_without_adapters_is_reported(folder, tmp_path):
     settings = {"admin": f"unix:{tmp_path}/admin.sock", "adapter_folders": [str(folder)]}
     with running(FakeEngine(config=configured(**settings))) as server:
         answer = load(server, folder / "sql")

@@ -6,17 +6,21 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import AdapterResolver, AdapterResolverContext, EngineConfig, LoRARequest
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.plugin_set import PluginSet
 
-from .activity import PluginCalls
-from .errors import close_all
-from .guard import UNWATCHED, guard
-
 KIND = "adapter_resolvers"
 _THREADS = 4  # of their own: one that hangs must not keep others from tokenising
+
+
+def guarded_resolver(resolver: AdapterResolver, source: Source) -> AdapterResolver:
+    """Return a resolver whose faults name it."""
+    return guard(resolver, KIND, calls=PluginCalls(UNWATCHED, KIND, source))
 
 
 class AdapterResolvers:
@@ -33,9 +37,10 @@ class AdapterResolvers:
         self._resolvers: list[tuple[AdapterResolver, Source]] = []
         try:
             for entry in plugins.entries(KIND):
-                made = plugins.create(entry, AdapterResolverContext, model=config.model)
-                calls = PluginCalls(UNWATCHED, KIND, entry.source)
-                self._resolvers.append((guard(made, KIND, calls=calls), entry.source))
+                made: AdapterResolver = plugins.create(
+                    entry, AdapterResolverContext, model=config.model
+                )
+                self._resolvers.append((guarded_resolver(made, entry.source), entry.source))
         except BaseException:
             self.close()
             raise

@@ -16,12 +16,11 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.errors import shown
 from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.typed import Strict
-
-from .errors import AnswerError
 
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 
@@ -35,8 +34,16 @@ class AdapterEngine(Protocol):
     async def add_lora(self, request: LoRARequest) -> Any:
         """Load an adapter; one of the same name is replaced for the requests that follow."""
 
-    async def remove_lora(self, adapter_id: int, mode: str = ...) -> Any:
+    async def remove_lora(self, number: int, mode: str = ...) -> Any:
         """Unload an adapter."""
+
+    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
+        """Return the adapter that the enabled resolvers find for a name; None if there is none.
+
+        Raises:
+            RequestError: one refuses the name.
+            PluginFaultError: one failed, or took too long.
+        """
 
     async def list_loras(self) -> Collection[LoRARequest]:
         """Return the loaded adapters."""
@@ -134,7 +141,7 @@ class Adapters:
         await self._refresh()
         if (loaded := self._loaded.get(name)) is not None:
             return loaded.request
-        found = await self._engine.resolve_adapter(name)
+        found = await self._check_engine().resolve_adapter(name)
         if found is None:
             return None
         path = found.path if isinstance(found, LoRARequest) else str(found)

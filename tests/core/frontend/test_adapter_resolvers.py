@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hardpoint.boundary.adapter_resolvers import AdapterResolvers
+from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.errors import PluginFaultError, PluginLoadError, RequestError
 from hardpoint.plugins import AdapterResolver, EngineConfig
 from hardpoint.registry.configuration import config_from

@@ -206,6 +206,13 @@ __attribute__((noinline)) void expand_tile(const float* inner, long rank, const 
     }
 }
 
+// Ask memory for rows that are read soon: of short ones, the processor itself asks too late.
+template <class T>
+INLINE void prefetch_rows(const T* from, long stride, long rows, long width) {
+  for (long row = 0; row < rows; row++)
+    for (long k = 0; k < width; k += 64 / sizeof(T)) __builtin_prefetch(from + row * stride + k);
+}
+
 // Threads for the work on so many rows and blocks with matrices of `size` numbers.
 inline int threads_for(long rows, long blocks, long size) {
   long worth = (rows + READ * blocks) * size / GRAIN;
@@ -236,6 +243,7 @@ void add(Y* y, long y_stride, const T* x, long x_stride, const Adapters<T>& adap
     Block block = blocks[item / parts];
     long first = item % parts * per_item, last = std::min(first + per_item, rank);
     const T* a = adapters.a + block.adapter * adapters.a_stride;
+    prefetch_rows(a + first * adapters.a_row_stride, adapters.a_row_stride, last - first, depth);
     in_tiles<SHRINK_ROWS>(block.from, block.to, [=](auto tile_rows, long row) {
       constexpr int R = decltype(tile_rows)::value;
       const T* x_rows[R];
@@ -256,6 +264,8 @@ void add(Y* y, long y_stride, const T* x, long x_stride, const Adapters<T>& adap
     float* panel = panel_scratch.get((rank + STEP<T>) * PANEL);
     const T* b = adapters.b + block.adapter * adapters.b_stride;
     float scale = adapters.scales[block.adapter];
+    long width = std::min(PANELS * PANEL, columns - first);
+    prefetch_rows(b + first * adapters.b_row_stride, adapters.b_row_stride, width, rank);
     for (long column = first; column < std::min(first + PANELS * PANEL, columns); column += PANEL) {
       pack_panel(adapters, b, column, panel);
       in_tiles<EXPAND_ROWS>(block.from, block.to, [=](auto tile_rows, long row) {

@@ -102,6 +102,7 @@ POOLING = whole(
     dimensions=st.none() | st.integers(1, 99),
     normalize=st.none() | st.booleans(),
 )
+LORAS = whole(LoRARequest, name=TEXT, id=st.integers(1, 9), path=TEXT, content_hash=TEXT)
 FEATURES = whole(
     MultiModalFeature, identifier=TEXT, offset=st.integers(0, 9), length=st.integers(1, 9)
 )
@@ -120,7 +121,7 @@ REQUESTS = whole(
     tags=st.dictionaries(TEXT, TEXT, max_size=2),
     timeout=st.none() | FLOATS,
     cache_salt=MAYBE_TEXT,
-    lora=st.none() | whole(LoRARequest, name=TEXT, id=st.integers(1, 9), content_hash=TEXT),
+    lora=st.none() | LORAS,
     features=st.lists(FEATURES, max_size=2),
     kv_transfer_params=TABLE,
     external_req_id=MAYBE_TEXT,

@@ -19,6 +19,7 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
+    LoRARequest,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -263,6 +264,15 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
     def argument_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each enabled plugin's arguments, by the plugin's name."""
         return self._engine.parts.plugins.argument_schemas()
+
+    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
+        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
+
+        Raises:
+            RequestError: one refuses the name.
+            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
+        """
+        return await self._engine.resolve_adapter(name)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".

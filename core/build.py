@@ -21,6 +21,7 @@ from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.lifecycle import Restarter
@@ -188,12 +189,14 @@ class _Prepared:
     clock: Callable[[], float]
     statistics: Statistics | None
     step_parts: FrontendParts
+    adapter_resolvers: AdapterResolvers
     vocabulary: Vocabulary | None
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the step parts and the statistics if the body fails."""
+        """Close the step parts, the statistics and the adapter resolvers if the body fails."""
         with contextlib.ExitStack() as undo:
+            undo.callback(self.adapter_resolvers.close)
             if self.statistics is not None:
                 undo.callback(self.statistics.close)
             undo.callback(self.step_parts.close)
@@ -230,6 +233,7 @@ class _Prepared:
             clock=self.clock,
             statistics=self.statistics,
             step_parts=self.step_parts,
+            adapter_resolvers=self.adapter_resolvers,
         )
 
 
@@ -259,6 +263,8 @@ def _prepare(
         )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
+        adapter_resolvers = AdapterResolvers(plugins, config)
+        undo.callback(adapter_resolvers.close)
         statistics = open_statistics(config, plugins, clock)
         undo.pop_all()
     return _Prepared(
@@ -271,6 +277,7 @@ def _prepare(
         clock,
         statistics,
         step_parts,
+        adapter_resolvers,
         vocabulary.found,
     )
 

@@ -17,6 +17,7 @@ from hardpoint.errors import ConfigError, HardpointError, ModelError, Overloaded
 from hardpoint.typed import Arguments, Options, State
 
 from . import moved
+from .adapter_resolver import AdapterResolver, AdapterResolverContext
 from .arguments import PrepareContext
 from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
 from .commands import Command, CommandContext
@@ -86,6 +87,7 @@ from .requests import (
     EngineCoreRequest,
     FinishReason,
     Logprob,
+    LoRARequest,
     PrefillStats,
     RequestOutput,
 )
@@ -249,6 +251,10 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ReasoningMarkers",
     "ReasoningPosition",
     "ReasoningTracker",
+    # Adapter resolvers: provisional
+    "AdapterResolver",
+    "AdapterResolverContext",
+    "LoRARequest",
     # Stat sinks: stable
     "IterationStats",
     "PluginReport",

@@ -313,6 +313,20 @@ class SamplerConfig(Strict):
     logprobs: Literal["raw", "processed"] = "raw"
 
 
+class AdaptersConfig(Strict):
+    """Low-rank adapters (LoRA).
+
+    Attributes:
+        resolvers: what finds the adapter of a name that a request has and that nothing is loaded
+            under, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
+            another name, and options of its own in `[plugin.shared]`.
+        resolve_seconds: maximum time of a resolver for a name.
+    """
+
+    resolvers: list[Reference | PluginUse] = []
+    resolve_seconds: PositiveSeconds = 10.0
+
+
 class SpeculationConfig(Strict):
     """Speculation: drafts of tokens that the next step verifies. They change no output.
 

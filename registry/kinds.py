@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from hardpoint.plugins.adapter_resolver import AdapterResolver
 from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.attention import AttentionBackend
 from hardpoint.plugins.component import Component
@@ -359,6 +360,16 @@ KINDS: dict[str, Kind] = {
             suite="OutputParserSuite",
             contract=2,
             role="tools",
+        ),
+        Kind(
+            name="adapter_resolvers",
+            interface=AdapterResolver,
+            number=Number.MANY,
+            processes=(Process.FRONTEND,),
+            fault_scope=FaultScope.REQUEST,
+            chosen_by="adapters.resolvers",
+            summary="Find the files of an adapter that a request names.",
+            suite="AdapterResolverSuite",
         ),
         Kind(
             name="stat_sinks",

@@ -26,6 +26,7 @@ from .scripted import (
 )
 
 if TYPE_CHECKING:
+    from hardpoint.testing.adapter_resolver_suite import AdapterResolverSuite
     from hardpoint.testing.engine_access import load_ops
     from hardpoint.testing.kv.connector_suite import KVConnectorSuite
     from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EOS",
+    "AdapterResolverSuite",
     "AttentionBackendSuite",
     "CommandSuite",
     "CommunicatorSuite",
@@ -114,6 +116,7 @@ __all__ = [
 
 
 _LAZY = {
+    "AdapterResolverSuite": "adapter_resolver_suite",
     "AttentionBackendSuite": "model.attention_suite",
     "EvictionPolicySuite": "scheduling.eviction_suite",
     "CommandSuite": "running.command_suite",

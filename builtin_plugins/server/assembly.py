@@ -161,7 +161,7 @@ class _Context:
 
     def model(self, name: str | None) -> str:
         """Return the name of the model for an answer."""
-        return self.service.model(name)
+        return self.service.base_model(name)
 
     def check_prompt(self, *parts: Any, name: str = "prompt") -> None:
         """Check the size of what a prompt is made of."""

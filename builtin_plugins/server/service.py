@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.errors import EngineDeadError
-from hardpoint.plugins import RequestError
+from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.typed import shown
@@ -36,6 +36,7 @@ from .errors import (
 )
 from .extensions import Transforms
 from .faults import ServerFaults
+from .operations.adapters import Adapters
 from .operations.traffic import Traffic, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, ended_early, while_connected
@@ -185,6 +186,7 @@ class Service:
         drain_asked: whether an administrator has asked for the server's end.
         traffic: traffic of all routes.
         receiver: receiver of the users' bodies.
+        adapters: adapters that requests may name as their model.
     """
 
     def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
@@ -194,6 +196,7 @@ class Service:
         self.has_keys = False
         self.settings = engine.config.table(ServerConfig)
         self.names = self.settings.served_names or [engine.config.model]
+        self.adapters = Adapters(engine, self.names, self.settings.adapter_folders)
         self.version = version
         self.transforms = Transforms()
         self.routes: Sequence[Route] = ()
@@ -277,15 +280,33 @@ class Service:
             fields = prepared(fields)
         return convert_body(fields, type_, lenient=lenient, has_nulls=has_nulls)
 
-    def model(self, name: str | None) -> str:
-        """Return the name of the model for the answer.
+    async def model(self, name: str | None) -> tuple[str, LoRARequest | None]:
+        """Return the name of the model for the answer, and the adapter if it is the name of one.
+
+        Raises:
+            AnswerError: there is no such model.
+            HardpointError: an adapter of that name cannot be found or loaded.
+        """
+        if name is None or name in self.names:
+            return self.base_model(name), None
+        self.check_admission()
+        if (adapter := await self.adapters.find(name)) is not None:
+            return name, adapter
+        raise self.no_model(name)
+
+    def base_model(self, name: str | None) -> str:
+        """Return the name of the model for an answer that no adapter takes part in.
 
         Raises:
             AnswerError: there is no such model.
         """
         if name is None or name in self.names:
             return name or self.names[0]
-        raise AnswerError(
+        raise self.no_model(name)
+
+    def no_model(self, name: str) -> AnswerError:
+        """Return the answer to a name that is none of the model's, nor of an adapter."""
+        return AnswerError(
             404,
             f"model: expected {' or '.join(map(repr, self.names))}, got {shown(name, 200)}",
             param="model",
@@ -343,11 +364,12 @@ class Service:
                 f"{name}: expected at most {limit} characters on this server, got {size}"
             )
 
-    def extras(self, call: Call, asked: Any) -> dict[str, Any]:
+    def extras(self, call: Call, asked: Any, adapter: LoRARequest | None = None) -> dict[str, Any]:
         """Return a request's options besides prompt and parameters, within the client's bounds.
 
         Args:
             asked: with fields of the same names, or without.
+            adapter: adapter of the request.
 
         Raises:
             AnswerError: it has kv_transfer_params, and its key may give none.
@@ -372,6 +394,7 @@ class Service:
         return {
             **({} if transfer is None else {"kv_transfer_params": transfer}),
             **({"trace_headers": trace} if trace else {}),
+            **({} if adapter is None else {"lora_request": adapter}),
             **({} if last is None else {"truncate_prompt_tokens": last}),
             "priority": priority,
             "timeout": self._timeout(client, getattr(asked, "timeout", None)),

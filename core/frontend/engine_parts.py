@@ -25,6 +25,7 @@ from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
+from .adapter_resolvers import AdapterResolvers
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
 
@@ -42,6 +43,7 @@ class EngineParts:
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
         step_parts: frontend halves of step parts; closed with the engine.
+        adapter_resolvers: closed with the engine; None if there is none.
     """
 
     config: EngineConfig
@@ -57,6 +59,7 @@ class EngineParts:
     clock: Callable[[], float]
     statistics: Statistics | None = None
     step_parts: FrontendParts = field(default_factory=FrontendParts)
+    adapter_resolvers: AdapterResolvers | None = None
 
     def with_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]

@@ -69,7 +69,7 @@ class Frontend:
         assert isinstance(config.max_model_len, int)
         self._hooks = parts.hooks
         self._components = parts.components
-        self._step_parts = parts.step_parts
+        self._step_parts, self._resolvers = parts.step_parts, parts.adapter_resolvers
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
         parts.step_parts.report_to(self._health.record)
         self._arguments = PluginArguments(
@@ -242,6 +242,8 @@ class Frontend:
         with contextlib.ExitStack() as stack:
             stack.callback(close_all, self._components)
             stack.callback(self._step_parts.close)
+            if self._resolvers is not None:
+                stack.callback(self._resolvers.close)
             stack.callback(self._arguments.close)
             if self.statistics is not None:
                 stack.callback(self.statistics.close, self.output.figures())

@@ -16,6 +16,7 @@ from hardpoint.boundary import guard as guard_module
 from hardpoint.boundary.faults import Fanout, StepFaults
 from hardpoint.boundary.guard import boundary_of, checked, guard
 from hardpoint.boundary.text_guards import guarded_parser, guarded_tokenizer
+from hardpoint.builtin_plugins.adapters.folder import Folder
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
@@ -24,8 +25,10 @@ from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.engine.policy import guarded_policy
+from hardpoint.core.frontend.adapter_resolvers import guarded_resolver
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
+    AdapterResolver,
     DraftRequest,
     EvictionContext,
     EvictionPolicy,
@@ -265,9 +268,21 @@ RAISING = [
     ("reasoning_parsers", "markers", (), (), "returned (), expected ReasoningMarkers"),
     ("reasoning_parsers", "token_ids", None, 1, "returned 1, expected token ids: TypeError: "),
     ("reasoning_parsers", "call_format", ({},), "x", "returned no Format: StructuralTag.format: "),
+    (
+        "adapter_resolvers",
+        "resolve",
+        ("x",),
+        "y",
+        "returned 'y', expected a Path, a LoRAReque",
+    ),
     ("reasoning_parsers", "open", (None,), "x", "failed: AttributeError: 'str' object has no att"),
 ]
 GUARDS = {
+    "adapter_resolvers": (
+        AdapterResolver,
+        Folder,
+        lambda resolver, source, vocab_size: guarded_resolver(resolver, source),
+    ),
     "tokenizers": (Tokenizer, TransformersTokenizer, guarded_tokenizer),
     "reasoning_parsers": (
         OutputParser,

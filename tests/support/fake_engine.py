@@ -278,7 +278,7 @@ class FakeEngine:
         self.closed = True
 
     def __getattr__(self, name):
-        if name.startswith("_"):
+        if name.startswith("_") or name in ("add_lora", "remove_lora", "list_loras"):
             raise AttributeError(name)
 
         async def utility(*args, **kwargs):

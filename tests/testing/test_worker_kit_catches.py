@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.broken import attention, loaders, models, ops, samplers, shared_models
 from support.kit_suites import (
     assert_fails,
@@ -116,6 +117,8 @@ OPS = [
     (ops.SeesOneMore, "attend_within", "values", "attend_within differs by"),
     (ops.AttendsInFloat64, "attend_within", "result", "expected the same shape, torch.float32"),
     (ops.ScalesTheQueries, "attend_within", "in place", "attend_within changed q, k or v"),
+    (ops.MultipliesByZeroForNone, "lora_rows", "rows", "with other adapters of NaN differs by nan"),
+    (ops.ReadsContiguousAdapters, "lora_rows", "rows", "add_lora with parts of matrices differs"),
     (ops.ArgmaxTakesTheLast, "argmax", "tokens", r"argmax returned token \d+ for row 0 of 1, in"),
     (ops.ArgmaxPassesOverNaN, "argmax", "tokens", r"argmax returned token \d+ for row"),
     (ops.ArgmaxInInt32, "argmax", "result", r"argmax returned torch.int32 .* torch.int64 \[1\]"),
@@ -367,6 +370,13 @@ def test_rows_are_compared_bit_for_bit_where_that_is_claimed(cls):
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)
 def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
     assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
+
+
+def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invariance():
+    attributes = {"ops": ops.AddsLoraByTheNumberOfRows, "dtypes": [torch.bfloat16]}
+    assert message_of(OpsSuite, attributes, "lora_rows") is None
+    attributes["batch_invariant"] = True
+    assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS + QUANTIZED, ids=label)

@@ -340,7 +340,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
             chat_template_kwargs=reasoning_variables(
                 engine.tokenizer.chat_template, body.reasoning_effort, body.chat_template_kwargs
             ),
-            **self._service.extras(asked.call, body),
+            **self._service.extras(asked.call, body, asked.adapter),
         )
         return renamed(outputs, (), body), ChatAnswer(self._service, asked)
 

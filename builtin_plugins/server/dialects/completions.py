@@ -23,7 +23,6 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, TextFields, renamed
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
-from hardpoint.plugins.server import Call
 
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of
@@ -164,7 +163,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         ids = [name] if len(given) == 1 else [f"{name}-{i}" for i in range(len(given))]
         is_list = prompts is body.prompt
         paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]
-        sources = self._outputs(asked.call, body, given, ids)
+        sources = self._outputs(asked, given, ids)
         outputs = numbered(sources[0], paths[0]) if len(ids) == 1 else merged(sources, paths)
         return outputs, CompletionAnswer(self._service, asked, ids)
 
@@ -188,11 +187,11 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
 
     def _outputs(
         self,
-        call: Call,
-        asked: CompletionRequest,
+        of: Asked[CompletionRequest],
         prompts: Sequence[Given],
         ids: Sequence[str],
     ) -> list[AsyncGenerator[RequestOutput, None]]:
+        asked = of.body
         if asked.best_of not in (None, 1 if asked.n is msgspec.UNSET else asked.n):
             raise RequestError(
                 "best_of: expected the value of n, because all completions are returned"
@@ -205,7 +204,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         if asked.echo and asked.logprobs is not None and asked.prompt_logprobs is None:
             fields["prompt_logprobs"] = asked.logprobs
         params = self._params(asked, **fields)
-        extras = self._service.extras(call, asked)
+        extras = self._service.extras(of.call, asked, of.adapter)
         if asked.kv_transfer_params is not None and len(prompts) != 1:
             raise RequestError(
                 f"kv_transfer_params: expected one prompt with them, got {len(prompts)}"

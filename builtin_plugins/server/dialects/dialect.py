@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.server.routes.answers import DONE, engine_id, new
 from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.builtin_plugins.server.streaming import COMMENT
-from hardpoint.plugins import SamplingParams
+from hardpoint.plugins import LoRARequest, SamplingParams
 from hardpoint.plugins.server import Call, Route
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -33,6 +33,7 @@ class Asked(Generic[BodyT]):
         model: name of the model for the answer.
         answer_id: id that clients see.
         request_id: in the engine.
+        adapter: adapter that the model's name is one of; None is the model itself.
     """
 
     call: Call
@@ -40,6 +41,7 @@ class Asked(Generic[BodyT]):
     model: str
     answer_id: str
     request_id: str
+    adapter: LoRARequest | None = None
 
 
 class Answer(ABC, Generic[OutputT]):
@@ -99,9 +101,9 @@ class Dialect(ABC, Generic[BodyT, OutputT]):
         """Answer a request, whole or as the answer comes."""
         body: Any  # bodies have a model, a stream and a request_id
         call, body = await self._service.read(request, self.body_type)
-        model = self._service.model(body.model)
+        model, adapter = await self._service.model(body.model)
         answer_id = new_id(self.id_prefix, body.request_id)
-        asked = Asked(call, body, model, answer_id, engine_id(answer_id, body.request_id))
+        asked = Asked(call, body, model, answer_id, engine_id(answer_id, body.request_id), adapter)
         outputs, answer = await self.begin(asked)
         if not body.stream:
             return await self._service.answer(request, call, lambda: answer.whole(outputs))

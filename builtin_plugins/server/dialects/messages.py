@@ -180,7 +180,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation."""
         call, asked = await self._service.read(request, CountTokensRequest)
-        self._service.model(asked.model)
+        await self._service.model(asked.model)
         check_limits(asked, self._service.settings.limits)
         conversation = self._conversation(asked)
 
@@ -208,7 +208,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
             **self._conversation(body),
             "request_id": asked.request_id,
             "parallel_tool_calls": parallel,
-            **self._service.extras(asked.call, body),
+            **self._service.extras(asked.call, body, asked.adapter),
         }
         if not isinstance(body.thinking, EnabledThinking):
             return engine.chat(sampling_params=params, **given)

@@ -348,7 +348,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             chat_template_kwargs=reasoning_variables(
                 engine.tokenizer.chat_template, body.reasoning.effort, body.chat_template_kwargs
             ),
-            **self._service.extras(asked.call, body),
+            **self._service.extras(asked.call, body, asked.adapter),
         )
         answer = ResponseAnswer(engine.tokenizer, _response(asked, params), logprobs)
         return renamed(outputs, _NAMES, body), answer

@@ -213,7 +213,7 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
         """Return the outputs and the answer; see the base."""
         body = asked.body
         params = self._params_of(body)
-        extras = self._service.extras(asked.call, body)
+        extras = self._service.extras(asked.call, body, asked.adapter)
         generate = self._service.engine.generate
         outputs = generate(body.token_ids, params, asked.request_id, **extras)
         outputs = renamed(renamed(outputs, (), body.sampling_params), _NAMES)
@@ -327,7 +327,7 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a conversation."""
         asked = await self._service.read_plain(request, TokenizeRequest)
-        self._service.model(asked.model)
+        await self._service.model(asked.model)
         return json_response(await self._service.run(request, lambda: self._tokenized(asked)))
 
     async def _tokenized(self, asked: TokenizeRequest) -> Tokenized:
@@ -369,7 +369,7 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
         asked = await self._service.read_plain(request, DetokenizeRequest)
-        self._service.model(asked.model)
+        await self._service.model(asked.model)
         tokenizer = self._service.engine.tokenizer
         with contextlib.suppress(NotImplementedError):  # without details of the request
             size = tokenizer.vocab_size

@@ -280,7 +280,7 @@ class VectorRoutes:
     async def embeddings(self, request: Request) -> Response:
         """Return a vector for each text."""
         call, asked = await self._service.read(request, EmbeddingsRequest)
-        model = self._service.model(asked.model)
+        model = self._service.base_model(asked.model)
         texts = _texts(asked.input, "input")
         params = _params(asked, "embed", dimensions=asked.dimensions, normalize=asked.normalize)
 
@@ -299,7 +299,7 @@ class VectorRoutes:
     async def rerank(self, request: Request) -> Response:
         """Sort documents by how well they match a query."""
         call, asked = await self._service.read(request, RerankRequest)
-        model = self._service.model(asked.model)
+        model = self._service.base_model(asked.model)
         documents = [_document(given, place) for place, given in enumerate(asked.documents)]
         query = {"query": asked.query}
         found = {f"documents[{place}]": text for place, text in enumerate(documents)}
@@ -325,7 +325,7 @@ class VectorRoutes:
     async def score(self, request: Request) -> Response:
         """Return how well texts match."""
         call, asked = await self._service.read(request, ScoreRequest)
-        model = self._service.model(asked.model)
+        model = self._service.base_model(asked.model)
         first, second = _texts(asked.text_1, "text_1"), _texts(asked.text_2, "text_2")
         if len(first) not in (1, len(second)):
             raise RequestError(
@@ -345,7 +345,7 @@ class VectorRoutes:
     async def classify(self, request: Request) -> Response:
         """Return the probability of each class for each text."""
         call, asked = await self._service.read(request, ClassifyRequest)
-        model = self._service.model(asked.model)
+        model = self._service.base_model(asked.model)
         texts = _texts(asked.input, "input")
 
         async def work() -> Classes:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, UnloadAdapter
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import EngineDeadError, PluginError
@@ -130,6 +131,12 @@ class AdminRoutes:
             self._post("/stop_profile", self.stop_profile, Nothing, "Write the profiles."),
             self._post("/log_level", self.set_log_level, SetLogLevel, "Change a log level."),
             self._post("/collective_rpc", self.call_workers, WorkerCall, "Call all workers."),
+            self._post(
+                "/v1/load_lora_adapter", self.load_adapter, LoadAdapter, "Load an adapter (LoRA)."
+            ),
+            self._post(
+                "/v1/unload_lora_adapter", self.unload_adapter, UnloadAdapter, "Unload an adapter."
+            ),
             self._post("/drain", self.drain, Nothing, "End the server as SIGTERM does."),
         ]
 
@@ -217,6 +224,16 @@ class AdminRoutes:
     async def requests(self) -> dict[str, Any]:
         """List live requests, and why each waits."""
         return {"requests": await self._engine.live_requests()}
+
+    async def load_adapter(self, asked: LoadAdapter) -> dict[str, Any]:
+        """Load an adapter from an allowed folder; requests may name it from now on."""
+        added = await self._service.adapters.load(asked)
+        return {"lora_name": added.name, "lora_int_id": added.id}
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> dict[str, Any]:
+        """Unload an adapter; requests that name it get 404 from now on."""
+        removed = await self._service.adapters.unload(asked)
+        return {"lora_name": removed.name, "lora_int_id": removed.id}
 
     async def stats(self) -> Any:
         """Return the state of the scheduler."""

@@ -33,6 +33,8 @@ class Model(msgspec.Struct):
     """A model that requests may name.
 
     Attributes:
+        root: the model as configured; of an adapter, the path of its files.
+        parent: name of the model that an adapter is of; None for the model itself.
         default_sampling: sampling parameters of requests that give none.
     """
 
@@ -41,6 +43,7 @@ class Model(msgspec.Struct):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int | None
     default_sampling: dict[str, float]
 
@@ -127,7 +130,7 @@ class StatusRoutes:
             Route(
                 path="/v1/models",
                 endpoint=self.models,
-                summary="List the model under its names.",
+                summary="List the model under its names, and its adapters.",
                 response_type=ModelList,
             ),
             Route(
@@ -170,28 +173,41 @@ class StatusRoutes:
             Route(path="/metrics", endpoint=self.metrics, summary="Return figures for Prometheus."),
         ]
 
-    def _models(self) -> list[Model]:
+    async def _models(self) -> list[Model]:
         config = self._service.engine.config
         length = config.max_model_len if isinstance(config.max_model_len, int) else None
         defaults = self._service.engine.default_sampling_params()
         sampling = {name: getattr(defaults, name) for name in _SAMPLING}
         started = self._service.started
+        names = self._service.names
+        adapters = await self._service.adapters.listed() if self._service.engine.is_running else []
         return [
-            Model(name, "model", started, "hardpoint", config.model, length, sampling)
-            for name in self._service.names
-        ]
+            *(
+                Model(name, "model", started, "hardpoint", config.model, None, length, sampling)
+                for name in names
+            ),
+            *(
+                Model(
+                    loaded.request.name, "model", loaded.since, "hardpoint", loaded.request.path,
+                    names[0], length, sampling,
+                )
+                for loaded in adapters
+            ),
+        ]  # fmt: skip
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002
-        """List the model under its names."""
-        return json_response(ModelList("list", self._models()))
+        """List the model under its names, and its adapters."""
+        return json_response(ModelList("list", await self._models()))
 
     async def model(self, request: Request) -> Response:
         """Describe the model of a name."""
         name = request.path_params["model"]
         if not name:
             raise no_route(request.url.path, ["/v1/models"])
-        self._service.model(name)
-        return json_response(next(model for model in self._models() if model.id == name))
+        found = next((model for model in await self._models() if model.id == name), None)
+        if found is None:
+            raise self._service.no_model(name)
+        return json_response(found)
 
     async def health(self, request: Request) -> Response:
         """Return whether the engine runs, and what is wrong with plugins.

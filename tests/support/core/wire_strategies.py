@@ -107,6 +107,7 @@ POOLING = whole(
     use_activation=st.none() | st.booleans(),
     plugin_args=st.dictionaries(TEXT, PLAIN, max_size=2),
 )
+LORAS = whole(LoRARequest, name=TEXT, id=st.integers(1, 9), path=TEXT, content_hash=TEXT)
 FEATURES = whole(
     MultiModalFeature, identifier=TEXT, offset=st.integers(0, 9), length=st.integers(1, 9)
 )
@@ -125,7 +126,7 @@ REQUESTS = whole(
     tags=st.dictionaries(TEXT, TEXT, max_size=2),
     timeout=st.none() | FLOATS,
     cache_salt=MAYBE_TEXT,
-    lora=st.none() | whole(LoRARequest, name=TEXT, id=st.integers(1, 9), content_hash=TEXT),
+    lora=st.none() | LORAS,
     features=st.lists(FEATURES, max_size=2),
     kv_transfer_params=TABLE,
     external_req_id=MAYBE_TEXT,

@@ -1,0 +1,1 @@
+"""Adapter resolvers: a folder."""

@@ -1,0 +1,278 @@
+"""The adapters that requests may name as their model: the seam between the server and the engine.
+
+`AdapterEngine` is all that the server uses of an engine that holds adapters; of any other engine,
+no name is one of an adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from msgspec import Meta
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.errors import shown
+from hardpoint.plugins import LoRARequest, RequestError
+from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.typed import Strict
+
+Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+
+_CONFIG = "adapter_config.json"
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """The calls of an engine that holds adapters."""
+
+    async def add_lora(self, request: LoRARequest) -> Any:
+        """Load an adapter; one of the same name is replaced for the requests that follow."""
+
+    async def remove_lora(self, number: int, mode: str = ...) -> Any:
+        """Unload an adapter."""
+
+    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
+        """Return the adapter that the enabled resolvers find for a name; None if there is none.
+
+        Raises:
+            RequestError: one refuses the name.
+            PluginFaultError: one failed, or took too long.
+        """
+
+    async def list_loras(self) -> Collection[LoRARequest]:
+        """Return the loaded adapters."""
+
+
+class LoadAdapter(Strict):
+    """An adapter to load.
+
+    Attributes:
+        lora_name: the name that requests give as their model.
+        lora_path: absolute path of a folder as PEFT writes it, in a folder of
+            `server.adapter_folders`.
+        load_inplace: whether a loaded adapter of that name is replaced.
+    """
+
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1)]
+    load_inplace: bool = False
+
+
+class UnloadAdapter(Strict):
+    """An adapter to unload.
+
+    Attributes:
+        lora_name: its name.
+        lora_int_id: its number; another one than it has is an error.
+        mode: what happens to requests that use it, see `AsyncLLM.remove_lora`; None is its default.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = None
+    mode: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded adapter.
+
+    Attributes:
+        request: what the engine gets with each request of it.
+        since: seconds since 1970.
+    """
+
+    request: LoRARequest
+    since: int
+
+
+class Adapters:
+    """The loaded adapters by name. One that is not loaded is looked up once, however many ask."""
+
+    def __init__(
+        self, engine: AsyncGenerator, names: Sequence[str], folders: Sequence[str]
+    ) -> None:
+        """Know none yet.
+
+        Args:
+            names: names of the base model.
+            folders: paths that adapters may be loaded from by an administrator.
+        """
+        self._engine, self._names = engine, names
+        self._folders = [Path(folder).expanduser() for folder in folders]
+        self._loaded: dict[str, Loaded] = {}
+        self._looked_up: dict[str, asyncio.Task[LoRARequest | None]] = {}
+        self._leaving: set[int] = set()  # numbers of those that are being unloaded
+        self._adding = asyncio.Lock()
+        self._changes = self._last_number = 0
+
+    async def listed(self) -> list[Loaded]:
+        """Return the adapters that the engine holds, those that others have loaded too."""
+        await self._refresh()
+        return list(self._loaded.values())
+
+    async def find(self, name: str) -> LoRARequest | None:
+        """Return the adapter of a name, which is loaded first if a resolver finds it; or None.
+
+        Raises:
+            RequestError: a resolver refuses the name, or the adapter cannot be loaded.
+            PluginFaultError: a resolver failed.
+        """
+        if not isinstance(self._engine, AdapterEngine):
+            return None
+        if (loaded := self._loaded.get(name)) is not None:
+            return loaded.request
+        if (task := self._looked_up.get(name)) is None:
+            task = self._looked_up[name] = asyncio.ensure_future(self._look_up(name))
+            task.add_done_callback(lambda done: self._forget(name, done))
+        return await asyncio.shield(task)  # others wait for it, too
+
+    def _forget(self, name: str, done: asyncio.Task[LoRARequest | None]) -> None:
+        del self._looked_up[name]
+        with contextlib.suppress(asyncio.CancelledError):
+            done.exception()  # all who waited may have gone
+
+    async def _look_up(self, name: str) -> LoRARequest | None:
+        await self._refresh()
+        if (loaded := self._loaded.get(name)) is not None:
+            return loaded.request
+        found = await self._check_engine().resolve_adapter(name)
+        if found is None:
+            return None
+        path = found.path if isinstance(found, LoRARequest) else str(found)
+        content_hash = found.content_hash if isinstance(found, LoRARequest) else ""
+        async with self._adding:
+            if (loaded := self._loaded.get(name)) is not None:  # by an administrator meanwhile
+                return loaded.request
+            return await self._add(name, path, content_hash)
+
+    async def load(self, asked: LoadAdapter) -> LoRARequest:
+        """Load an adapter for an administrator.
+
+        Raises:
+            AnswerError: the name is taken, or its files are not in an allowed folder.
+            HardpointError: the engine cannot load it.
+        """
+        name, path = asked.lora_name, self._allowed(asked.lora_path)
+        if name in self._names:
+            raise AnswerError(
+                400,
+                f"lora_name: expected another name than those of the model, got {name!r}",
+                param="lora_name",
+            )
+        self._check_engine()
+        async with self._adding:
+            await self._refresh()
+            if name in self._loaded and not asked.load_inplace:
+                raise AnswerError(
+                    400,
+                    f"lora_name: {name!r} is loaded already; load_inplace = true replaces it",
+                    param="lora_name",
+                    code="already_loaded",
+                )
+            return await self._add(name, str(path), "")
+
+    async def unload(self, asked: UnloadAdapter) -> LoRARequest:
+        """Unload an adapter for an administrator.
+
+        Raises:
+            AnswerError: there is none of that name and number.
+            HardpointError: the engine cannot unload it.
+        """
+        engine = self._check_engine()
+        await self._refresh()
+        loaded = self._loaded.get(asked.lora_name)
+        if loaded is None:
+            raise AnswerError(
+                404,
+                f"lora_name: expected a loaded adapter, got {shown(asked.lora_name, 200)}",
+                param="lora_name",
+                code="not_found",
+            )
+        number = loaded.request.id
+        if asked.lora_int_id not in (None, number):
+            raise AnswerError(
+                400,
+                f"lora_int_id: expected {number}, which {asked.lora_name!r} has, got "
+                f"{asked.lora_int_id}",
+                param="lora_int_id",
+            )
+        # From here on, no request gets an adapter that is about to go.
+        del self._loaded[asked.lora_name]
+        self._changes += 1
+        self._leaving.add(number)
+        try:
+            await engine.remove_lora(number, *([] if asked.mode is None else [asked.mode]))
+        finally:
+            self._leaving.discard(number)
+        return loaded.request
+
+    async def _add(self, name: str, path: str, content_hash: str) -> LoRARequest:
+        """Load an adapter under a number that none has."""
+        engine = self._check_engine()
+        self._last_number += 1
+        request = LoRARequest(name, self._last_number, path, content_hash)
+        added = await engine.add_lora(request)
+        request = added if isinstance(added, LoRARequest) else request
+        self._loaded[name] = Loaded(request, int(time.time()))
+        self._changes += 1
+        return request
+
+    async def _refresh(self) -> None:
+        """Take over what the engine holds by now."""
+        if not isinstance(self._engine, AdapterEngine):
+            return
+        changes = self._changes
+        listed = await self._engine.list_loras()
+        self._last_number = max(self._last_number, *(request.id for request in listed), 0)
+        if changes != self._changes:  # the answer is older than what is known
+            return
+        held = {request.name: request for request in listed if request.id not in self._leaving}
+        before, now = self._loaded, int(time.time())
+        self._loaded = {
+            name: before[name] if name in before and before[name].request == request
+            else Loaded(request, now)
+            for name, request in held.items()
+        }  # fmt: skip
+
+    def _check_engine(self) -> AdapterEngine:
+        if not isinstance(self._engine, AdapterEngine):
+            raise RequestError("lora_name: expected none, because this engine holds no adapters")
+        return self._engine
+
+    def _allowed(self, given: str) -> Path:
+        """Return the folder of an adapter, without links.
+
+        Raises:
+            AnswerError: it is in no allowed folder, or is no adapter.
+        """
+        path = Path(given)
+        if "\0" in given or not path.is_absolute():
+            raise AnswerError(
+                400,
+                f"lora_path: expected the absolute path of a folder, got {shown(given, 200)}",
+                param="lora_path",
+            )
+        real = path.resolve()
+        if not any(real.is_relative_to(folder.resolve()) for folder in self._folders):
+            raise AnswerError(
+                403,
+                f"lora_path: expected a folder in one of server.adapter_folders "
+                f"({', '.join(map(str, self._folders)) or 'which is empty'}), got "
+                f"{shown(given, 200)}",
+                param="lora_path",
+                code="folder_not_allowed",
+            )
+        if not (real / _CONFIG).is_file():
+            raise AnswerError(
+                404,
+                f"lora_path: expected a folder with {_CONFIG}, got {shown(given, 200)}",
+                param="lora_path",
+                code="not_found",
+            )
+        return real

@@ -1,0 +1,77 @@
+"""The adapter resolvers, asked in order; what fails, or takes too long, names the resolver."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hardpoint.boundary.activity import PluginCalls
+from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.guard import UNWATCHED, guard
+from hardpoint.errors import PluginFaultError
+from hardpoint.plugins import AdapterResolver, AdapterResolverContext, EngineConfig, LoRARequest
+from hardpoint.plugins.manifest import Source
+from hardpoint.registry.plugin_set import PluginSet
+
+KIND = "adapter_resolvers"
+_THREADS = 4  # of their own: one that hangs must not keep others from tokenising
+
+
+def guarded_resolver(resolver: AdapterResolver, source: Source) -> AdapterResolver:
+    """Return a resolver whose faults name it."""
+    return guard(resolver, KIND, calls=PluginCalls(UNWATCHED, KIND, source))
+
+
+class AdapterResolvers:
+    """The enabled adapter resolvers of a frontend."""
+
+    def __init__(self, plugins: PluginSet, config: EngineConfig) -> None:
+        """Build them.
+
+        Raises:
+            PluginError, ConfigError: one cannot be built.
+        """
+        self._seconds = config.adapters.resolve_seconds
+        self._threads = ThreadPoolExecutor(_THREADS, "adapter-resolver")
+        self._resolvers: list[tuple[AdapterResolver, Source]] = []
+        try:
+            for entry in plugins.entries(KIND):
+                made: AdapterResolver = plugins.create(
+                    entry, AdapterResolverContext, model=config.model
+                )
+                self._resolvers.append((guarded_resolver(made, entry.source), entry.source))
+        except BaseException:
+            self.close()
+            raise
+
+    async def resolve(self, name: str) -> Path | LoRARequest | None:
+        """Return the first answer of a resolver; None if none knows the name.
+
+        Raises:
+            RequestError: one refuses the name.
+            PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
+        """
+        loop = asyncio.get_running_loop()
+        for resolver, source in self._resolvers:
+            asked = loop.run_in_executor(self._threads, resolver.resolve, name)
+            try:
+                found: Path | LoRARequest | None = await asyncio.wait_for(asked, self._seconds)
+            except TimeoutError:
+                raise PluginFaultError(
+                    f"{source}: its resolve() took longer than adapters.resolve_seconds "
+                    f"({self._seconds:g})"
+                ) from None
+            if found is not None:
+                return found
+        return None
+
+    def close(self) -> None:
+        """Close all of them; does not wait for one that hangs.
+
+        Raises:
+            PluginFaultError: one failed; all were closed.
+        """
+        resolvers, self._resolvers = self._resolvers, []
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        close_all([resolver for resolver, _ in resolvers])

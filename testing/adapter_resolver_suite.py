@@ -1,0 +1,233 @@
+"""The conformance suite for adapter resolvers; the built-in one passes it too."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest, RequestError
+from hardpoint.plugins.component import Component
+
+from .component_suite import ComponentSuite
+from .declared import declared_result
+from .suite import Rule, checks, short_repr
+from .threads import in_thread
+
+RESULT = Rule(
+    "result: a resolver returns an absolute Path, a LoRARequest of the name, or None",
+    "return `Path(...).resolve()`, or None for a name that is not known",
+)
+KNOWN = Rule(
+    "known: a name that is offered is found, each time, with an adapter_config.json",
+    "return the folder that has the adapter's files, whatever was asked before",
+)
+INSIDE = Rule(
+    "inside: whatever the name, what is found is inside of what the operator offers",
+    "look the name up in a list, or allow letters, digits and hyphens alone, resolve links, and "
+    "compare with the resolved folder",
+)
+NAMES = Rule(
+    "names: any text is a name; one that is not known gives None or a RequestError",
+    "refuse the name before you use it as a part of a path",
+)
+TIME = Rule(
+    "time: a resolver answers soon; a request waits for it",
+    "do not download anything, nor wait for a server; load what takes long in the constructor",
+)
+THREADS = Rule(
+    "threads: calls in several threads at once give what each alone gives",
+    "keep no state between calls, or guard it with a lock",
+)
+READS_ONLY = Rule(
+    "reads only: resolving changes no files",
+    "write nothing into the folders of adapters",
+)
+
+_CONFIG = "adapter_config.json"
+_STRANGE = (
+    "..",
+    ".",
+    "",
+    "/",
+    "~",
+    "../outside",
+    "./../outside",
+    "x/../../outside",
+    "..\\outside",
+    "%2e%2e%2foutside",
+    "a\0b",
+    "absent",
+    "absent\n",
+    "-",
+    "*",
+    ".hidden",
+    "é" * 3,
+    "\udcff",
+    "x" * 300,
+    "x" * 100_000,
+)
+_THREADS = 8
+
+
+class AdapterResolverSuite(ComponentSuite):
+    """Base class of a test class, which sets `resolver` and `known`, and overrides `provide`.
+
+    Attributes:
+        resolver: the class under test.
+        known: names that it finds once `provide` has run.
+        max_seconds: longest time of a call.
+    """
+
+    kind = "adapter_resolvers"
+    options_from = "what the suite's `provide` returns"
+    resolver: ClassVar[type[AdapterResolver]]
+    known: ClassVar[Sequence[str]] = ()
+    max_seconds: ClassVar[float] = 1.0
+    _offered: Mapping[str, Any] = {}
+
+    def provide(self, folder: Path) -> Mapping[str, Any]:
+        """Create the adapters of `known` in a new folder; return the resolver's options.
+
+        Override it. An adapter is a folder with a file adapter_config.json, which may be "{}".
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not override provide()")
+
+    def _component(self) -> type[Component]:
+        return self.resolver
+
+    def _check_contract(self) -> None:
+        with self._provided():
+            super()._check_contract()
+
+    def _check_construction(self) -> None:
+        with self._provided() as (_, resolver):
+            resolver.close()
+
+    @contextmanager
+    def _provided(self) -> Iterator[tuple[Path, AdapterResolver]]:
+        """Yield a folder with the adapters, and a resolver; next to the folder is another one."""
+        with tempfile.TemporaryDirectory(prefix="adapters-") as place:
+            folder, outside = Path(place).resolve() / "offered", Path(place).resolve() / "outside"
+            folder.mkdir()
+            outside.mkdir()
+            (outside / _CONFIG).write_text("{}")
+            self._offered = self.provide(folder)
+            yield folder, self._build(AdapterResolverContext, model="scripted")
+
+    def _checked_options(self, more: Mapping[str, Any] | None = None) -> Any:
+        return super()._checked_options({**self._offered, **(more or {})})
+
+    def _resolved(self, resolver: AdapterResolver, name: str) -> Path | None:
+        """Return the folder that is found for a name; None if none is, or the name is refused."""
+        began = time.monotonic()
+        try:
+            found = resolver.resolve(name)
+        except RequestError:
+            found = None
+        except Exception as cause:
+            problem = f"resolve({short_repr(name)}) raised {type(cause).__name__}: {cause}"
+            raise NAMES.violation(problem) from cause
+        seconds = time.monotonic() - began
+        if seconds > self.max_seconds:
+            raise TIME.violation(
+                f"resolve({short_repr(name)}) took {seconds:.2g} s, `max_seconds` is "
+                f"{self.max_seconds:g}"
+            )
+        checked = declared_result(RESULT, AdapterResolver, "resolve", found, (name,))
+        return Path(checked.path) if isinstance(checked, LoRARequest) else checked
+
+    @checks(KNOWN)
+    def test_known(self) -> None:
+        """Each name of `known` is found, twice, and by a new instance, after unknown names too."""
+        for _ in range(2):
+            with self._provided() as (_, resolver):
+                if not self.known:
+                    raise KNOWN.violation("`known` has no name", "set `known`, and offer those")
+                for name in (*self.known, "absent", *self.known):
+                    found = self._resolved(resolver, name)
+                    if name != "absent" and (found is None or not (found / _CONFIG).is_file()):
+                        raise KNOWN.violation(
+                            f"resolve({name!r}) found {found and str(found)!r}, expected a folder "
+                            f"with {_CONFIG}"
+                        )
+                resolver.close()
+
+    @checks(INSIDE)
+    def test_inside(self) -> None:
+        """No name leads out of the folder: with dots, separators, or as an absolute path; nor does
+        a link that lies next to an adapter.
+        """
+        with self._provided() as (folder, resolver):
+            outside = folder.parent / "outside"
+            homes = [f for name in self.known if (f := self._resolved(resolver, name)) is not None]
+            for home in {home.parent for home in homes}:
+                if home.is_relative_to(folder):
+                    (home / "planted").symlink_to(outside)
+            wrapped = [f"{name}/../../outside" for name in self.known]
+            names = [*_STRANGE, str(outside), outside.as_uri(), "planted", *wrapped]
+            for name in filter(None, names):
+                found = self._resolved(resolver, name)
+                if found is not None and not found.resolve().is_relative_to(folder):
+                    raise INSIDE.violation(
+                        f"resolve({short_repr(name)}) found {str(found)!r}, which is outside of "
+                        f"what was offered"
+                    )
+            resolver.close()
+
+    @checks(NAMES)
+    def test_names(self) -> None:
+        """Strange names: of dots, with separators, with zeros, not to be encoded, very long, known
+        ones with something around them.
+        """
+        with self._provided() as (_, resolver):
+            around = ("{}/", "/{}", "./{}", "{}/.", "{}\0", " {}", "{}\n", "{}/" + _CONFIG)
+            changed = [form.format(name) for form in around for name in self.known]
+            for name in filter(None, (*_STRANGE, *changed)):
+                found = self._resolved(resolver, name)
+                if found is not None and not (found / _CONFIG).is_file():
+                    raise NAMES.violation(
+                        f"resolve({short_repr(name)}) found {str(found)!r}, which is no adapter"
+                    )
+            resolver.close()
+
+    @checks(THREADS)
+    def test_threads(self) -> None:
+        """Calls of several threads at once give what they give one after the other."""
+        with self._provided() as (_, resolver):
+            names = (*self.known, "absent", "..")
+            alone = [self._resolved(resolver, name) for name in names]
+            running = [
+                in_thread(lambda: [self._resolved(resolver, name) for name in names * 20])
+                for _ in range(_THREADS)
+            ]
+            for future in running:
+                if (found := future.result(60)) != alone * 20:
+                    raise THREADS.violation(
+                        f"in {_THREADS} threads at once, it found {short_repr(found)}, alone "
+                        f"{short_repr(alone)}"
+                    )
+            resolver.close()
+
+    @checks(READS_ONLY)
+    def test_reads_only(self) -> None:
+        """Files are as before, whatever was asked."""
+        with self._provided() as (folder, resolver):
+            before = _files(folder)
+            for name in filter(None, (*self.known, *_STRANGE)):
+                self._resolved(resolver, name)
+            resolver.close()
+            if (after := _files(folder)) != before:
+                changed = sorted(after.keys() ^ before.keys()) or "the contents of a file"
+                raise READS_ONLY.violation(f"resolving changed {changed}")
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a folder, by path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+    }

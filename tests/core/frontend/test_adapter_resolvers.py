@@ -1,0 +1,104 @@
+"""Resolvers are asked in order; one that fails or hangs is named, and the request gets an error."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
+from hardpoint.errors import PluginFaultError, PluginLoadError, RequestError
+from hardpoint.plugins import AdapterResolver, EngineConfig
+from hardpoint.registry.configuration import config_from
+from hardpoint.registry.plugin_set import resolve_plugins
+
+GO_ON = threading.Event()
+
+
+class First(AdapterResolver):
+    """Knows one name, and refuses one; does something else for others."""
+
+    contract = 1
+    closed = 0
+
+    def resolve(self, name):
+        if name == "wrong":
+            return name
+        if name == "raises":
+            raise KeyError(name)
+        if name == "refused":
+            raise RequestError("model: not for you")
+        if name == "hangs":
+            GO_ON.wait(20)
+        return None
+
+    def close(self):
+        First.closed += 1
+
+
+class Unbuilt(First):
+    contract = 1
+
+    def __init__(self, context):
+        raise OSError("no disk")
+
+
+def opened(tmp_path, *resolvers, seconds=10.0) -> AdapterResolvers:
+    (tmp_path / "sql").mkdir(exist_ok=True)
+    (tmp_path / "sql" / "adapter_config.json").write_text("{}")
+    config, sources = config_from(
+        {
+            "adapters": {"resolvers": [*resolvers, "folder"], "resolve_seconds": seconds},
+            "plugin": {"folder": {"path": str(tmp_path)}},
+        },
+        {},
+        caller="LLM",
+    )
+    assert isinstance(config, EngineConfig)
+    return AdapterResolvers(resolve_plugins(config, sources), config)
+
+
+def ask(resolvers, name):
+    return asyncio.run(resolvers.resolve(name))
+
+
+def test_they_are_asked_in_order_until_one_knows_the_name(tmp_path):
+    resolvers = opened(tmp_path, First)
+    assert ask(resolvers, "sql") == tmp_path / "sql"
+    assert ask(resolvers, "absent") is None
+    before = First.closed
+    resolvers.close()
+    resolvers.close()
+    assert First.closed == before + 1
+
+
+def test_faults_name_the_resolver(tmp_path):
+    resolvers = opened(tmp_path, First)
+    with pytest.raises(PluginFaultError, match=r"'first'.*resolve.*KeyError: 'raises'"):
+        ask(resolvers, "raises")
+    expected = "'first'.*returned 'wrong', expected a Path, a LoRARequest or None"
+    with pytest.raises(PluginFaultError, match=expected):
+        ask(resolvers, "wrong")
+    with pytest.raises(RequestError, match="^model: not for you$"):
+        ask(resolvers, "refused")
+    resolvers.close()
+
+
+def test_one_that_hangs_is_named_and_others_go_on(tmp_path):
+    resolvers = opened(tmp_path, First, seconds=0.2)
+    try:
+        expected = r"'first'.*took longer than adapters.resolve_seconds \(0.2\)"
+        with pytest.raises(PluginFaultError, match=expected):
+            asyncio.run(asyncio.wait_for(resolvers.resolve("hangs"), 5))
+        assert ask(resolvers, "sql") == tmp_path / "sql"
+    finally:
+        GO_ON.set()
+        resolvers.close()
+
+
+def test_one_that_cannot_be_built_stops_the_start(tmp_path):
+    before = First.closed
+    with pytest.raises(PluginLoadError, match=r"'unbuilt'.*OSError: no disk"):
+        opened(tmp_path, First, Unbuilt)
+    assert First.closed == before + 1

@@ -1,0 +1,138 @@
+"""Adapter resolvers with one mistake each, and right ones."""
+
+import time
+from pathlib import Path
+
+from hardpoint import plugins
+from hardpoint.plugins import AdapterResolver, LoRARequest
+
+KNOWN = ("sql", "chat.v2")
+
+
+def provide(suite, folder):
+    """Offer the adapters of `KNOWN`."""
+    for name in KNOWN:
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").write_text("{}")
+    return {"path": str(folder)}
+
+
+class Table(AdapterResolver):
+    """Right: looks names up in a list that was made at the start."""
+
+    contract = 1
+
+    class Options(plugins.Options):
+        path: str
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.root = Path(self.options.path)
+        self.names = {folder.name: folder for folder in self.root.iterdir()}
+
+    def resolve(self, name):
+        return self.names.get(name)
+
+
+class Requests(Table):
+    """Right: gives requests."""
+
+    contract = 1
+
+    def resolve(self, name):
+        found = super().resolve(name)
+        return found and LoRARequest(name=name, id=7, path=str(found))
+
+
+class NoContract(Table):
+    pass
+
+
+class Strings(Table):
+    contract = 1
+
+    def resolve(self, name):
+        found = super().resolve(name)
+        return found and str(found)
+
+
+class Relative(Table):
+    contract = 1
+
+    def resolve(self, name):
+        return super().resolve(name) and Path(name)
+
+
+class OfAnotherName(Requests):
+    contract = 1
+
+    def resolve(self, name):
+        found = super().resolve(name)
+        return found and LoRARequest(name=found.name.upper(), id=7, path=found.path)
+
+
+class Once(Table):
+    contract = 1
+
+    def resolve(self, name):
+        return self.names.pop(name, None)
+
+
+class Joins(Table):
+    contract = 1
+
+    def resolve(self, name):
+        try:
+            folder = self.root / name
+            return folder if (folder / "adapter_config.json").is_file() else None
+        except (ValueError, OSError):
+            return None
+
+
+class Flattens(Joins):
+    """Leaves separators out, and follows links."""
+
+    contract = 1
+
+    def resolve(self, name):
+        return None if set(name) & set("/.") and name not in KNOWN else super().resolve(name)
+
+
+class Demands(Table):
+    contract = 1
+
+    def resolve(self, name):
+        return self.names[name]
+
+
+class AnyName(Table):
+    contract = 1
+
+    def resolve(self, name):
+        return self.names.get(name) or self.root / "absent"
+
+
+class Waits(Table):
+    contract = 1
+
+    def resolve(self, name):
+        if name not in self.names:
+            time.sleep(1.2)
+        return super().resolve(name)
+
+
+class RemembersTheLast(Table):
+    contract = 1
+
+    def resolve(self, name):
+        self.last = name
+        time.sleep(0.0002)
+        return self.names.get(self.last)
+
+
+class Indexes(Table):
+    contract = 1
+
+    def resolve(self, name):
+        (self.root / "index.json").write_text("{}")
+        return super().resolve(name)

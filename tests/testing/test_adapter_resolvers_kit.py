@@ -1,0 +1,47 @@
+"""Adapter resolvers with one mistake each fail the rule that they break; right ones pass."""
+
+from __future__ import annotations
+
+import pytest
+from support.broken import adapter_resolvers as broken
+from support.kit_suites import assert_fails, label, messages_of, suite_tests
+
+from hardpoint.builtin_plugins.adapters.folder import Folder
+from hardpoint.testing import AdapterResolverSuite
+
+# resolver, test that it fails, rule, pattern of the message
+BROKEN = [
+    (broken.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (broken.Strings, "known", "result", r"resolve\('sql'\) returned '/.*, expected a Path, a LoRA"),
+    (broken.Relative, "known", "result", r"returned 'sql', expected an absolute path"),
+    (broken.OfAnotherName, "known", "result", "returned 'SQL', expected the adapter 'sql'"),
+    (broken.Once, "known", "known", r"resolve\('sql'\) found None, expected a folder with adapter"),
+    (broken.Joins, "inside", "inside", r"resolve\('../outside'\) found .*, which is outside of"),
+    (broken.Flattens, "inside", "inside", r"resolve\('planted'\) found .*, which is outside of"),
+    (broken.Demands, "names", "names", r"resolve\('..'\) raised KeyError: '..'"),
+    (broken.AnyName, "names", "names", r"resolve\('..'\) found .*, which is no adapter"),
+    (broken.Waits, "known", "time", r"resolve\('absent'\) took 1.2 s, `max_seconds` is 1"),
+    (broken.RemembersTheLast, "threads", "threads", "in 8 threads at once, it found"),
+    (broken.Indexes, "reads_only", "reads only", r"resolving changed \['index.json'\]"),
+]
+OFFERED = {"known": broken.KNOWN, "provide": broken.provide}
+
+
+class TestFolder(AdapterResolverSuite):
+    resolver = Folder
+    known = broken.KNOWN
+    provide = broken.provide
+
+
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+def test_a_broken_resolver_fails_its_rule(cls, test, rule, pattern):
+    assert_fails(AdapterResolverSuite, {"resolver": cls, **OFFERED}, test, rule, pattern)
+
+
+@pytest.mark.parametrize("cls", [broken.Table, broken.Requests], ids=label)
+def test_correct_components_pass(cls):
+    assert messages_of(AdapterResolverSuite, {"resolver": cls, **OFFERED}) == {}
+
+
+def test_every_test_catches_a_component():
+    assert {test for _, test, _, _ in BROKEN} == suite_tests(AdapterResolverSuite)

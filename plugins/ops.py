@@ -243,16 +243,18 @@ class Ops(Component, LogitsOps):
         import torch  # noqa: PLC0415 - the contract is imported without it
 
         result = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, result)]  # [1, heads, tokens,..]
         for first, end in itertools.pairwise(starts):
-            queries, keys, values = (x[first:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            queries, keys, values, attended = (x[:, :, first:end] for x in heads)
             mask = None
             if window is not None and end - first > window + 1:
                 places = torch.arange(end - first, device=q.device)
                 mask = (places - places.unsqueeze(1)).abs() <= window
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=scale
+            attended.copy_(
+                torch.nn.functional.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=mask, scale=scale
+                )
             )
-            result[first:end] = attended[0].transpose(0, 1)
         return result
 
     def experts(

@@ -19,7 +19,7 @@ class All(Pooler):
 
     def start(self, prompt_token_ids: Sequence[int], arguments: Any) -> PromptPooler:  # noqa: ARG002
         """Return the pooling of a prompt."""
-        return _Chosen(len(prompt_token_ids), self.context, range(len(prompt_token_ids)))
+        return _KeptRows(len(prompt_token_ids), self.context, range(len(prompt_token_ids)))
 
 
 class Step(Pooler):
@@ -43,10 +43,10 @@ class Step(Pooler):
         positions = [
             position for position, token in enumerate(prompt_token_ids) if tag in (None, token)
         ]
-        return _Chosen(len(prompt_token_ids), self.context, positions)
+        return _KeptRows(len(prompt_token_ids), self.context, positions)
 
 
-class _Chosen(PromptPooler):
+class _KeptRows(PromptPooler):
     """Keeps the hidden states of chosen positions."""
 
     def __init__(

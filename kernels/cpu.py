@@ -48,7 +48,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _STORED = {torch.float16: 1, torch.float32: 2, torch.int8: 3, torch.uint8: 4}
 _FOLDER = Path(__file__).parent
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
-_CALL_WORDS = 16  # of a recorded call: the function that repeats it, and its arguments
+_CALL_WORDS = 18  # of a recorded call: the function that repeats it, and its arguments
 # The arguments of each function, by the letters above.
 _ARGUMENTS = {
     "packed_size": "ll",
@@ -68,6 +68,8 @@ _ARGUMENTS = {
     "gelu_and_mul": "plplll",
     "scale_add": "plfplll",
     "experts": "plppllpplpll",
+    "add_lora": "plplpllpllpplllll",
+    "add_lora_float": "plplpllpllpplllll",
     "attention_block": "llll",
     "attention_plan": "pplplpllllpl",
     "attend": "plplplplpplff",

@@ -270,10 +270,10 @@ class Ops(Component, LogitsOps):
 
         A row of adapter i gets scales[i] * (x a[i]^T) b[i]^T, of which x a[i]^T is not rounded to
         the context's dtype. Rows of a number that is not in 0..count - 1 have no adapter, and stay
-        as they are.
+        as they are. Ranks of zeros change no bits.
 
         Args:
-            y: [rows, out], x W^T for example.
+            y: [rows, out], x W^T for example; may be float32.
             x: [rows, in].
             a: [count, rank, in]; an adapter of a lower rank is filled up with zeros.
             b: [count, out, rank].

@@ -46,6 +46,10 @@ class NativeOps(Ops):
         self._scale_add = library.function("scale_add", dtype)
         self._silu_and_mul = library.function("silu_and_mul", dtype)
         self._gelu_and_mul = library.function("gelu_and_mul", dtype)
+        self._add_lora = {
+            torch.float32: library.function("add_lora_float", dtype),
+            dtype: library.function("add_lora", dtype),
+        }  # by the dtype of y
         self._gather_rows = library.function("gather_rows", None)
         self._gather_codes = library.function("gather_codes", dtype)
         self._choose = library.function("choose", None)
@@ -172,6 +176,39 @@ class NativeOps(Ops):
             self._check_packed(enter, (2 * width, hidden))
             self._check_packed(leave, shape)
         return _Experts(self._library, self._results, gate_up, down, shape)
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapters: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what low-rank adapters change to y, in place.
+
+        Raises:
+            ValueError: the shapes do not fit together, or rows are not contiguous.
+        """
+        (rows, columns), (count, rank, depth) = y.shape, a.shape
+        check_tensors(self._dtype, x, a, b)
+        check_tensors(torch.float32, scales)
+        check_tensors(torch.int64, adapters)
+        check_tensors(y.dtype, y)
+        shapes = [list(tensor.shape) for tensor in (x, b, adapters, scales)]
+        if shapes != [[rows, depth], [count, columns, rank], [rows], [count]]:
+            raise ValueError(
+                f"expected x, b, adapters and scales for y {[rows, columns]} and a "
+                f"{[count, rank, depth]}, got {', '.join(map(str, shapes))}"
+            )
+        for tensor in (y, x, a, b, adapters, scales):
+            check_rows(tensor)
+        self._library.run(
+            self._add_lora[y.dtype], y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0),
+            a.data_ptr(), a.stride(0), a.stride(1), b.data_ptr(), b.stride(0), b.stride(1),
+            adapters.data_ptr(), scales.data_ptr(), rows, count, rank, depth, columns,
+        )  # fmt: skip
 
     def gather_rows(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows."""

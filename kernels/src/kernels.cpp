@@ -9,6 +9,7 @@
 #include "collectives.h"
 #include "experts.h"
 #include "gemm.h"
+#include "lora.h"
 #include "rows.h"
 #include "suffix_tree.h"
 #include "vocabulary.h"
@@ -48,7 +49,7 @@ long with_stored(long stored, Function function) {
 #define RECORDED(NAME) \
   void hp_call_##NAME(const int64_t* words) { call(hp_##NAME, words); }
 
-constexpr long RECORD = 16;  // words of a recorded call: a function hp_call_X, then the arguments
+constexpr long RECORD = 18;  // words of a recorded call: a function hp_call_X, then the arguments
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -120,6 +121,22 @@ int hp_supports(const char* path) {
     experts::Sizes sizes{rows, per_row, experts, hidden, width};                                  \
     experts::run(x, x_stride, chosen, weights, sizes, gate_up, down, y);                          \
   }                                                                                               \
+  void hp_add_lora_##NAME(T* y, long y_stride, const T* x, long x_stride, const T* a,             \
+      long a_stride, long a_row_stride, const T* b, long b_stride, long b_row_stride,             \
+      const int64_t* adapters, const float* scales, long rows, long count, long rank, long depth, \
+                          long columns) {                                                         \
+    lora::Adapters<T> all{a, a_stride, a_row_stride, b, b_stride, b_row_stride, scales, count,    \
+                          rank, depth, columns};                                                  \
+    lora::add(y, y_stride, x, x_stride, all, adapters, rows);                                     \
+  }                                                                                               \
+  void hp_add_lora_float_##NAME(float* y, long y_stride, const T* x, long x_stride, const T* a,   \
+      long a_stride, long a_row_stride, const T* b, long b_stride, long b_row_stride,             \
+      const int64_t* adapters, const float* scales, long rows, long count, long rank, long depth, \
+                                long columns) {                                                   \
+    lora::Adapters<T> all{a, a_stride, a_row_stride, b, b_stride, b_row_stride, scales, count,    \
+                          rank, depth, columns};                                                  \
+    lora::add(y, y_stride, x, x_stride, all, adapters, rows);                                     \
+  }                                                                                               \
   long hp_attention_block_##NAME(long stored, long head_size, long kv_heads, long block_size) {   \
     return with_stored<T>(stored, [=](auto s) {                                                   \
       return attention::block_size<T, decltype(s)>(head_size, kv_heads, block_size);              \
@@ -141,6 +158,8 @@ int hp_supports(const char* path) {
   RECORDED(rms_norm_float_##NAME)                                                                 \
   RECORDED(rotate_##NAME)                                                                         \
   RECORDED(experts_##NAME)                                                                        \
+  RECORDED(add_lora_##NAME)                                                                       \
+  RECORDED(add_lora_float_##NAME)                                                                 \
   RECORDED(silu_and_mul_##NAME)                                                                   \
   RECORDED(gelu_and_mul_##NAME)                                                                   \
   RECORDED(scale_add_##NAME)                                                                      \

@@ -299,31 +299,85 @@ class OpsSuite(ComponentSuite):
     @checks(rules.VALUES, cases=_tensors)
     def test_lora(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
         """Low-rank adapters change, in place, the rows that have one; rows without an adapter, or
-        with one that does not exist, are kept.
+        with one that does not exist, are kept. Rows to change may be float32.
         """
-        count, rank, columns = 3, 5, size + 1
-        a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((rank, size), (columns, rank)))
-        x, wide = (self._draw(rows, width + 3, dtype=dtype) for width in (size, columns))
-        scales = (torch.rand(count) + 0.5).to(x.device)
-        adapters = (torch.randint(count + 2, (rows,)) - 1).to(x.device)
+        count, columns = 3, size + 1
+        arguments = self._draw_lora(rows, size, columns, count, dtype)
+        x, a, b, adapters, scales = arguments.values()
         is_here = (adapters >= 0) & (adapters < count)
         mine = adapters.clamp(0, count - 1)
-        inner = torch.einsum("rd,rkd->rk", x[:, :size].double(), a.double()[mine])
+        inner = torch.einsum("rd,rkd->rk", x.double(), a.double()[mine])
         delta = torch.einsum("rk,rck->rc", inner, b.double()[mine]) * scales.double()[mine, None]
-        expected = wide[:, :columns].double() + delta * is_here.unsqueeze(1)
-        arguments = {"x": x, "a": a, "b": b, "adapters": adapters, "scales": scales}
         kept = {name: argument.clone() for name, argument in arguments.items()}
-        for some in (slice(None), *(slice(row, row + 1) for row in range(rows))):
-            result = wide[some].clone()
-            ops.add_lora(result[:, :columns], x[some, :size], a, b, adapters[some], scales)
-            for name, argument in arguments.items():
-                self._check_kept(argument, kept[name], "add_lora", name)
-            self._check_close(result[:, :columns], expected[some], "add_lora")
-            none = ~is_here[some]
-            self._check_kept(result[none], wide[some][none], "add_lora", "rows without an adapter")
-            self._check_kept(
-                result[:, columns:], wide[some, columns:], "add_lora", "what is next to y"
-            )
+        for of_y in dict.fromkeys((dtype, torch.float32)):
+            wide = self._draw(rows, columns + 3, dtype=of_y)
+            expected = wide[:, :columns].double() + delta * is_here.unsqueeze(1)
+            for some in (slice(None), *(slice(row, row + 1) for row in range(rows))):
+                result = wide[some].clone()
+                ops.add_lora(result[:, :columns], x[some], a, b, adapters[some], scales)
+                for name, argument in arguments.items():
+                    self._check_kept(argument, kept[name], "add_lora", name)
+                self._check_close(result[:, :columns], expected[some], "add_lora")
+                none = ~is_here[some]
+                what = "rows without an adapter"
+                before = wide[some, :columns][none]
+                self._check_kept(result[:, :columns][none], before, "add_lora", what)
+                what = "what is next to y"
+                self._check_kept(result[:, columns:], wide[some, columns:], "add_lora", what)
+
+    @checks(rules.ROWS, cases=_tensors)
+    def test_lora_rows(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
+        """What adapters add to a row is the same alone, in any order, whatever the other adapters
+        are, with ranks of zeros, and with matrices that are parts of larger ones.
+        """
+        count, columns = 3, size + 1
+        arguments = self._draw_lora(rows, size, columns, count, dtype)
+        x, a, b, adapters, scales = arguments.values()
+        y = self._draw(rows, columns, dtype=dtype)
+        more_a, more_b = a.new_zeros(count, 9, size), b.new_zeros(count, columns, 9)
+        more_a[:, : a.shape[1]], more_b[..., : b.shape[2]] = a, b
+        noisy_a, noisy_b = more_a.clone(), more_b.clone()
+        noisy_a[:, a.shape[1] :], noisy_b[..., b.shape[2] :] = math.nan, math.nan
+        parts = noisy_a[:, : a.shape[1]], noisy_b[..., : b.shape[2]]
+        every = torch.arange(rows, device=x.device)
+
+        def run(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            result = y[rows]
+            ops.add_lora(result, x[rows], a, b, adapters[rows], scales)
+            return result
+
+        together = run(every, a, b)
+        self._check_same(run(every.flip(0), a, b).flip(0), together, "in another order")
+        self._check_same(run(every, more_a, more_b), together, "with ranks of zeros")
+        self._check_same(run(every, *parts), together, "with parts of matrices")
+        for row in range(rows):
+            lonely = [matrix.clone() for matrix in (a, b)]
+            others = torch.arange(count, device=x.device) != adapters[row]
+            for matrix in lonely:
+                matrix[others] = math.nan
+            some = every[row : row + 1]
+            self._check_same(run(some, a, b), together[some], f"of row {row} alone")
+            of_row = run(every, lonely[0], lonely[1])[some]
+            self._check_same(of_row, together[some], f"of row {row} with other adapters of NaN")
+
+    def _draw_lora(
+        self, rows: int, size: int, columns: int, count: int, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return the arguments of `add_lora` besides y; x is a part of wider rows."""
+        x = self._draw(rows, size + 3, dtype=dtype)[:, :size]
+        a, b = (self._draw(count, *shape, dtype=dtype) for shape in ((5, size), (columns, 5)))
+        adapters = (torch.randint(count + 2, (rows,)) - 1).to(x.device)
+        scales = (torch.rand(count) + 0.5).to(x.device)
+        return {"x": x, "a": a, "b": b, "adapters": adapters, "scales": scales}
+
+    def _check_same(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        """Check results of `add_lora` against those of all rows: of `batch_invariant`, the bits."""
+        if self.batch_invariant and torch.equal(got, expected):
+            return
+        limit = 0.0 if self.batch_invariant else self.tolerance or _TOLERANCES.get(got.dtype, 1e-5)
+        difference = float((got.double() - expected.double()).abs().max())
+        if not difference <= limit * max(float(expected.abs().max()), 1e-3):
+            raise rules.ROWS.violation(f"add_lora {what} differs by {difference:.3g}")
 
     @checks(rules.TOKENS, cases=_logits)
     def test_argmax(self, ops: Ops, logits: torch.Tensor) -> None:

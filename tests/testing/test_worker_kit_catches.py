@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.broken import attention, loaders, models, ops, samplers, shared_models
 from support.kit_suites import (
     assert_fails,
@@ -112,6 +113,8 @@ OPS = [
     (ops.TakesTheFirstAdapterForNone, "lora", "values", "add_lora differs by"),
     (ops.SpoilsTheInputs, "lora", "in place", "add_lora changed x"),
     (ops.WritesWiderRows, "lora", "in place", "add_lora changed what is next to y"),
+    (ops.MultipliesByZeroForNone, "lora_rows", "rows", "with other adapters of NaN differs by nan"),
+    (ops.ReadsContiguousAdapters, "lora_rows", "rows", "add_lora with parts of matrices differs"),
     (ops.ArgmaxTakesTheLast, "argmax", "tokens", r"argmax returned token \d+ for row 0 of 1, in"),
     (ops.ArgmaxPassesOverNaN, "argmax", "tokens", r"argmax returned token \d+ for row"),
     (ops.ArgmaxInInt32, "argmax", "result", r"argmax returned torch.int32 .* torch.int64 \[1\]"),
@@ -351,6 +354,13 @@ def test_a_mistake_in_codes_fails_the_rules_of_codes_alone(cls):
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)
 def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
     assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
+
+
+def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invariance():
+    attributes = {"ops": ops.AddsLoraByTheNumberOfRows, "dtypes": [torch.bfloat16]}
+    assert message_of(OpsSuite, attributes, "lora_rows") is None
+    attributes["batch_invariant"] = True
+    assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS + QUANTIZED, ids=label)

@@ -569,3 +569,32 @@ class WritesWiderRows(Plain):
     def add_lora(self, y, x, a, b, adapters, scales):
         super().add_lora(y, x, a, b, adapters, scales)
         torch.as_strided(y, (len(y), y.stride(0)), y.stride())[:, y.shape[1] :] = 0
+
+
+class MultipliesByZeroForNone(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        total = y.double()
+        for number, scale in enumerate(scales.double()):
+            factor = scale * (adapters == number).unsqueeze(1)
+            total += factor * (x.double() @ a[number].double().T @ b[number].double().T)
+        y.copy_(total)
+
+
+class ReadsContiguousAdapters(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        count, rank, width = a.shape
+        a = torch.as_strided(a, a.shape, (rank * width, width, 1))
+        super().add_lora(y, x, a, b, adapters, scales)
+
+
+class AddsLoraByTheNumberOfRows(Plain):
+    contract = 1
+
+    def add_lora(self, y, x, a, b, adapters, scales):
+        parts = 2 if len(y) == 1 else 1
+        for part, other in zip(a.chunk(parts, 1), b.chunk(parts, 2), strict=True):
+            super().add_lora(y, x, part, other, adapters, scales)

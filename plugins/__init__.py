@@ -85,6 +85,7 @@ from .requests import (
     EngineCoreRequest,
     FinishReason,
     Logprob,
+    LoRARequest,
     PrefillStats,
     RequestOutput,
 )
@@ -172,6 +173,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
+    "LoRARequest",
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequest",

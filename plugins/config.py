@@ -13,6 +13,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.typed import Strict
 
 from .config_tables import (
+    AdaptersConfig,
     AttentionConfig,
     Count,
     DebugConfig,
@@ -66,6 +67,7 @@ class _CoreTables(Strict, kw_only=False):
     parallel: ParallelConfig = ParallelConfig()
     sampler: SamplerConfig = SamplerConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     attention: AttentionConfig = AttentionConfig()
     ops: OpsConfig = OpsConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -329,6 +329,43 @@ class SpeculationConfig(Strict):
     adaptive: bool = True
 
 
+class AdaptersConfig(Strict):
+    """Low-rank adapters of linear layers (LoRA), which requests name.
+
+    Attributes:
+        max_loras: different adapters that run at once, for which each worker allocates room in the
+            memory of its device; 0 is none: requests cannot have adapters.
+        max_lora_rank: largest rank of an adapter's matrices.
+        max_cpu_loras: adapters that each worker keeps in CPU memory; others are read again when
+            a request needs them. None is `max_loras`.
+        paths: folders of adapters that are loaded at start, as PEFT writes them, by name.
+    """
+
+    max_loras: Annotated[int, Meta(ge=0, le=1024)] = 0
+    max_lora_rank: Annotated[int, Meta(ge=1, le=1024)] = 16
+    max_cpu_loras: Count | None = None
+    paths: dict[Annotated[str, Meta(min_length=1)], Annotated[str, Meta(min_length=1)]] = {}
+
+    def __post_init__(self) -> None:
+        """Check that there is room for what is named."""
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras: expected at least max_loras, {self.max_loras}, got "
+                f"{self.max_cpu_loras}"
+            )
+        if len(self.paths) > self.num_cpu_loras:
+            key = "max_cpu_loras" if self.max_loras else "max_loras"
+            raise ValueError(
+                f"paths: expected at most {self.num_cpu_loras} adapters, {key}, got "
+                f"{len(self.paths)}"
+            )
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Adapters that each worker keeps in CPU memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+
 class AttentionConfig(Strict):
     """The attention backend; "auto" is that of `backend`."""
 

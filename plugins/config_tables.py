@@ -349,16 +349,10 @@ class AdaptersConfig(Strict):
     def __post_init__(self) -> None:
         """Check that there is room for what is named."""
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(
-                f"max_cpu_loras: expected at least max_loras, {self.max_loras}, got "
-                f"{self.max_cpu_loras}"
-            )
+            raise ValueError("max_cpu_loras has to be at least max_loras")
         if len(self.paths) > self.num_cpu_loras:
             key = "max_cpu_loras" if self.max_loras else "max_loras"
-            raise ValueError(
-                f"paths: expected at most {self.num_cpu_loras} adapters, {key}, got "
-                f"{len(self.paths)}"
-            )
+            raise ValueError(f"paths names {len(self.paths)} adapters, which is more than {key}")
 
     @property
     def num_cpu_loras(self) -> int:

@@ -148,7 +148,9 @@ def test_requests_and_calls(llm, base):
     ):
         with pytest.raises(error, match=message):
             llm.generate(prompt, params, lora_request=request)
-    with pytest.raises(RequestError, match="lora_request: expected one or 1, one per prompt, got 2"):
+    with pytest.raises(
+        RequestError, match="lora_request: expected one or 1, one per prompt, got 2"
+    ):
         llm.generate(prompt, params, lora_request=[None, None])
     with pytest.raises(ModelError, match="lora.content_hash: expected .*, got 0000"):
         llm.add_lora(LoRARequest("good", 1, str(good), "0" * 64))
@@ -192,5 +194,7 @@ def test_adapters_of_the_configuration(base, tmp_path):
         LLM(model, config=settings(paths={"bad": str(tmp_path / "dora")}))
     with pytest.raises(ConfigError, match="adapters: max_cpu_loras has to be at least max_loras"):
         LLM(model, config={"adapters": {"max_loras": 2, "max_cpu_loras": 1}})
-    with pytest.raises(ConfigError, match="adapters: paths names 1 adapters, which is more than max_loras"):
+    with pytest.raises(
+        ConfigError, match="adapters: paths names 1 adapters, which is more than max_loras"
+    ):
         LLM(model, config={"adapters": {"paths": {"good": good}}})

@@ -66,7 +66,10 @@ def contents(outputs):
     return [
         (
             output.outputs[0].token_ids,
-            [{token: entry.logprob for token, entry in at.items()} for at in output.outputs[0].logprobs],
+            [
+                {token: entry.logprob for token, entry in at.items()}
+                for at in output.outputs[0].logprobs
+            ],
         )
         for output in outputs
     ]

@@ -26,7 +26,7 @@ def adapters(tmp_path_factory):
     model = write_model(base / "model")
     folders = [base / f"adapter{index}" for index in range(5)]
     for index, folder in enumerate(folders):
-        write_adapter(folder, model, seed=index, size=1.0, r=1 + index % 4)
+        write_adapter(folder, model, seed=index, size=0.4, r=1 + index % 4)
     return base / "model", folders
 
 
@@ -110,12 +110,8 @@ def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
             llm.generate([[1]], lora_request=lora(name, 1))
     for live in (lives[0], lives[2]):
         live.is_ended = mode == "end"
-        if live is lives[2] and mode == "end":  # it never ran
-            with pytest.raises(RequestError, match='was removed with mode "end"'):
-                live.finish(expected)
-        else:
-            live.finish(expected)
-            assert (live.error is not None) == (mode == "end")
+        live.finish(expected)
+        assert (live.error is not None) == (mode == "end")
     for live in (lives[1], none):
         live.finish(expected)
     assert [x.name for x in llm.list_loras()] == ["two"]
@@ -132,8 +128,8 @@ def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, ex
         Live(llm, lora(f"a{index}", index + 1), (folder, 1)).finish(expected)
     shutil.copytree(folders[1], copy, dirs_exist_ok=True)
     other = Live(llm, lora("a1", 2), (folders[2], 2))
-    with pytest.raises(RequestError, match=r"copy: its files have changed since the adapter was"):
-        llm.generate([PROMPTS[2]], PARAMS, lora_request=lora("copied", 9))
+    (output,) = llm.generate([PROMPTS[2]], PARAMS, lora_request=lora("copied", 9))
+    assert "copy: its files have changed since the adapter was added" in output.outputs[0].error
     other.finish(expected)
     llm.add_lora(lora("copied", 9, copy))
     Live(llm, lora("copied", 9), (folders[1], 2)).finish(expected)
@@ -179,10 +175,7 @@ def test_random_schedules(adapters, expected, random_llm, seed):
         elif action == "reset":
             llm.reset_prefix_cache(recompute_running=rng.random() < 0.5)
     for live in lives:
-        try:
-            live.finish(expected)
-        except RequestError as error:
-            assert live.is_ended and 'was removed with mode "end"' in str(error)
+        live.finish(expected)
     for name in names:
         assert llm.remove_lora(ord(name))
     assert llm.list_loras() == []

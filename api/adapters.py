@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -23,16 +23,31 @@ _POLL_SECONDS = 0.002
 _OPTION = "lora_request"
 
 
+class _Engine(Protocol):
+    @property
+    def config(self) -> EngineConfig: ...
+
+
+class _Caller(_Engine, Protocol):
+    def call_part(
+        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any: ...
+
+    def add_lora(self, lora: LoRARequest) -> LoRARequest: ...
+
+
+class _AsyncCaller(_Engine, Protocol):
+    async def call_part(
+        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any: ...
+
+    async def add_lora(self, lora: LoRARequest) -> LoRARequest: ...
+
+
 class SyncAdapterCalls:
     """The calls for adapters of a program that waits for them."""
 
-    config: EngineConfig
-
-    def call_part(self, part: str, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
-        """Call a step part; see `ControlCalls`."""
-        raise NotImplementedError
-
-    def add_lora(self, lora: LoRARequest) -> LoRARequest:
+    def add_lora(self: _Caller, lora: LoRARequest) -> LoRARequest:
         """Load an adapter, while requests go on; return it with the hash of its content.
 
         One of the same name is replaced for the requests that follow. Those that were admitted
@@ -53,7 +68,7 @@ class SyncAdapterCalls:
             time.sleep(_POLL_SECONDS)
         return msgspec.convert(added, LoRARequest)
 
-    def remove_lora(self, lora_id: int, mode: RemoveMode = "drain") -> bool:
+    def remove_lora(self: _Caller, lora_id: int, mode: RemoveMode = "drain") -> bool:
         """Unload an adapter; return whether there was one.
 
         Args:
@@ -68,13 +83,13 @@ class SyncAdapterCalls:
             return False
         return bool(self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
 
-    def list_loras(self) -> list[LoRARequest]:
+    def list_loras(self: _Caller) -> list[LoRARequest]:
         """Return the loaded adapters, with the hashes of their contents."""
         if not self.config.adapters.max_loras:
             return []
         return msgspec.convert(self.call_part(_PART, "list"), list[LoRARequest])
 
-    def pin_lora(self, lora_id: int) -> bool:
+    def pin_lora(self: _Caller, lora_id: int) -> bool:
         """Keep an adapter in CPU memory until it is removed; return whether there is one.
 
         Raises:
@@ -84,7 +99,7 @@ class SyncAdapterCalls:
             return False
         return bool(self.call_part(_PART, "pin", _number(lora_id)))
 
-    def _with_adapters(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_adapters(self: _Caller, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return options of requests, of which adapters have the hashes of their contents.
 
         Those that are not loaded are loaded.
@@ -108,15 +123,7 @@ class SyncAdapterCalls:
 class AsyncAdapterCalls:
     """The calls for adapters of a program that runs an event loop."""
 
-    config: EngineConfig
-
-    async def call_part(
-        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Call a step part; see `ControlCalls`."""
-        raise NotImplementedError
-
-    async def add_lora(self, lora: LoRARequest) -> LoRARequest:
+    async def add_lora(self: _AsyncCaller, lora: LoRARequest) -> LoRARequest:
         """Do what `LLM.add_lora` does."""
         _check_on(self.config, "lora")
         ticket = await self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
@@ -124,25 +131,25 @@ class AsyncAdapterCalls:
             await asyncio.sleep(_POLL_SECONDS)
         return msgspec.convert(added, LoRARequest)
 
-    async def remove_lora(self, lora_id: int, mode: RemoveMode = "drain") -> bool:
+    async def remove_lora(self: _AsyncCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:
         """Do what `LLM.remove_lora` does."""
         if not self.config.adapters.max_loras:
             return False
         return bool(await self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
 
-    async def list_loras(self) -> list[LoRARequest]:
+    async def list_loras(self: _AsyncCaller) -> list[LoRARequest]:
         """Do what `LLM.list_loras` does."""
         if not self.config.adapters.max_loras:
             return []
         return msgspec.convert(await self.call_part(_PART, "list"), list[LoRARequest])
 
-    async def pin_lora(self, lora_id: int) -> bool:
+    async def pin_lora(self: _AsyncCaller, lora_id: int) -> bool:
         """Do what `LLM.pin_lora` does."""
         if not self.config.adapters.max_loras:
             return False
         return bool(await self.call_part(_PART, "pin", _number(lora_id)))
 
-    async def _with_adapters(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _with_adapters(self: _AsyncCaller, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Do what `SyncAdapterCalls._with_adapters` does."""
         given, listed = _adapters_in(options)
         if not listed:
@@ -185,12 +192,12 @@ def _number(lora_id: Any) -> dict[str, Any]:
 def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
     """Return the adapters of options, one for all or one per prompt, and the different ones."""
     given = options.get(_OPTION)
-    each: Sequence[Any] = given if is_list(given) else [given]
+    each: list[Any] = list(given or ()) if is_list(given) else [given]
     listed: list[dict[str, Any]] = []
     for lora in each:
         if lora is not None and (plain := _plain(lora, _OPTION)) not in listed:
             listed.append(plain)
-    return list(each), listed
+    return each, listed
 
 
 def _resolved(

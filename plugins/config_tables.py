@@ -334,7 +334,7 @@ class AdaptersConfig(Strict):
 
     Attributes:
         max_loras: different adapters that run at once, for which each worker allocates room in the
-            memory of its device; 0 is none: requests cannot have adapters.
+            memory of its device; 0, the default: requests cannot have adapters.
         max_lora_rank: largest rank of an adapter's matrices.
         max_cpu_loras: adapters that each worker keeps in CPU memory; others are read again when
             a request needs them. None is `max_loras`.

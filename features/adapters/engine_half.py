@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,12 +25,14 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
-from .identity import content_hash, read_files
+from .identity import content_hash, read_files, without_layers
 from .leases import Leases
 from .messages import Ask, Drop, Keep, Progress, Read, Slot, StepAdapters
 
 _UNASKED_SECONDS = 120.0
 """After this, a reading that no program asks for is forgotten."""
+
+_WAIT_SECONDS = 0.002
 
 
 class _Reading(msgspec.Struct):
@@ -65,6 +68,7 @@ class AdapterSlots(EngineHalf):
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
         self._ending: set[str] = set()  # requests that a removal ends
+        self._leaving: set[str] = set()  # contents that requests have and no name has any more
         self._readings: dict[int, _Reading] = {}
         self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
         self._tickets = itertools.count(1)
@@ -100,7 +104,7 @@ class AdapterSlots(EngineHalf):
                 f"lora.content_hash: expected that of a loaded adapter, as LLM.add_lora returns "
                 f"it, got none for {name!r}"
             )
-        if content not in self._paths:
+        if content not in self._paths or content in self._leaving:
             raise RequestError(
                 f"lora: expected one of {self._known()}, got {name!r} with content "
                 f"{content[:16]}; it was removed, replaced or never added"
@@ -123,14 +127,17 @@ class AdapterSlots(EngineHalf):
         if content not in self._host and not self._is_read(content):
             return "its adapter is read"
         self._host[content] = self._clock()
-        return self._leases.take(request.request_id, content)
+        return self._leases.acquire(request.request_id, content)
 
     def ended(self, request_id: str) -> None:
-        """Give back the lease of a request."""
+        """Release the lease of a request."""
         content = self._requests.pop(request_id, None)
         self._ending.discard(request_id)
-        self._leases.give_back(request_id)
-        if content is not None and not self._is_needed(content) and content not in self._host:
+        self._leases.release(request_id)
+        if content is None or self._is_needed(content):
+            return
+        if content in self._leaving or content not in self._host:
+            self._leaving.discard(content)
             self._paths.pop(content, None)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
@@ -154,6 +161,10 @@ class AdapterSlots(EngineHalf):
         """Return the requests that the removal of their adapter ends."""
         names = self._ending & plan.num_scheduled_tokens.keys()
         return {name: RequestFault(self._removed(self._requests[name])) for name in names}
+
+    def wait(self) -> None:
+        """Wait a moment for adapters that are read."""
+        time.sleep(_WAIT_SECONDS)
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Add the number of requests that run with each adapter."""
@@ -263,7 +274,7 @@ class AdapterSlots(EngineHalf):
         lora = msgspec.structs.replace(new, content_hash=content)
         self._set_alias(lora)
         self._keep(ticket, content)
-        return msgspec.to_builtins(lora)
+        return msgspec.structs.asdict(lora)
 
     def _remove(self, lora_id: int, mode: str) -> bool:
         """Forget a name; return whether there was one.
@@ -287,12 +298,13 @@ class AdapterSlots(EngineHalf):
         if not users:
             self._forget([content])
         else:
+            self._leaving.add(content)
             self._host[content] = 0.0  # the first to go
         return True
 
     def _list(self) -> list[dict[str, Any]]:
         """Return the loaded adapters."""
-        return [msgspec.to_builtins(lora) for lora in self._names.values()]
+        return [msgspec.structs.asdict(lora) for lora in self._names.values()]
 
     def _pin(self, lora_id: int) -> bool:
         """Keep an adapter in CPU memory; return whether there is one.
@@ -322,6 +334,7 @@ class AdapterSlots(EngineHalf):
 
     def _set_alias(self, lora: LoRARequest) -> None:
         self._names[lora.name] = lora
+        self._leaving.discard(lora.content_hash)
         self._paths[lora.content_hash] = lora.path
 
     def _is_needed(self, content: str) -> bool:
@@ -375,7 +388,7 @@ class AdapterSlots(EngineHalf):
         if error is None:
             if not all(a.is_done for a in answers):
                 return None
-            error = _difference(answers, self._readings[ticket].lora)
+            error = _defect(answers, self._readings[ticket].lora)
         if error is not None:
             self._drop(ticket)
             raise ModelError(error)
@@ -429,13 +442,10 @@ def _lora(given: Mapping[str, Any]) -> LoRARequest:
     return lora
 
 
-def _difference(answers: Sequence[Progress], lora: LoRARequest | None) -> str | None:
-    """Return what keeps an adapter that every rank has read from being used; None if nothing."""
+def _defect(answers: Sequence[Progress], lora: LoRARequest | None) -> str | None:
+    """Return the defect of an adapter that every rank has read; None if there is none."""
     where = f"{lora.name!r}: " if lora is not None else ""
     if len({answer.content for answer in answers}) > 1:
         return f"{where}its files changed while they were read, or ranks have different ones"
     unknown = set.intersection(*(set(answer.unknown) for answer in answers))
-    if unknown:
-        shown = ", ".join(sorted(unknown)[:4]) + (", ..." if len(unknown) > 4 else "")
-        return f"{where}the model has no linear layer {shown}, which the adapter changes"
-    return None
+    return where + without_layers(sorted(unknown)) if unknown else None

@@ -45,7 +45,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _Fields(msgspec.Struct):
-    """The fields of `adapter_config.json` that say what its matrices mean."""
+    """The fields of `adapter_config.json` that describe its matrices."""
 
     r: int
     lora_alpha: float
@@ -54,7 +54,6 @@ class _Fields(msgspec.Struct):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     fan_in_fan_out: bool = False  # of the base's storage: lora_A and lora_B have the same form
-    init_lora_weights: bool | str | None = True
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,17 @@ def _checked_fields(file: Path, raw: bytes) -> _Fields:
         raise ModelError(f"{file}: expected a JSON object: {error}") from None
     if (kind := given.get("peft_type")) != "LORA":
         raise ModelError(f'{file}: peft_type: expected "LORA", got {shown(kind)}')
+    _check_off(file, given)
+    try:
+        fields = msgspec.convert(given, _Fields)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{file}: {error}") from None
+    _check_numbers(file, fields)
+    _check_patterns(file, fields)
+    return fields
+
+
+def _check_off(file: Path, given: Mapping[str, Any]) -> None:
     for name, (off, what) in _OFF.items():
         value = given.get(name, off)
         if value != off and value not in (None, False, [], {}):
@@ -118,16 +128,24 @@ def _checked_fields(file: Path, raw: bytes) -> _Fields:
                 f"{file}: {name}: expected {expected}, as {what} are not supported, got "
                 f"{shown(value)}"
             )
-    try:
-        fields = msgspec.convert(given, _Fields)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{file}: {error}") from None
+    how = str(given.get("init_lora_weights")).lower()
+    if how.startswith(_CHANGES_BASE):
+        raise ModelError(
+            f"{file}: init_lora_weights: {how!r} changes weights of the base model; expected an "
+            f"adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
+        )
+
+
+def _check_numbers(file: Path, fields: _Fields) -> None:
     for place, rank in {"r": fields.r, **(fields.rank_pattern or {})}.items():
         if rank < 1:
             raise ModelError(f"{file}: {place}: expected a rank of at least 1, got {rank}")
     for place, alpha in {"lora_alpha": fields.lora_alpha, **(fields.alpha_pattern or {})}.items():
         if not math.isfinite(alpha):
             raise ModelError(f"{file}: {place}: expected a finite number, got {alpha}")
+
+
+def _check_patterns(file: Path, fields: _Fields) -> None:
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(fields, field) or {}:
             try:
@@ -136,13 +154,6 @@ def _checked_fields(file: Path, raw: bytes) -> _Fields:
                 raise ModelError(
                     f"{file}: {field}: expected a regular expression, got {pattern!r}: {error}"
                 ) from None
-    if str(fields.init_lora_weights).lower().startswith(_CHANGES_BASE):
-        raise ModelError(
-            f"{file}: init_lora_weights: {fields.init_lora_weights!r} changes weights of the base "
-            f"model; expected an adapter that was converted, see PEFT's "
-            f"path_initial_model_for_weight_conversion"
-        )
-    return fields
 
 
 def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
@@ -161,7 +172,7 @@ def _changes(
     """Return the changes of modules.
 
     Raises:
-        ModelError: a tensor is not as the configuration says.
+        ModelError: a tensor is not as the configuration states.
     """
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -10,7 +10,8 @@ import torch
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.model import LinearMatrix
 
-from .files import TENSORS, AdapterFiles, Change, read_adapter
+from .files import AdapterFiles, Change, read_adapter
+from .identity import TENSORS
 
 
 @dataclass(frozen=True)

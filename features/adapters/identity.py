@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from hardpoint.plugins import ModelError
@@ -12,6 +13,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 _LARGEST_CONFIG = 1 << 20
 _LARGEST_TENSORS = 8 << 30
+_MOST_SHOWN = 4
 
 
 def content_hash(config: bytes, tensors: bytes) -> str:
@@ -30,6 +32,12 @@ def read_files(path: str) -> tuple[bytes, bytes]:
     """
     folder = Path(path)
     return _read(folder / CONFIG, _LARGEST_CONFIG), _read(folder / TENSORS, _LARGEST_TENSORS)
+
+
+def without_layers(modules: Sequence[str]) -> str:
+    """Return the error of an adapter that changes layers which the model does not have."""
+    listed = ", ".join(modules[:_MOST_SHOWN]) + (", ..." if len(modules) > _MOST_SHOWN else "")
+    return f"the model has no linear layer {listed}, which the adapter changes"
 
 
 def _read(file: Path, limit: int) -> bytes:

@@ -16,13 +16,17 @@ class Leases:
     """
 
     def __init__(self, count: int, clock: Callable[[], float]) -> None:
-        """Have `count` free slots; `clock` returns seconds."""
+        """Create `count` free slots.
+
+        Args:
+            clock: returns seconds.
+        """
         self._clock = clock
         self._slots: dict[int, str | None] = dict.fromkeys(range(count))  # longest unused first
         self._of: dict[str, str] = {}  # content of each request with a lease
         self._waiting: dict[str, float] = {}  # requests since when, in the order of their arrival
 
-    def take(self, request_id: str, content: str) -> str | None:
+    def acquire(self, request_id: str, content: str) -> str | None:
         """Give a request a lease; return why it has to wait, or None."""
         self._waiting.setdefault(request_id, self._clock())
         oldest = next(iter(self._waiting))
@@ -52,7 +56,7 @@ class Leases:
         """Return the slot of a content that a request holds."""
         return next(slot for slot, has in self._slots.items() if has == content)
 
-    def give_back(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """Forget a request."""
         self._of.pop(request_id, None)
         self._waiting.pop(request_id, None)

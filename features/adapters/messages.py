@@ -6,7 +6,7 @@ import msgspec
 
 
 class Slot(msgspec.Struct, array_like=True, frozen=True):
-    """What a slot has to hold in a step.
+    """A slot of a step, and the adapter that it has to hold.
 
     Attributes:
         index: number of the slot.
@@ -20,7 +20,7 @@ class Slot(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepAdapters(msgspec.Struct, array_like=True):
-    """The data of a plan for the worker halves: the slots that it uses, and that of each request."""
+    """The data of a plan for the worker halves: its slots, and the slot of each request."""
 
     slots: list[Slot]
     requests: dict[str, int]
@@ -34,7 +34,7 @@ class Read(msgspec.Struct, tag=True):
 
 
 class Ask(msgspec.Struct, tag=True):
-    """Tell how far a reading is."""
+    """Report how far a reading is."""
 
     ticket: int
 

@@ -37,4 +37,4 @@ class Adapters(StepPart):
             return None
         from .worker_half import AdapterProducts  # noqa: PLC0415 - it imports torch
 
-        return AdapterProducts(self.context.config.adapters, context)
+        return AdapterProducts(self.context.config, context)

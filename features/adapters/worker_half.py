@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from hardpoint.plugins import ModelError, SchedulerOutput, WorkerHalf
-from hardpoint.plugins.config_tables import AdaptersConfig
+from hardpoint.plugins import EngineConfig, ModelError, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
 from .host_adapter import HostAdapter, load_adapter
+from .identity import without_layers
 from .messages import Ask, Call, Drop, Keep, Progress, Read, StepAdapters
 
 _NONE = -1
@@ -41,13 +41,14 @@ class _Reading(threading.Thread):
 class AdapterProducts(WorkerHalf):
     """Adds what adapters change to the products of linear layers."""
 
-    def __init__(self, config: AdaptersConfig, context: WorkerHalfContext) -> None:
+    def __init__(self, engine: EngineConfig, context: WorkerHalfContext) -> None:
         """Read the adapters of the configuration.
 
         Raises:
             ModelError: one is wrong.
         """
         assert context.loaded is not None
+        config = engine.adapters
         self._loaded: LoadedModel = context.loaded
         self._config, self._device = config, context.device
         self._dtype = self._loaded.ops.context.dtype
@@ -58,6 +59,8 @@ class AdapterProducts(WorkerHalf):
         self._rows: tuple[StepRows, torch.Tensor] | None = None
         for path in config.paths.values():
             adapter = self._read(path)
+            if adapter.unknown and engine.parallel.pipeline == 1:  # no other rank has more layers
+                raise ModelError(f"{path}: {without_layers(adapter.unknown)}")
             self._host[adapter.content] = adapter
 
     def _read(self, path: str) -> HostAdapter:
@@ -69,7 +72,7 @@ class AdapterProducts(WorkerHalf):
         return {"slots of adapters": self._slots.num_bytes}
 
     def call(self, message: bytes) -> bytes:
-        """Begin a reading, tell how far one is, keep what was read or forget it."""
+        """Begin a reading, report how far one is, keep what was read or forget it."""
         call = msgspec.msgpack.decode(message, type=Call)
         match call:
             case Read(ticket, path):
@@ -164,7 +167,7 @@ class _Slots:
     """The slots of a rank: for each matrix, the A and B of some adapters on its device.
 
     Attributes:
-        contents: hash of the adapter in each slot; None is none.
+        contents: hash of the adapter in each slot; None is an empty one.
         num_bytes: bytes of all slots.
     """
 

@@ -125,7 +125,7 @@ class TestPause:
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("close"),
-                "method: expected one of collective_rpc, ",
+                "method: expected one of call_part, ",
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("resume", 1),
@@ -182,7 +182,7 @@ class TestTheRest:
             llm.collective_rpc("plugin_meters", timeout=-1)
 
     def test_adapters(self, llm):
-        assert llm.list_loras() == [] and not llm.remove_lora(1) and not llm.pin_lora(1)
+        assert (llm.list_loras(), llm.remove_lora(1), llm.pin_lora(1)) == ([], False, False)
         with pytest.raises(RequestError, match="^lora: expected none, as adapters.max_loras is 0"):
             llm.add_lora(LoRARequest("poems", 1))
 
@@ -233,7 +233,7 @@ def test_on_an_event_loop(scripted, tmp_path):
             (meters,) = await llm.collective_rpc("plugin_meters")
             assert "temperature" in meters
             assert await llm.list_loras() == []
-            assert not await llm.remove_lora(1) and not await llm.pin_lora(1)
+            assert [await llm.remove_lora(1), await llm.pin_lora(1)] == [False, False]
             for refused in (llm.add_lora(LoRARequest("poems", 1)), llm.reset_encoder_cache()):
                 with pytest.raises(HardpointError, match="there is no|adapters.max_loras is 0"):
                     await refused

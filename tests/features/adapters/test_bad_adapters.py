@@ -1,4 +1,4 @@
-"""What is wrong with an adapter is said in one error, and nothing has changed then."""
+"""Wrong adapters: each is refused with one error, and changes nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ A, B = Q0.format("A"), Q0.format("B")
 CASES = {
     "no folder": (shutil.rmtree, "adapter_config.json: cannot be read: No such file"),
     "pickle": (pickled, "adapter_model.bin is a pickle, which is never read"),
-    "no JSON": (written("adapter_config.json", b"{"), "adapter_config.json: expected a JSON object"),
+    "no JSON": (written("adapter_config.json", b"{"), "expected a JSON object"),
     "no object": (written("adapter_config.json", b"[]"), "expected a JSON object"),
     "large config": (written("adapter_config.json", b" " * (1 << 20) + b"{}"), "at most 1048576"),
     "type": (config(peft_type="IA3"), 'peft_type: expected "LORA", got \'IA3\''),
@@ -84,8 +84,8 @@ CASES = {
     "inf": (set_value(B, float("inf")), "q_proj.lora_B: expected finite numbers"),
     "no B": (tensors(lambda found: found.pop(B)), "q_proj: expected lora_B, as there is lora_A"),
     "no A": (tensors(lambda found: found.pop(A)), "q_proj: expected lora_A, as there is lora_B"),
-    "other name": (renamed(A, A.replace("lora_A", "lora_magnitude_vector")), "lora_magnitude_vector"),
-    "no prefix": (renamed(A, A.removeprefix("base_model.")), "model.model.layers.0.*expected tensors"),
+    "other name": (renamed(A, A.replace("A.weight", "magnitude")), "lora_magnitude: expected"),
+    "no prefix": (renamed(A, A.removeprefix("base_model.")), "model.layers.0.*expected tensors"),
     "layer": (
         tensors(
             lambda found: found.update(
@@ -97,10 +97,10 @@ CASES = {
     "embeddings": (
         tensors(
             lambda found: found.update(
-                {n.replace("layers.0.self_attn.q_proj", "embed_tokens"): found.pop(n) for n in (A, B)}
+                {n.replace("layers.0.self_attn.q_proj", "lm_head"): found.pop(n) for n in (A, B)}
             )
         ),
-        "model.embed_tokens: adapters of embeddings and of the head are not supported",
+        "lm_head: adapters of embeddings and of the head are not supported",
     ),
     "shape": (
         tensors(lambda found: found.update({B: torch.zeros(72, 4)})),
@@ -148,9 +148,7 @@ def test_requests_and_calls(llm, base):
     ):
         with pytest.raises(error, match=message):
             llm.generate(prompt, params, lora_request=request)
-    with pytest.raises(
-        RequestError, match="lora_request: expected one or 1, one per prompt, got 2"
-    ):
+    with pytest.raises(RequestError, match="lora_request: expected one or 1, one per"):
         llm.generate(prompt, params, lora_request=[None, None])
     with pytest.raises(ModelError, match="lora.content_hash: expected .*, got 0000"):
         llm.add_lora(LoRARequest("good", 1, str(good), "0" * 64))
@@ -164,8 +162,8 @@ def test_requests_and_calls(llm, base):
         with pytest.raises(RequestError, match="method: |arguments: |ticket: "):
             llm.call_part("adapters", method, arguments)
     assert llm.list_loras() == [added]
-    assert llm.pin_lora(1) and not llm.pin_lora(5)
-    assert llm.remove_lora(1) and llm.list_loras() == []
+    assert (llm.pin_lora(1), llm.pin_lora(5)) == (True, False)
+    assert (llm.remove_lora(1), llm.list_loras()) == (True, [])
 
 
 def test_the_error_of_an_engine_without_adapters_names_the_setting(base):
@@ -173,7 +171,7 @@ def test_the_error_of_an_engine_without_adapters_names_the_setting(base):
         for call in (llm.add_lora, lambda x: llm.generate([[1]], lora_request=x)):
             with pytest.raises(RequestError, match="expected none, as adapters.max_loras is 0"):
                 call(lora("good", 1, base / "good"))
-        assert llm.list_loras() == [] and not llm.remove_lora(1) and not llm.pin_lora(1)
+        assert (llm.list_loras(), llm.remove_lora(1), llm.pin_lora(1)) == ([], False, False)
 
 
 def test_adapters_of_the_configuration(base, tmp_path):
@@ -194,7 +192,5 @@ def test_adapters_of_the_configuration(base, tmp_path):
         LLM(model, config=settings(paths={"bad": str(tmp_path / "dora")}))
     with pytest.raises(ConfigError, match="adapters: max_cpu_loras has to be at least max_loras"):
         LLM(model, config={"adapters": {"max_loras": 2, "max_cpu_loras": 1}})
-    with pytest.raises(
-        ConfigError, match="adapters: paths names 1 adapters, which is more than max_loras"
-    ):
+    with pytest.raises(ConfigError, match="paths names 1 adapters, which is more than max_loras"):
         LLM(model, config={"adapters": {"paths": {"good": good}}})

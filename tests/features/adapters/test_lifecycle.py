@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from typing import ClassVar
 
 import pytest
 from support.adapters import lora, write_adapter, write_model
@@ -57,7 +58,6 @@ class Live:
 
     def __init__(self, llm, request, expected):
         self.stream = llm.stream(PROMPTS[expected[1]], PARAMS, lora_request=request)
-        self.name = None if request is None else request.name
         self.expected, self.tokens, self.error, self.is_ended = expected, [], None, False
 
     def step(self):
@@ -138,47 +138,64 @@ def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, ex
 SEEDS = [pytest.param(n, marks=[pytest.mark.nightly] if n >= 10 else []) for n in range(200)]
 
 
+class Schedule:
+    """Actions in a random order; knows what each request has to give."""
+
+    WEIGHTS: ClassVar = {"request": 8, "step": 10, "load": 4, "remove": 2, "sleep": 1, "reset": 1}
+
+    def __init__(self, llm, rng, folders, expected):
+        self.llm, self.rng, self.folders, self.expected = llm, rng, folders, expected
+        self.names = {}
+        self.lives = []
+
+    def run(self, count):
+        for action in self.rng.choices([*self.WEIGHTS], [*self.WEIGHTS.values()], k=count):
+            getattr(self, action)()
+        for live in self.lives:
+            live.finish(self.expected)
+        for name in self.names:
+            assert self.llm.remove_lora(ord(name))
+
+    def request(self):
+        name, prompt = self.rng.choice([None, *self.names]), self.rng.randrange(len(PROMPTS))
+        request = None if name is None else lora(name, ord(name))
+        self.lives.append(Live(self.llm, request, (self.names.get(name), prompt)))
+
+    def step(self):
+        live = self.rng.choice(self.lives) if self.lives else None
+        if live is not None and not live.step():
+            live.finish(self.expected)
+            self.lives.remove(live)
+
+    def load(self):
+        name, folder = self.rng.choice("abcd"), self.rng.choice(self.folders)
+        self.llm.add_lora(lora(name, ord(name), folder))
+        self.names[name] = folder
+
+    def remove(self):
+        if not self.names:
+            return
+        name, mode = self.rng.choice(sorted(self.names)), self.rng.choice(["drain", "end"])
+        folder = self.names.pop(name)
+        assert self.llm.remove_lora(ord(name), mode)
+        if mode == "end" and folder not in self.names.values():
+            for live in self.lives:
+                live.is_ended |= live.expected[0] == folder
+
+    def sleep(self):
+        self.llm.sleep(self.rng.choice([1, 2]), "keep")
+        self.llm.wake_up()
+
+    def reset(self):
+        self.llm.reset_prefix_cache(recompute_running=self.rng.random() < 0.5)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_schedules(adapters, expected, random_llm, seed):
     _, folders = adapters
-    llm, rng = random_llm, random.Random(seed)
-    names: dict[str, object] = {}
-    lives: list[Live] = []
-    for _ in range(40):
-        action = rng.choices(
-            ["request", "step", "load", "remove", "sleep", "reset"], [8, 10, 4, 2, 1, 1]
-        )[0]
-        if action == "request":
-            name = rng.choice([None, *names])
-            prompt = rng.randrange(len(PROMPTS))
-            request = None if name is None else lora(name, ord(name[0]))
-            lives.append(Live(llm, request, (names.get(name), prompt)))
-        elif action == "step" and lives:
-            live = rng.choice(lives)
-            if not live.is_ended and not live.step():
-                live.finish(expected)
-                lives.remove(live)
-        elif action == "load":
-            name, folder = rng.choice("abcd"), rng.choice(folders)
-            llm.add_lora(lora(name, ord(name), folder))
-            names[name] = folder
-        elif action == "remove" and names:
-            name, mode = rng.choice(sorted(names)), rng.choice(["drain", "end"])
-            folder = names.pop(name)
-            assert llm.remove_lora(ord(name), mode)
-            if mode == "end" and folder not in names.values():
-                for live in lives:
-                    live.is_ended |= live.expected[0] == folder
-        elif action == "sleep":
-            llm.sleep(rng.choice([1, 2]), "keep")
-            llm.wake_up()
-        elif action == "reset":
-            llm.reset_prefix_cache(recompute_running=rng.random() < 0.5)
-    for live in lives:
-        live.finish(expected)
-    for name in names:
-        assert llm.remove_lora(ord(name))
-    assert llm.list_loras() == []
+    Schedule(random_llm, random.Random(seed), folders, expected).run(40)
+    assert random_llm.list_loras() == []
+    assert random_llm.scheduler_stats().num_running == 0
 
 
 @pytest.fixture(scope="module")

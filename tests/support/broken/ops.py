@@ -586,7 +586,7 @@ class ReadsContiguousAdapters(Plain):
     contract = 1
 
     def add_lora(self, y, x, a, b, adapters, scales):
-        count, rank, width = a.shape
+        _, rank, width = a.shape
         a = torch.as_strided(a, a.shape, (rank * width, width, 1))
         super().add_lora(y, x, a, b, adapters, scales)
 

@@ -37,6 +37,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
 from .open_model import OpenModel
 from .options import takes_options
@@ -46,7 +47,7 @@ from .requests import check_generates, make_extras
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
+class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the
@@ -169,7 +170,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
             EngineClosedError: the engine was closed.
         """
         check_generates(sampling_params)
-        return self._engine.generate(prompt, sampling_params, request_id, make_extras(**options))
+        return self._generate(prompt, sampling_params, request_id, options)
 
     @takes_options
     def encode(
@@ -222,8 +223,32 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls):
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
         prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
-        extras = make_extras(**of_request)
-        outputs = self._engine.generate(prompt, sampling_params, request_id, extras)
+        outputs = self._generate(prompt, sampling_params, request_id, of_request)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def _generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: Mapping[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if options.get("lora_request") is None:
+            return self._engine.generate(prompt, params, request_id, make_extras(**options))
+        return self._generate_adapted(prompt, params, request_id, options)
+
+    async def _generate_adapted(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: Mapping[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate with an adapter, which is found, or loaded, first."""
+        extras = make_extras(**await self._with_adapters(options))
+        outputs = self._engine.generate(prompt, params, request_id, extras)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

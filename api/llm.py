@@ -29,6 +29,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .adapters import SyncAdapterCalls
 from .chat import Chat, Messages
 from .open_model import OpenModel, PoolingCalls
 from .options import BatchOptions, ChatBatchOptions, takes_options
@@ -48,7 +49,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(OpenModel[LLMEngine], PoolingCalls):
+class LLM(OpenModel[LLMEngine], PoolingCalls, SyncAdapterCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
@@ -187,7 +188,7 @@ class LLM(OpenModel[LLMEngine], PoolingCalls):
     def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
         params = self.default_sampling_params() if params is None else params
         check_generates(params)
-        return make_requests(prompts, params, **options)
+        return make_requests(prompts, params, **self._with_adapters(options))
 
     @takes_options
     def stream(
@@ -208,11 +209,15 @@ class LLM(OpenModel[LLMEngine], PoolingCalls):
         Raises:
             RequestError, OverloadedError: prompt or parameters are wrong, or too many wait.
         """
-        return self._stream(prompt, sampling_params, make_extras(**options))
+        return self._stream(prompt, sampling_params, options)
 
     def _stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, extras: RequestExtras
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        options: Mapping[str, Any],
     ) -> OutputStream:
+        extras = make_extras(**self._with_adapters(options))
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         check_generates(params)
         if (
@@ -269,7 +274,7 @@ class LLM(OpenModel[LLMEngine], PoolingCalls):
         """
         chat, of_request = Chat.taken_from(options)
         prompt = self._rendered(messages, chat)
-        return self._stream(prompt, sampling_params, make_extras(**of_request))
+        return self._stream(prompt, sampling_params, of_request)
 
     @takes_options
     def apply_chat_template(

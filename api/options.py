@@ -9,6 +9,7 @@ import typing as t
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+from hardpoint.plugins import LoRARequest
 from hardpoint.plugins.request_options import ChatOptions, RequestOptions
 from hardpoint.typed import suggest
 from hardpoint.typed.describing import attribute_docs
@@ -28,6 +29,7 @@ class BatchOptions(TypedDict, total=False):
     kv_transfer_params: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
     trace_headers: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
     truncate_prompt_tokens: int | Sequence[int | None] | None
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class ChatBatchOptions(ChatOptions, BatchOptions, total=False):

@@ -179,6 +179,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
+    "LoRARequest",
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequest",
@@ -254,7 +255,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Adapter resolvers: provisional
     "AdapterResolver",
     "AdapterResolverContext",
-    "LoRARequest",
     # Stat sinks: stable
     "IterationStats",
     "PluginReport",

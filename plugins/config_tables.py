@@ -313,20 +313,6 @@ class SamplerConfig(Strict):
     logprobs: Literal["raw", "processed"] = "raw"
 
 
-class AdaptersConfig(Strict):
-    """Low-rank adapters (LoRA).
-
-    Attributes:
-        resolvers: what finds the adapter of a name that a request has and that nothing is loaded
-            under, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
-            another name, and options of its own in `[plugin.shared]`.
-        resolve_seconds: maximum time of a resolver for a name.
-    """
-
-    resolvers: list[Reference | PluginUse] = []
-    resolve_seconds: PositiveSeconds = 10.0
-
-
 class SpeculationConfig(Strict):
     """Speculation: drafts of tokens that the next step verifies. They change no output.
 
@@ -342,6 +328,43 @@ class SpeculationConfig(Strict):
     use: list[Reference | PluginUse] = []
     num_draft_tokens: Annotated[int, Meta(ge=1, le=256)] = 5
     adaptive: bool = True
+
+
+class AdaptersConfig(Strict):
+    """Low-rank adapters of linear layers (LoRA), which requests name.
+
+    Attributes:
+        max_loras: different adapters that run at once, for which each worker allocates room in the
+            memory of its device; 0, the default: requests cannot have adapters.
+        max_lora_rank: largest rank of an adapter's matrices.
+        max_cpu_loras: adapters that each worker keeps in CPU memory; others are read again when
+            a request needs them. None is `max_loras`.
+        paths: folders of adapters that are loaded at start, as PEFT writes them, by name.
+        resolvers: what finds the adapter of a name that a request has and that nothing is loaded
+            under, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
+            another name, and options of its own in `[plugin.shared]`.
+        resolve_seconds: maximum time of a resolver for a name.
+    """
+
+    max_loras: Annotated[int, Meta(ge=0, le=1024)] = 0
+    max_lora_rank: Annotated[int, Meta(ge=1, le=1024)] = 16
+    max_cpu_loras: Count | None = None
+    paths: dict[Annotated[str, Meta(min_length=1)], Annotated[str, Meta(min_length=1)]] = {}
+    resolvers: list[Reference | PluginUse] = []
+    resolve_seconds: PositiveSeconds = 10.0
+
+    def __post_init__(self) -> None:
+        """Check that there is room for what is named."""
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError("max_cpu_loras has to be at least max_loras")
+        if len(self.paths) > self.num_cpu_loras:
+            key = "max_cpu_loras" if self.max_loras else "max_loras"
+            raise ValueError(f"paths names {len(self.paths)} adapters, which is more than {key}")
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Adapters that each worker keeps in CPU memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 class AttentionConfig(Strict):

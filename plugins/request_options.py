@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from .requests import LoRARequest
+
 __all__ = ["ChatOptions", "ChatRequestOptions", "RequestOptions"]
 
 
@@ -28,6 +30,8 @@ class RequestOptions(TypedDict, total=False):
             "00-..."}; sinks get them with the finished request.
         truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
             room for `max_tokens`; None, the default, refuses a prompt that is too long.
+        lora_request: the adapter that changes the model for this request; one that is not loaded
+            yet is loaded from its `path`. None, the default, is the model itself.
     """
 
     priority: int
@@ -37,6 +41,7 @@ class RequestOptions(TypedDict, total=False):
     kv_transfer_params: Mapping[str, Any] | None
     trace_headers: Mapping[str, str] | None
     truncate_prompt_tokens: int | None
+    lora_request: LoRARequest | None
 
 
 class ChatOptions(TypedDict, total=False):

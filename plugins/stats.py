@@ -86,6 +86,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
             predicted, 0.1 is 10 %; None if it is not (`scheduler.step_milliseconds`).
         num_waits_for_results: steps that were not planned, or sampled, before the results of the
             step before were in, by name of the step part that needs these.
+        num_requests_by_adapter: requests that run with each loaded adapter, by its name.
     """
 
     num_running: int
@@ -102,6 +103,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     kv_tiers: dict[str, KVTierStats] = {}
     step_cost_error: float | None = None
     num_waits_for_results: dict[str, int] = {}
+    num_requests_by_adapter: dict[str, int] = {}
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):

@@ -16,6 +16,7 @@ from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
     EngineCoreRequest,
+    LoRARequest,
     ModelConfig,
     RequestError,
     RequestOutputKind,
@@ -53,6 +54,7 @@ class RequestExtras(typed.Strict):
         kv_transfer_params: for the KV connector, which checks them.
         truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
             room for `max_tokens`; None keeps all.
+        lora_request: its adapter, with the hash of its content.
     """
 
     priority: int = 0
@@ -65,6 +67,7 @@ class RequestExtras(typed.Strict):
     calls: CallRules | None = None
     kv_transfer_params: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
+    lora_request: LoRARequest | None = None
 
 
 NO_EXTRAS = RequestExtras()
@@ -162,6 +165,7 @@ class InputProcessor:
             trace_headers=extras.trace_headers,
             kv_transfer_params=extras.kv_transfer_params,
             pooling_params=pooling,
+            lora=extras.lora_request,
         )
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.

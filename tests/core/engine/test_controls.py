@@ -123,10 +123,9 @@ class TestPause:
                 lambda llm: llm.collective_rpc("stop_profile", args=[1]),
                 "stop_profile: expected 0 arguments, got 1",
             ),
-            (lambda llm: llm.pin_lora("x"), "lora_id: expected a whole number, got 'x'"),
             (
                 lambda llm: llm.llm_engine.call_utility("close"),
-                "method: expected one of collective_rpc, ",
+                "method: expected one of call_part, ",
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("resume", 1),
@@ -183,21 +182,9 @@ class TestTheRest:
             llm.collective_rpc("plugin_meters", timeout=-1)
 
     def test_adapters(self, llm):
-        assert llm.list_loras() == set()
-        for call, words in (
-            (lambda: llm.add_lora(LoRARequest("poems", 1)), "adapter 'poems' cannot be added"),
-            (lambda: llm.remove_lora(1), "adapter 1 cannot be removed"),
-            (lambda: llm.pin_lora(1), "adapter 1 cannot be pinned"),
-        ):
-            with pytest.raises(HardpointError, match=f"^{words}: workers of this version hold no"):
-                call()
-        for lora, words in (
-            ("poems", "lora: expected a table, got 'poems'"),
-            ({"name": "x", "id": "two"}, "lora.id: expected"),
-            ({"name": "x", "id": 2, "ib": 3}, "lora.ib: unknown field"),
-        ):
-            with pytest.raises(RequestError, match=f"^{words}"):
-                llm.add_lora(lora)
+        assert (llm.list_loras(), llm.remove_lora(1), llm.pin_lora(1)) == ([], False, False)
+        with pytest.raises(RequestError, match="^lora: expected none, as adapters.max_loras is 0"):
+            llm.add_lora(LoRARequest("poems", 1))
 
     def test_profiles(self, llm):
         llm.start_profile()
@@ -245,14 +232,10 @@ def test_on_an_event_loop(scripted, tmp_path):
             assert Path(path).exists()
             (meters,) = await llm.collective_rpc("plugin_meters")
             assert "temperature" in meters
-            assert await llm.list_loras() == set()
-            for refused in (
-                llm.add_lora(LoRARequest("poems", 1)),
-                llm.remove_lora(1),
-                llm.pin_lora(1),
-                llm.reset_encoder_cache(),
-            ):
-                with pytest.raises(HardpointError, match="there is no|hold none"):
+            assert await llm.list_loras() == []
+            assert [await llm.remove_lora(1), await llm.pin_lora(1)] == [False, False]
+            for refused in (llm.add_lora(LoRARequest("poems", 1)), llm.reset_encoder_cache()):
+                with pytest.raises(HardpointError, match="there is no|adapters.max_loras is 0"):
                     await refused
             await llm.reset_prefix_cache(recompute_running=True)
 

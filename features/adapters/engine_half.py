@@ -1,0 +1,451 @@
+"""The engine's half of adapters: names, contents, leases of requests and slots of steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.errors import HardpointError
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreRequest,
+    EngineHalf,
+    LoRARequest,
+    ModelError,
+    ModelRunnerOutput,
+    Request,
+    RequestError,
+    RequestFault,
+    SchedulerOutput,
+    SchedulerStats,
+)
+from hardpoint.plugins.step_part import EngineHalfContext
+
+from .identity import content_hash, read_files, without_layers
+from .leases import Leases
+from .messages import Ask, Drop, Keep, Progress, Read, Slot, StepAdapters
+
+_UNASKED_SECONDS = 120.0
+"""After this, a reading that no program asks for is forgotten."""
+
+_WAIT_SECONDS = 0.002
+
+
+class _Reading(msgspec.Struct):
+    """A reading under way.
+
+    Attributes:
+        asked: when its progress was asked for last, on the engine's clock.
+        lora: what a program adds by it; None if a request waits for it.
+    """
+
+    asked: float
+    lora: LoRARequest | None
+
+
+class AdapterSlots(EngineHalf):
+    """Knows the adapters by name and content, and gives requests leases of slots.
+
+    A name is an alias of a content, and may become that of another one: a request keeps the content
+    that it was admitted with.
+    """
+
+    def __init__(self, config: EngineConfig, context: EngineHalfContext) -> None:
+        """Know the adapters of the configuration.
+
+        Raises:
+            ModelError: files of one are missing.
+        """
+        self._config, self._clock = config.adapters, context.clock
+        self._call_workers = context.call_workers
+        self._names: dict[str, LoRARequest] = {}
+        self._paths: dict[str, str] = {}  # of each content that is known
+        self._host: dict[str, float] = {}  # contents that workers keep, and their last use
+        self._pinned: set[str] = set()
+        self._requests: dict[str, str] = {}  # content of each request
+        self._ending: set[str] = set()  # requests that a removal ends
+        self._leaving: set[str] = set()  # contents that requests have and no name has any more
+        self._readings: dict[int, _Reading] = {}
+        self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
+        self._tickets = itertools.count(1)
+        self._leases = Leases(self._config.max_loras, self._clock)
+        self._methods: Mapping[str, Callable[..., Any]] = {
+            "resolve": self._resolve,
+            "load": self._load,
+            "poll": self._poll,
+            "remove": self._remove,
+            "list": self._list,
+            "pin": self._pin,
+        }
+        for index, (name, path) in enumerate(self._config.paths.items()):
+            content = content_hash(*read_files(path))
+            self._set_alias(LoRARequest(name, index + 1, path, content))
+
+    # Requests
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        """Return whether a request has an adapter."""
+        return request.lora is not None
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Take note of the content that a request uses from now on.
+
+        Raises:
+            RequestError: it is not known, or not stated.
+        """
+        assert request.lora is not None
+        name, content = request.lora.name, request.lora.content_hash
+        if not content:
+            raise RequestError(
+                f"lora.content_hash: expected that of a loaded adapter, as LLM.add_lora returns "
+                f"it, got none for {name!r}"
+            )
+        if content not in self._paths or content in self._leaving:
+            raise RequestError(
+                f"lora: expected one of {self._known()}, got {name!r} with content "
+                f"{content[:16]}; it was removed, replaced or never added"
+            )
+        self._requests[request.request_id] = content
+
+    def refused(self, request_id: str) -> None:
+        """Forget a request."""
+        self.ended(request_id)
+
+    def gate(self, request: Request) -> str | None:
+        """Give a request a lease of its adapter, once there is a slot and workers have it.
+
+        Raises:
+            RequestError: it was removed, or its files cannot be read again.
+        """
+        content = self._requests[request.request_id]
+        if request.request_id in self._ending:
+            raise RequestError(self._removed(content))
+        if content not in self._host and not self._is_read(content):
+            return "its adapter is read"
+        self._host[content] = self._clock()
+        return self._leases.acquire(request.request_id, content)
+
+    def ended(self, request_id: str) -> None:
+        """Release the lease of a request."""
+        content = self._requests.pop(request_id, None)
+        self._ending.discard(request_id)
+        self._leases.release(request_id)
+        if content is None or self._is_needed(content):
+            return
+        if content in self._leaving or content not in self._host:
+            self._leaving.discard(content)
+            self._paths.pop(content, None)
+
+    def begin(self, plan: SchedulerOutput) -> bytes | None:
+        """Return the slots of a plan."""
+        slots: dict[int, str] = {}
+        requests: dict[str, int] = {}
+        for name in plan.num_scheduled_tokens:
+            if (content := self._requests.get(name)) is not None:
+                slot = requests[name] = self._leases.slot(content)
+                slots[slot] = content
+        if not requests:
+            return None
+        listed = [Slot(slot, content, self._paths[content]) for slot, content in slots.items()]
+        return msgspec.msgpack.encode(StepAdapters(listed, requests))
+
+    def result(
+        self,
+        plan: SchedulerOutput,
+        result: ModelRunnerOutput,  # noqa: ARG002
+    ) -> Mapping[str, RequestFault]:
+        """Return the requests that the removal of their adapter ends."""
+        names = self._ending & plan.num_scheduled_tokens.keys()
+        return {name: RequestFault(self._removed(self._requests[name])) for name in names}
+
+    def wait(self) -> None:
+        """Wait a moment for adapters that are read."""
+        time.sleep(_WAIT_SECONDS)
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Add the number of requests that run with each adapter."""
+        running = self._leases.counts()
+        stats.num_requests_by_adapter = {
+            name: running.get(lora.content_hash, 0) for name, lora in self._names.items()
+        }
+
+    def _removed(self, content: str) -> str:
+        return f'lora: its adapter, content {content[:16]}, was removed with mode "end"'
+
+    # Calls of programs
+
+    def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Answer a call of `LLM.add_lora` and the like.
+
+        Raises:
+            RequestError: there is no such method or adapter, or arguments are wrong.
+            ModelError: an adapter cannot be loaded.
+        """
+        if (function := self._methods.get(method)) is None:
+            known = ", ".join(self._methods)
+            raise RequestError(f"method: expected one of {known}, got {method!r}")
+        try:
+            return function(**arguments)
+        except TypeError:
+            raise RequestError(f"arguments: not those of {method!r}: {sorted(arguments)}") from None
+
+    def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Return the content of adapters; None of one that has to be loaded first.
+
+        Raises:
+            RequestError: one is not known.
+        """
+        return [self._content_of(_lora(given)) for given in loras]
+
+    def _content_of(self, lora: LoRARequest) -> str | None:
+        loaded = self._names.get(lora.name)
+        if loaded is None:
+            if not lora.path:
+                raise RequestError(
+                    f"lora_request: expected one of {self._known()}, or the path of an adapter to "
+                    f"load, got {lora.name!r}"
+                )
+            return None
+        if lora.content_hash and lora.content_hash != loaded.content_hash:
+            if lora.content_hash in self._paths:
+                return lora.content_hash
+            raise RequestError(
+                f"lora_request.content_hash: {lora.name!r} has content {loaded.content_hash[:16]}, "
+                f"got {lora.content_hash[:16]}"
+            )
+        if lora.path and lora.path != loaded.path:
+            raise RequestError(
+                f"lora_request.path: {lora.name!r} was loaded from {loaded.path!r}, got "
+                f"{lora.path!r}; add_lora replaces it"
+            )
+        return loaded.content_hash
+
+    def _load(self, lora: Mapping[str, Any]) -> int:
+        """Begin to load an adapter; return the ticket to ask for it with.
+
+        Raises:
+            RequestError: its number is another adapter's, or it has no path.
+        """
+        new = _lora(lora)
+        if not new.path:
+            raise RequestError(f"lora.path: expected the folder of {new.name!r}, got an empty one")
+        self._check_id(new)
+        now = self._clock()
+        for ticket, reading in list(self._readings.items()):
+            if reading.lora is not None and now - reading.asked > _UNASKED_SECONDS:
+                self._drop(ticket)
+        return self._begin_reading(new.path, new)
+
+    def _check_id(self, new: LoRARequest) -> None:
+        for name, lora in self._names.items():
+            if lora.id == new.id and name != new.name:
+                raise RequestError(
+                    f"lora.id: {new.id} is that of {name!r}, got it for {new.name!r}"
+                )
+
+    def _poll(self, ticket: int) -> dict[str, Any] | None:
+        """Return an adapter that was loaded, under its name now; None while it is read.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            RequestError: there is no such ticket.
+        """
+        reading = self._readings.get(ticket)
+        if reading is None or reading.lora is None:
+            raise RequestError(f"ticket: expected that of an adapter that is loaded, got {ticket}")
+        reading.asked = self._clock()
+        content = self._progress(ticket)
+        if content is None:
+            return None
+        new = reading.lora
+        try:
+            self._check_id(new)
+            if new.content_hash not in ("", content):
+                raise ModelError(
+                    f"{new.path}: lora.content_hash: expected {content}, got {new.content_hash}"
+                )
+        except HardpointError:
+            self._drop(ticket)
+            raise
+        lora = msgspec.structs.replace(new, content_hash=content)
+        self._set_alias(lora)
+        self._keep(ticket, content)
+        return msgspec.structs.asdict(lora)
+
+    def _remove(self, lora_id: int, mode: str) -> bool:
+        """Forget a name; return whether there was one.
+
+        Raises:
+            RequestError: an unknown mode.
+        """
+        if mode not in ("drain", "end"):
+            raise RequestError(f'mode: expected "drain" or "end", got {mode!r}')
+        lora = self._of_id(lora_id)
+        if lora is None:
+            return False
+        del self._names[lora.name]
+        content = lora.content_hash
+        if any(other.content_hash == content for other in self._names.values()):
+            return True
+        self._pinned.discard(content)
+        users = {name for name, of in self._requests.items() if of == content}
+        if mode == "end":
+            self._ending |= users
+        if not users:
+            self._forget([content])
+        else:
+            self._leaving.add(content)
+            self._host[content] = 0.0  # the first to go
+        return True
+
+    def _list(self) -> list[dict[str, Any]]:
+        """Return the loaded adapters."""
+        return [msgspec.structs.asdict(lora) for lora in self._names.values()]
+
+    def _pin(self, lora_id: int) -> bool:
+        """Keep an adapter in CPU memory; return whether there is one.
+
+        Raises:
+            RequestError: as many as there is room for are kept already.
+        """
+        lora = self._of_id(lora_id)
+        if lora is None:
+            return False
+        pinned, limit = self._pinned | {lora.content_hash}, self._config.num_cpu_loras
+        if len(pinned) > limit:
+            raise RequestError(
+                f"lora_id: {limit} adapters are pinned, as many as adapters.max_cpu_loras, "
+                f"got {lora_id}"
+            )
+        self._pinned = pinned
+        return True
+
+    def _of_id(self, lora_id: int) -> LoRARequest | None:
+        return next((lora for lora in self._names.values() if lora.id == lora_id), None)
+
+    def _known(self) -> str:
+        return ", ".join(map(repr, self._names)) or "the loaded adapters, which are none"
+
+    # Contents
+
+    def _set_alias(self, lora: LoRARequest) -> None:
+        self._names[lora.name] = lora
+        self._leaving.discard(lora.content_hash)
+        self._paths[lora.content_hash] = lora.path
+
+    def _is_needed(self, content: str) -> bool:
+        """Return whether a name or a request has a content."""
+        return content in self._requests.values() or any(
+            lora.content_hash == content for lora in self._names.values()
+        )
+
+    def _is_read(self, content: str) -> bool:
+        """Read a content again that a request needs; return whether workers have it now.
+
+        Raises:
+            RequestError: it cannot be read, or is another one now.
+        """
+        ticket = self._wanted.get(content)
+        if ticket is None:
+            self._wanted[content] = self._begin_reading(self._paths[content], None)
+            return False
+        try:
+            found = self._progress(ticket)
+            if found not in (None, content):
+                self._drop(ticket)
+                raise ModelError(
+                    f"{self._paths[content]}: its files have changed since the adapter was added"
+                )
+        except ModelError as error:
+            del self._wanted[content]
+            raise RequestError(f"lora: {error}") from None
+        if found is None:
+            return False
+        del self._wanted[content]
+        self._keep(ticket, content)
+        return True
+
+    def _begin_reading(self, path: str, lora: LoRARequest | None) -> int:
+        ticket = next(self._tickets)
+        self._readings[ticket] = _Reading(self._clock(), lora)
+        self._send(Read(ticket, path))
+        return ticket
+
+    def _progress(self, ticket: int) -> str | None:
+        """Return the content of a reading that all ranks have ended; None until then.
+
+        Raises:
+            ModelError: one of them failed, or they have read different files; all forget it.
+        """
+        answers = [
+            msgspec.msgpack.decode(answer, type=Progress) for answer in self._send(Ask(ticket))
+        ]
+        error = next((a.error for a in answers if a.error is not None), None)
+        if error is None:
+            if not all(a.is_done for a in answers):
+                return None
+            error = _defect(answers, self._readings[ticket].lora)
+        if error is not None:
+            self._drop(ticket)
+            raise ModelError(error)
+        return answers[0].content
+
+    def _keep(self, ticket: int, content: str) -> None:
+        """Let workers keep what they have read, in the place of what was not used for longest."""
+        del self._readings[ticket]
+        self._host[content] = self._clock()
+        evictable = [
+            other
+            for other in sorted(self._host, key=self._host.__getitem__)
+            if other != content and other not in self._pinned and not self._leases.has(other)
+        ]
+        forgotten = evictable[: max(len(self._host) - self._config.num_cpu_loras, 0)]
+        self._send(Keep(ticket, forgotten))
+        self._forgotten(forgotten)
+
+    def _drop(self, ticket: int) -> None:
+        del self._readings[ticket]
+        self._send(Drop(ticket))
+
+    def _forget(self, contents: list[str]) -> None:
+        self._send(Drop(0, contents))
+        self._forgotten(contents)
+
+    def _forgotten(self, contents: Sequence[str]) -> None:
+        for content in contents:
+            self._host.pop(content, None)
+            if not self._is_needed(content):
+                self._paths.pop(content, None)
+
+    def _send(self, call: Read | Ask | Keep | Drop) -> Sequence[bytes]:
+        return self._call_workers(msgspec.msgpack.encode(call))
+
+
+def _lora(given: Mapping[str, Any]) -> LoRARequest:
+    """Return an adapter as a program states it.
+
+    Raises:
+        RequestError: it is not one.
+    """
+    try:
+        lora = msgspec.convert(given, LoRARequest)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"lora: {error}") from None
+    if not lora.name:
+        raise RequestError("lora.name: expected a name, got an empty one")
+    if lora.id < 1:
+        raise RequestError(f"lora.id: expected at least 1, got {lora.id}")
+    return lora
+
+
+def _defect(answers: Sequence[Progress], lora: LoRARequest | None) -> str | None:
+    """Return the defect of an adapter that every rank has read; None if there is none."""
+    where = f"{lora.name!r}: " if lora is not None else ""
+    if len({answer.content for answer in answers}) > 1:
+        return f"{where}its files changed while they were read, or ranks have different ones"
+    unknown = set.intersection(*(set(answer.unknown) for answer in answers))
+    return where + without_layers(sorted(unknown)) if unknown else None

@@ -1,0 +1,228 @@
+"""Reads adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from hardpoint.errors import shown
+from hardpoint.plugins import ModelError
+
+from .identity import CONFIG, TENSORS, content_hash, read_files
+
+_LARGEST_HEADER = 16 << 20
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_out")
+
+_OFF: Mapping[str, tuple[Any, str]] = {
+    "use_dora": (False, "DoRA's magnitudes"),
+    "use_qalora": (False, "QA-LoRA's pooling"),
+    "lora_bias": (False, "biases of adapters"),
+    "bias": ("none", "trained biases"),
+    "modules_to_save": (None, "whole modules"),
+    "trainable_token_indices": (None, "trained tokens"),
+    "target_parameters": (None, "adapters of parameters, such as experts"),
+    "layer_replication": (None, "repeated layers"),
+    "alora_invocation_tokens": (None, "activated LoRA"),
+    "arrow_config": (None, "routed adapters"),
+    "use_bdlora": (None, "block-diagonal LoRA"),
+}
+"""Fields that change what is computed, with the value that does not, and what another one is."""
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations whose adapters belong to a base model with changed weights."""
+
+
+class _Fields(msgspec.Struct):
+    """The fields of `adapter_config.json` that describe its matrices."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    fan_in_fan_out: bool = False  # of the base's storage: lora_A and lora_B have the same form
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of one matrix W: scale * B A.
+
+    Attributes:
+        a: [rank, columns of W].
+        b: [rows of W, rank].
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """An adapter as its files have it, whole, in their dtype.
+
+    Attributes:
+        content: SHA-256 of both files.
+        changes: by the name of the module.
+    """
+
+    content: str
+    changes: Mapping[str, Change]
+
+
+def read_adapter(path: str, max_rank: int) -> AdapterFiles:
+    """Read an adapter.
+
+    Raises:
+        ModelError: a file is missing, broken or too large, or has what is not supported; names
+            file, field or module, and value.
+    """
+    raw, data = read_files(path)
+    fields = _checked_fields(Path(path) / CONFIG, raw)
+    file = Path(path) / TENSORS
+    changes = _changes(file, _tensors(file, data), fields, max_rank)
+    return AdapterFiles(content_hash(raw, data), changes)
+
+
+def _checked_fields(file: Path, raw: bytes) -> _Fields:
+    """Return the fields of a configuration.
+
+    Raises:
+        ModelError: one is wrong, or asks for what is not supported.
+    """
+    try:
+        given = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: expected a JSON object: {error}") from None
+    if (kind := given.get("peft_type")) != "LORA":
+        raise ModelError(f'{file}: peft_type: expected "LORA", got {shown(kind)}')
+    _check_off(file, given)
+    try:
+        fields = msgspec.convert(given, _Fields)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{file}: {error}") from None
+    _check_numbers(file, fields)
+    _check_patterns(file, fields)
+    return fields
+
+
+def _check_off(file: Path, given: Mapping[str, Any]) -> None:
+    for name, (off, what) in _OFF.items():
+        value = given.get(name, off)
+        if value != off and value not in (None, False, [], {}):
+            expected = msgspec.json.encode(off).decode()
+            raise ModelError(
+                f"{file}: {name}: expected {expected}, as {what} are not supported, got "
+                f"{shown(value)}"
+            )
+    how = str(given.get("init_lora_weights")).lower()
+    if how.startswith(_CHANGES_BASE):
+        raise ModelError(
+            f"{file}: init_lora_weights: {how!r} changes weights of the base model; expected an "
+            f"adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
+        )
+
+
+def _check_numbers(file: Path, fields: _Fields) -> None:
+    for place, rank in {"r": fields.r, **(fields.rank_pattern or {})}.items():
+        if rank < 1:
+            raise ModelError(f"{file}: {place}: expected a rank of at least 1, got {rank}")
+    for place, alpha in {"lora_alpha": fields.lora_alpha, **(fields.alpha_pattern or {})}.items():
+        if not math.isfinite(alpha):
+            raise ModelError(f"{file}: {place}: expected a finite number, got {alpha}")
+
+
+def _check_patterns(file: Path, fields: _Fields) -> None:
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(fields, field) or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ModelError(
+                    f"{file}: {field}: expected a regular expression, got {pattern!r}: {error}"
+                ) from None
+
+
+def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
+    length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else -1
+    if not 0 < length <= min(_LARGEST_HEADER, len(data) - 8):
+        raise ModelError(f"{file}: expected a safetensors file, got a header of {length} bytes")
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{file}: expected a safetensors file: {error}") from None
+
+
+def _changes(
+    file: Path, tensors: Mapping[str, torch.Tensor], fields: _Fields, max_rank: int
+) -> dict[str, Change]:
+    """Return the changes of modules.
+
+    Raises:
+        ModelError: a tensor is not as the configuration states.
+    """
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name.removeprefix(_PREFIX))
+        if match is None or not name.startswith(_PREFIX):
+            raise ModelError(
+                f"{file}: {name}: expected tensors {_PREFIX}MODULE.lora_A.weight and "
+                f"MODULE.lora_B.weight alone"
+            )
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    if not halves:
+        raise ModelError(f"{file}: expected tensors of at least one module, got none")
+    return {module: _change(file, module, own, fields, max_rank) for module, own in halves.items()}
+
+
+def _change(
+    file: Path, module: str, halves: Mapping[str, torch.Tensor], fields: _Fields, max_rank: int
+) -> Change:
+    where = f"{file}: {module}"
+    if module.rpartition(".")[2] in _EMBEDDINGS:
+        raise ModelError(f"{where}: adapters of embeddings and of the head are not supported")
+    for half, other in (("A", "B"), ("B", "A")):
+        if half not in halves:
+            raise ModelError(f"{where}: expected lora_{half}, as there is lora_{other}")
+    a, b = halves["A"], halves["B"]
+    rank = _of_pattern(fields.rank_pattern, module, fields.r)
+    alpha = _of_pattern(fields.alpha_pattern, module, fields.lora_alpha)
+    for name, tensor in (("lora_A", a), ("lora_B", b)):
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            raise ModelError(
+                f"{where}.{name}: expected a matrix of floating-point numbers, got "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(f"{where}.{name}: expected finite numbers, got NaN or infinity")
+    if a.shape[0] != rank or b.shape[1] != rank:
+        raise ModelError(
+            f"{where}: expected rank {rank}, as {CONFIG} has it, got lora_A {list(a.shape)} and "
+            f"lora_B {list(b.shape)}"
+        )
+    if rank > max_rank:
+        raise ModelError(
+            f"{where}: expected a rank of at most {max_rank}, adapters.max_lora_rank, got {rank}"
+        )
+    return Change(a, b, alpha / (math.sqrt(rank) if fields.use_rslora else rank))
+
+
+def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Return the value of the first pattern that the end of a module's name matches, as PEFT."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

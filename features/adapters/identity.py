@@ -1,0 +1,56 @@
+"""The files of an adapter, and its identity: their content."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from hardpoint.plugins import ModelError
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+_LARGEST_CONFIG = 1 << 20
+_LARGEST_TENSORS = 8 << 30
+_MOST_SHOWN = 4
+
+
+def content_hash(config: bytes, tensors: bytes) -> str:
+    """Return the identity of an adapter: SHA-256 of its files."""
+    digest = hashlib.sha256(struct.pack("<Q", len(config)))
+    digest.update(config)
+    digest.update(tensors)
+    return digest.hexdigest()
+
+
+def read_files(path: str) -> tuple[bytes, bytes]:
+    """Return the contents of configuration and tensors of an adapter.
+
+    Raises:
+        ModelError: one is missing or too large.
+    """
+    folder = Path(path)
+    return _read(folder / CONFIG, _LARGEST_CONFIG), _read(folder / TENSORS, _LARGEST_TENSORS)
+
+
+def without_layers(modules: Sequence[str]) -> str:
+    """Return the error of an adapter that changes layers which the model does not have."""
+    listed = ", ".join(modules[:_MOST_SHOWN]) + (", ..." if len(modules) > _MOST_SHOWN else "")
+    return f"the model has no linear layer {listed}, which the adapter changes"
+
+
+def _read(file: Path, limit: int) -> bytes:
+    try:
+        size = file.stat().st_size
+        if not file.is_file():
+            raise ModelError(f"{file}: expected a file")
+        if size > limit:
+            raise ModelError(f"{file}: expected at most {limit} bytes, got {size}")
+        return file.read_bytes()
+    except (OSError, ValueError) as error:
+        pickles = [file.with_suffix(suffix) for suffix in (".bin", ".pt")]
+        found = next((other.name for other in pickles if other.exists()), None)
+        hint = f"; {found} is a pickle, which is never read" if found else ""
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelError(f"{file}: cannot be read: {reason}{hint}") from None

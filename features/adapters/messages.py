@@ -1,0 +1,77 @@
+"""The messages between the halves of adapters, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Slot(msgspec.Struct, array_like=True, frozen=True):
+    """A slot of a step, and the adapter that it has to hold.
+
+    Attributes:
+        index: number of the slot.
+        content: hash of the adapter.
+        path: folder of its files.
+    """
+
+    index: int
+    content: str
+    path: str
+
+
+class StepAdapters(msgspec.Struct, array_like=True):
+    """The data of a plan for the worker halves: its slots, and the slot of each request."""
+
+    slots: list[Slot]
+    requests: dict[str, int]
+
+
+class Read(msgspec.Struct, tag=True):
+    """Begin to read an adapter; `ticket` names this reading."""
+
+    ticket: int
+    path: str
+
+
+class Ask(msgspec.Struct, tag=True):
+    """Report how far a reading is."""
+
+    ticket: int
+
+
+class Keep(msgspec.Struct, tag=True):
+    """Keep what was read, and forget contents that are not used any more."""
+
+    ticket: int
+    forgotten: list[str]
+
+
+class Drop(msgspec.Struct, tag=True):
+    """Forget a reading, and contents that are not used any more."""
+
+    ticket: int
+    forgotten: list[str] = []
+
+
+Call = Read | Ask | Keep | Drop
+"""What the engine's half asks of the worker halves."""
+
+
+class Progress(msgspec.Struct):
+    """The answer to `Ask`.
+
+    Attributes:
+        is_done: whether the reading has ended.
+        error: why it failed; None if it did not.
+        content: hash of the adapter.
+        unknown: modules of the adapter that this rank has no matrix for.
+        rank: largest rank of its matrices.
+        num_bytes: bytes that this rank keeps of it.
+    """
+
+    is_done: bool = False
+    error: str | None = None
+    content: str = ""
+    unknown: list[str] = []
+    rank: int = 0
+    num_bytes: int = 0

@@ -1,0 +1,237 @@
+"""The worker half of adapters: keeps them in CPU memory and in slots, and changes products."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+
+from hardpoint.plugins import EngineConfig, ModelError, SchedulerOutput, WorkerHalf
+from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
+
+from .host_adapter import HostAdapter, load_adapter
+from .identity import without_layers
+from .messages import Ask, Call, Drop, Keep, Progress, Read, StepAdapters
+
+_NONE = -1
+
+
+class _Reading(threading.Thread):
+    """Reads an adapter while steps run."""
+
+    def __init__(self, read: Callable[[], HostAdapter]) -> None:
+        super().__init__(name="hardpoint-adapter", daemon=True)
+        self.adapter: HostAdapter | None = None
+        self.error = ""
+        self._read = read
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.adapter = self._read()
+        except ModelError as error:
+            self.error = str(error)
+        except Exception as error:  # of a library, or memory
+            self.error = f"cannot be read: {type(error).__name__}: {error}"
+
+
+class AdapterProducts(WorkerHalf):
+    """Adds what adapters change to the products of linear layers."""
+
+    def __init__(self, engine: EngineConfig, context: WorkerHalfContext) -> None:
+        """Read the adapters of the configuration.
+
+        Raises:
+            ModelError: one is wrong.
+        """
+        assert context.loaded is not None
+        config = engine.adapters
+        self._loaded: LoadedModel = context.loaded
+        self._config, self._device = config, context.device
+        self._dtype = self._loaded.ops.context.dtype
+        self._host: dict[str, HostAdapter] = {}
+        self._readings: dict[int, _Reading] = {}
+        self._slots = _Slots(config.max_loras, config.max_lora_rank, self._loaded, self._device)
+        self._step = StepAdapters([], {})
+        self._rows: tuple[StepRows, torch.Tensor] | None = None
+        for path in config.paths.values():
+            adapter = self._read(path)
+            if adapter.unknown and engine.parallel.pipeline == 1:  # no other rank has more layers
+                raise ModelError(f"{path}: {without_layers(adapter.unknown)}")
+            self._host[adapter.content] = adapter
+
+    def _read(self, path: str) -> HostAdapter:
+        config = self._config
+        return load_adapter(path, config.max_lora_rank, self._loaded.matrices, self._dtype)
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of the slots."""
+        return {"slots of adapters": self._slots.num_bytes}
+
+    def call(self, message: bytes) -> bytes:
+        """Begin a reading, report how far one is, keep what was read or forget it."""
+        call = msgspec.msgpack.decode(message, type=Call)
+        match call:
+            case Read(ticket, path):
+                self._readings[ticket] = _Reading(functools.partial(self._read, path))
+            case Ask(ticket):
+                return msgspec.msgpack.encode(self._progress(ticket))
+            case Keep(ticket, forgotten):
+                adapter = self._readings.pop(ticket).adapter
+                self._forget(forgotten)
+                if adapter is not None:
+                    self._host[adapter.content] = adapter
+            case Drop(ticket, forgotten):
+                self._readings.pop(ticket, None)
+                self._forget(forgotten)
+        return b""
+
+    def _forget(self, contents: Sequence[str]) -> None:
+        for content in contents:
+            self._host.pop(content, None)
+
+    def _progress(self, ticket: int) -> Progress:
+        reading = self._readings.get(ticket)
+        if reading is None:  # the half was built again, after a sleep
+            return Progress(is_done=True, error="its reading was ended by a sleep")
+        if reading.is_alive():
+            return Progress()
+        if reading.adapter is None:
+            return Progress(is_done=True, error=reading.error)
+        adapter = reading.adapter
+        return Progress(
+            True, None, adapter.content, adapter.unknown, adapter.rank, adapter.num_bytes
+        )
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
+        """Fill the slots of a step, where they hold something else.
+
+        Raises:
+            ModelError: files have changed since they were read, and are needed again.
+        """
+        self._step = msgspec.msgpack.decode(data, type=StepAdapters)
+        self._rows = None
+        for slot in self._step.slots:
+            if self._slots.contents[slot.index] != slot.content:
+                self._slots.fill(slot.index, self._host_copy(slot.content, slot.path))
+        self._slots.use([slot.index for slot in self._step.slots])
+
+    def _host_copy(self, content: str, path: str) -> HostAdapter:
+        if (adapter := self._host.get(content)) is None:
+            adapter = self._read(path)
+            if adapter.content != content:
+                raise ModelError(
+                    f"{path}: its files have changed since the adapter was added: expected content "
+                    f"{content[:16]}, got {adapter.content[:16]}"
+                )
+            self._host[content] = adapter
+        return adapter
+
+    def linear(
+        self, parts: Sequence[tuple[str, int]], x: torch.Tensor, y: torch.Tensor, rows: StepRows
+    ) -> torch.Tensor | None:
+        """Return a product with what the adapters of its rows add to it."""
+        if self._rows is None or self._rows[0] is not rows:
+            self._rows = rows, self._slots_of(rows)
+        start, adapters = 0, self._rows[1]
+        changed = None
+        for name, count in parts:
+            if (slots := self._slots.of(name)) is not None:
+                changed = y if changed is None else changed
+                a, b, scales = slots
+                product = y[:, start : start + count]
+                self._loaded.ops.add_lora(product, x, a, b, adapters, scales)
+            start += count
+        return changed
+
+    def _slots_of(self, rows: StepRows) -> torch.Tensor:
+        """Return the slot of each row, int64."""
+        lengths = [end - start for start, end in zip(rows.starts, rows.starts[1:], strict=False)]
+        slots = [self._step.requests.get(name, _NONE) for name in rows.request_ids]
+        listed = [slot for slot, n in zip(slots, lengths, strict=True) for _ in range(n)]
+        return torch.tensor(listed, dtype=torch.int64).to(self._device)
+
+    def sleep(self, level: int) -> None:  # noqa: ARG002
+        """Release the slots; they are filled again when steps need them."""
+        self._slots.release()
+
+    def wake_up(self) -> None:
+        """Allocate the slots again."""
+        self._slots.allocate()
+
+
+class _Slots:
+    """The slots of a rank: for each matrix, the A and B of some adapters on its device.
+
+    Attributes:
+        contents: hash of the adapter in each slot; None is an empty one.
+        num_bytes: bytes of all slots.
+    """
+
+    def __init__(
+        self, count: int, max_rank: int, loaded: LoadedModel, device: torch.device
+    ) -> None:
+        """Describe them; the first use allocates them."""
+        self._count, self._max_rank, self._device = count, max_rank, device
+        self._dtype = loaded.ops.context.dtype
+        self._matrices = loaded.matrices
+        self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._ranks: list[dict[str, int]] = [{} for _ in range(count)]
+        self._views: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] = {}
+        self._used: list[int] = []
+        self.contents: list[str | None] = [None] * count
+        size = sum(len(m.rows) + len(m.columns) for m in self._matrices.values()) * max_rank
+        per_slot = size * self._dtype.itemsize + 4 * len(self._matrices)
+        self.num_bytes = count * per_slot
+
+    def allocate(self) -> None:
+        """Allocate the tensors, all zero."""
+        count, rank = self._count, self._max_rank
+        for name, matrix in self._matrices.items():
+            self._tensors[name] = (
+                torch.zeros((count, rank, len(matrix.columns)), dtype=self._dtype).to(self._device),
+                torch.zeros((count, len(matrix.rows), rank), dtype=self._dtype).to(self._device),
+                torch.zeros(count, dtype=torch.float32).to(self._device),
+            )
+
+    def release(self) -> None:
+        """Forget all contents and tensors."""
+        self._tensors, self._views = {}, {}
+        self._ranks = [{} for _ in range(self._count)]
+        self.contents = [None] * self._count
+
+    def fill(self, index: int, adapter: HostAdapter) -> None:
+        """Put an adapter into a slot."""
+        if not self._tensors:
+            self.allocate()
+        self.contents[index] = None  # until it is complete
+        for name in {*self._ranks[index], *adapter.changes}:
+            a, b, scales = self._tensors[name]
+            a[index], b[index], scales[index] = 0, 0, 0
+            if (change := adapter.changes.get(name)) is not None:
+                rank = len(change.a)
+                a[index, :rank], b[index, :, :rank] = change.a, change.b
+                scales[index] = change.scale
+        self._ranks[index] = {name: len(change.a) for name, change in adapter.changes.items()}
+        self.contents[index] = adapter.content
+
+    def use(self, indices: Sequence[int]) -> None:
+        """Let `of` return what these slots need."""
+        self._used, self._views = list(indices), {}
+
+    def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Return A, B and scales of a matrix, cut to the largest rank of the slots in use.
+
+        None if no adapter in use changes the matrix.
+        """
+        if name not in self._views:
+            rank = max((self._ranks[index].get(name, 0) for index in self._used), default=0)
+            if rank:
+                a, b, scales = self._tensors[name]
+                self._views[name] = a[:, :rank], b[:, :, :rank], scales
+            else:
+                self._views[name] = None
+        return self._views[name]

@@ -1,0 +1,204 @@
+"""Adapters that come and go under requests: each request keeps what it was admitted with."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from typing import ClassVar
+
+import pytest
+from support.adapters import lora, write_adapter, write_model
+
+from hardpoint import LLM, RequestError, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6, [1, 6, 1, 8, 0, 3]]
+SETTINGS = {
+    "adapters": {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 4},
+    "kv_cache": {"num_blocks": 64},
+    "scheduler": {"max_num_seqs": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """The folder of a model, and those of 5 adapters."""
+    base = tmp_path_factory.mktemp("adapters")
+    model = write_model(base / "model")
+    folders = [base / f"adapter{index}" for index in range(5)]
+    for index, folder in enumerate(folders):
+        write_adapter(folder, model, seed=index, size=0.4, r=1 + index % 4)
+    return base / "model", folders
+
+
+@pytest.fixture(scope="module")
+def expected(adapters):
+    """The tokens of each prompt with each adapter and with none, each alone."""
+    model, folders = adapters
+    settings = SETTINGS | {"adapters": {"max_loras": 5, "max_lora_rank": 4}}
+    found = {}
+    with LLM(str(model), config=settings, max_model_len=64) as llm:
+        for index, folder in enumerate([None, *folders]):
+            request = None if folder is None else lora(f"a{index}", index, folder)
+            for prompt in range(len(PROMPTS)):
+                (output,) = llm.generate([PROMPTS[prompt]], PARAMS, lora_request=request)
+                found[folder, prompt] = output.outputs[0].token_ids
+    assert len(set(map(tuple, found.values()))) == len(found)
+    return found
+
+
+@pytest.fixture
+def llm(adapters):
+    with LLM(str(adapters[0]), config=SETTINGS, max_model_len=64) as llm:
+        yield llm
+
+
+class Live:
+    """A stream, its tokens so far, and what it has to give."""
+
+    def __init__(self, llm, request, expected):
+        self.stream = llm.stream(PROMPTS[expected[1]], PARAMS, lora_request=request)
+        self.expected, self.tokens, self.error, self.is_ended = expected, [], None, False
+
+    def step(self):
+        """Take an output; return whether there may be more."""
+        output = next(self.stream, None)
+        if output is None:
+            return False
+        self.tokens += output.outputs[0].token_ids
+        self.error = output.outputs[0].error
+        return not output.finished
+
+    def finish(self, expected):
+        while self.step():
+            pass
+        if self.is_ended and self.error is not None:
+            assert 'was removed with mode "end"' in self.error
+        else:
+            assert (self.error, self.tokens) == (None, expected[self.expected])
+
+
+def test_a_running_request_keeps_its_adapter_when_the_name_gets_another(llm, adapters, expected):
+    _, (first, second, *_) = adapters
+    old = llm.add_lora(lora("poet", 1, first))
+    before = Live(llm, old, (first, 0))
+    assert before.step()
+    new = llm.add_lora(lora("poet", 2, second))
+    assert (new.name, new.content_hash != old.content_hash) == ("poet", True)
+    assert llm.list_loras() == [new]
+    after = Live(llm, lora("poet", 2), (second, 0))
+    late = Live(llm, old, (first, 1))  # a request with the hash that it was given before
+    for live in (after, late, before):
+        live.finish(expected)
+
+
+@pytest.mark.parametrize("mode", ["drain", "end"])
+def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
+    _, (first, second, third, *_) = adapters
+    one, two = llm.add_lora(lora("one", 1, first)), llm.add_lora(lora("two", 2, second))
+    three = llm.add_lora(lora("three", 3, third))
+    lives = [Live(llm, one, (first, 0)), Live(llm, two, (second, 1)), Live(llm, three, (third, 2))]
+    none = Live(llm, None, (None, 0))
+    assert lives[0].step()
+    waiting = [live for live in llm.live_requests() if live.waits_for is not None]
+    assert "2 others run (adapters.max_loras)" in waiting[0].waits_for.message
+    assert llm.scheduler_stats().num_requests_by_adapter == {"one": 1, "two": 1, "three": 0}
+    for number in (1, 3):  # one that runs, and the one that waits
+        assert llm.remove_lora(number, mode)
+    for name in ("one", "three"):
+        with pytest.raises(RequestError, match=f"expected one of 'two', .* got '{name}'"):
+            llm.generate([[1]], lora_request=lora(name, 1))
+    for live in (lives[0], lives[2]):
+        live.is_ended = mode == "end"
+        live.finish(expected)
+        assert (live.error is not None) == (mode == "end")
+    for live in (lives[1], none):
+        live.finish(expected)
+    assert [x.name for x in llm.list_loras()] == ["two"]
+
+
+def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, expected, tmp_path):
+    _, folders = adapters
+    copy = shutil.copytree(folders[0], tmp_path / "copy")
+    llm.add_lora(lora("copied", 9, copy))
+    for index, folder in enumerate(folders[1:]):  # more than are kept in CPU memory
+        Live(llm, lora(f"a{index}", index + 1, folder), (folder, 0)).finish(expected)
+    Live(llm, lora("copied", 9), (folders[0], 1)).finish(expected)
+    for index, folder in enumerate(folders[1:]):
+        Live(llm, lora(f"a{index}", index + 1), (folder, 1)).finish(expected)
+    shutil.copytree(folders[1], copy, dirs_exist_ok=True)
+    other = Live(llm, lora("a1", 2), (folders[2], 2))
+    (output,) = llm.generate([PROMPTS[2]], PARAMS, lora_request=lora("copied", 9))
+    assert "copy: its files have changed since the adapter was added" in output.outputs[0].error
+    other.finish(expected)
+    llm.add_lora(lora("copied", 9, copy))
+    Live(llm, lora("copied", 9), (folders[1], 2)).finish(expected)
+
+
+SEEDS = [pytest.param(n, marks=[pytest.mark.nightly] if n >= 10 else []) for n in range(200)]
+
+
+class Schedule:
+    """Actions in a random order; knows what each request has to give."""
+
+    WEIGHTS: ClassVar = {"request": 8, "step": 10, "load": 4, "remove": 2, "sleep": 1, "reset": 1}
+
+    def __init__(self, llm, rng, folders, expected):
+        self.llm, self.rng, self.folders, self.expected = llm, rng, folders, expected
+        self.names = {}
+        self.lives = []
+
+    def run(self, count):
+        for action in self.rng.choices([*self.WEIGHTS], [*self.WEIGHTS.values()], k=count):
+            getattr(self, action)()
+        for live in self.lives:
+            live.finish(self.expected)
+        for name in self.names:
+            assert self.llm.remove_lora(ord(name))
+
+    def request(self):
+        name, prompt = self.rng.choice([None, *self.names]), self.rng.randrange(len(PROMPTS))
+        request = None if name is None else lora(name, ord(name))
+        self.lives.append(Live(self.llm, request, (self.names.get(name), prompt)))
+
+    def step(self):
+        live = self.rng.choice(self.lives) if self.lives else None
+        if live is not None and not live.step():
+            live.finish(self.expected)
+            self.lives.remove(live)
+
+    def load(self):
+        name, folder = self.rng.choice("abcd"), self.rng.choice(self.folders)
+        self.llm.add_lora(lora(name, ord(name), folder))
+        self.names[name] = folder
+
+    def remove(self):
+        if not self.names:
+            return
+        name, mode = self.rng.choice(sorted(self.names)), self.rng.choice(["drain", "end"])
+        folder = self.names.pop(name)
+        assert self.llm.remove_lora(ord(name), mode)
+        if mode == "end" and folder not in self.names.values():
+            for live in self.lives:
+                live.is_ended |= live.expected[0] == folder
+
+    def sleep(self):
+        self.llm.sleep(self.rng.choice([1, 2]), "keep")
+        self.llm.wake_up()
+
+    def reset(self):
+        self.llm.reset_prefix_cache(recompute_running=self.rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_schedules(adapters, expected, random_llm, seed):
+    _, folders = adapters
+    Schedule(random_llm, random.Random(seed), folders, expected).run(40)
+    assert random_llm.list_loras() == []
+    assert random_llm.scheduler_stats().num_running == 0
+
+
+@pytest.fixture(scope="module")
+def random_llm(adapters):
+    with LLM(str(adapters[0]), config=SETTINGS, max_model_len=64) as llm:
+        yield llm

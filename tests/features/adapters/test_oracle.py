@@ -1,0 +1,70 @@
+"""Adapters beside PEFT: the logprobs of a request are those of the merged model."""
+
+from __future__ import annotations
+
+import pytest
+from support.adapters import (
+    ALL_LINEAR,
+    ATTENTION,
+    FAMILIES,
+    PHI3,
+    all_logprobs,
+    difference,
+    lora,
+    write_adapter,
+    write_model,
+)
+
+from hardpoint import LLM
+
+PROMPT = [5, 17, 200, 31, 8, 99, 64, 3]
+NEAR = 1e-4
+SETTINGS = {
+    "adapters": {"max_loras": 2, "max_lora_rank": 8},
+    "kv_cache": {"num_blocks": 64},
+}
+KINDS = {
+    "all": {},
+    "rank_and_alpha": {
+        "r": 3,
+        "lora_alpha": 5,
+        "rank_pattern": {"layers.1.self_attn.o_proj": 8, "down_proj": 2},
+        "alpha_pattern": {"layers.2.mlp.down_proj": 3},
+    },
+    "rslora": {"use_rslora": True, "r": 8},
+    "one_layer": {"layers_to_transform": [1]},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = write_model(folder, request.param)
+    with LLM(str(folder), config=SETTINGS, max_model_len=64) as llm:
+        yield request.param, model, llm
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_those_of_the_merged_model(family, kind, tmp_path):
+    name, model, llm = family
+    modules = PHI3 if name == "Phi3" else ALL_LINEAR
+    merged = write_adapter(tmp_path, model, target_modules=modules, **KINDS[kind])
+    number = 1 + list(KINDS).index(kind)
+    adapted = llm.add_lora(lora(kind, number, tmp_path))
+    assert len(adapted.content_hash) == 64
+    changed, plain = llm.generate(
+        [PROMPT, PROMPT], all_logprobs(), lora_request=[lora(kind, number), None]
+    )
+    assert difference(changed, PROMPT, merged) < NEAR
+    assert difference(plain, PROMPT, model) < NEAR
+    assert difference(changed, PROMPT, model) > 0.1
+
+
+def test_some_modules(family, tmp_path):
+    name, model, llm = family
+    modules = PHI3[:1] if name == "Phi3" else ATTENTION[:2]
+    merged = write_adapter(tmp_path, model, target_modules=modules)
+    request = lora("some", 99, tmp_path)  # loaded by its first request
+    (changed,) = llm.generate([PROMPT], all_logprobs(), lora_request=request)
+    assert difference(changed, PROMPT, merged) < NEAR
+    assert llm.remove_lora(99)

@@ -438,7 +438,6 @@ REFUSED = [
 NOT_FOUND = [
     (GENERATING, {"model": "gpt-5"}, "model: expected 'scripted' or 'other', got 'gpt-5'"),
     ("tokenize", {"prompt": "x", "model": "y"}, "model: expected"),
-    ("embeddings", {"input": "x"}, "no pooling models"),
 ]
 
 

@@ -12,7 +12,7 @@ from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import rejection
-from hardpoint.core.frontend.requests.prompts import Prompt
+from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SamplingParams, Tokenizer
 from hardpoint.plugins.manifest import Manifest
@@ -195,7 +195,7 @@ def with_task(task: Any, params: Any) -> Any:
     """
     if params is None:
         return PoolingParams(task=task)
-    for one in params if isinstance(params, Sequence) else [params]:
+    for one in copied(params, "pooling_params") if is_list(params) else [params]:
         if isinstance(one, PoolingParams) and one.task != task:
             raise RequestError(
                 f'pooling_params.task: expected "{task}" in this call, got {shown(one.task)}'

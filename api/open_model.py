@@ -74,7 +74,7 @@ class PoolingCalls(SyncControlCalls):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[PoolingRequestOutput]:
-        """Return what a model makes of prompts as `PoolingParams.task` says, by default vectors.
+        """Return the results of prompts by `PoolingParams.task`, by default vectors.
 
         All prompts share running batches. No token is generated, so that a prompt may be as long as
         the model's context.
@@ -168,7 +168,7 @@ class PoolingCalls(SyncControlCalls):
         Args:
             texts_1: one text, which is compared with each of `texts_2`, or as many as these.
             texts_2: one text or several.
-            pooling_params: of all texts.
+            pooling_params: parameters of all texts.
             options: `RequestOptions`.
 
         Returns:
@@ -207,7 +207,7 @@ def pooled(output: Any, where: str) -> PoolingRequestOutput:
     """Return an output that has a result.
 
     Args:
-        output: of a request that pools, at its end.
+        output: last output of a request that pools.
         where: names the prompt in messages.
 
     Raises:

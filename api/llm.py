@@ -30,7 +30,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
-from .open_model import OpenModel, PoolingCalls
+from .open_model import PoolingCalls
 from .options import BatchOptions, ChatBatchOptions, takes_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
@@ -48,7 +48,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(OpenModel[LLMEngine], PoolingCalls):
+class LLM(PoolingCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;

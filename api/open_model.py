@@ -57,15 +57,10 @@ class OpenModel(Generic[Engine]):
         return self._engine.default_sampling_params()
 
 
-class PoolingCalls(SyncControlCalls):
+class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
     """The calls of a program that waits for vectors and scores."""
 
     _calls: OpenCalls
-
-    @property
-    def supported_tasks(self) -> tuple[str, ...]:
-        """The model's tasks."""
-        raise NotImplementedError  # OpenModel has it
 
     @takes_options
     def encode(

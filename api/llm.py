@@ -31,7 +31,7 @@ from hardpoint.registry.references import handed_over
 
 from .adapters import SyncAdapterCalls
 from .chat import Chat, Messages
-from .open_model import OpenModel, PoolingCalls
+from .open_model import PoolingCalls
 from .options import BatchOptions, ChatBatchOptions, takes_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
@@ -49,7 +49,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(OpenModel[LLMEngine], PoolingCalls, SyncAdapterCalls):
+class LLM(PoolingCalls, SyncAdapterCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;

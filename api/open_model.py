@@ -12,7 +12,7 @@ from hardpoint.core.engine.utility_calls import SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import rejection
-from hardpoint.core.frontend.requests.prompts import Prompt
+from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SamplingParams, Tokenizer
 from hardpoint.plugins.manifest import Manifest
@@ -57,15 +57,10 @@ class OpenModel(Generic[Engine]):
         return self._engine.default_sampling_params()
 
 
-class PoolingCalls(SyncControlCalls):
+class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
     """The calls of a program that waits for vectors and scores."""
 
     _calls: OpenCalls
-
-    @property
-    def supported_tasks(self) -> tuple[str, ...]:
-        """The model's tasks."""
-        raise NotImplementedError  # OpenModel has it
 
     @takes_options
     def encode(
@@ -74,7 +69,7 @@ class PoolingCalls(SyncControlCalls):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[PoolingRequestOutput]:
-        """Return what a model makes of prompts as `PoolingParams.task` says, by default vectors.
+        """Return the results of prompts by `PoolingParams.task`, by default vectors.
 
         All prompts share running batches. No token is generated, so that a prompt may be as long as
         the model's context.
@@ -168,7 +163,7 @@ class PoolingCalls(SyncControlCalls):
         Args:
             texts_1: one text, which is compared with each of `texts_2`, or as many as these.
             texts_2: one text or several.
-            pooling_params: of all texts.
+            pooling_params: parameters of all texts.
             options: `RequestOptions`.
 
         Returns:
@@ -195,7 +190,7 @@ def with_task(task: Any, params: Any) -> Any:
     """
     if params is None:
         return PoolingParams(task=task)
-    for one in params if isinstance(params, Sequence) else [params]:
+    for one in copied(params, "pooling_params") if is_list(params) else [params]:
         if isinstance(one, PoolingParams) and one.task != task:
             raise RequestError(
                 f'pooling_params.task: expected "{task}" in this call, got {shown(one.task)}'
@@ -207,7 +202,7 @@ def pooled(output: Any, where: str) -> PoolingRequestOutput:
     """Return an output that has a result.
 
     Args:
-        output: of a request that pools, at its end.
+        output: last output of a request that pools.
         where: names the prompt in messages.
 
     Raises:

@@ -121,7 +121,8 @@ def check_generates(params: Any) -> None:
     Raises:
         RequestError: they are of a call that pools.
     """
-    if any(isinstance(one, PoolingParams) for one in (params if is_list(params) else [params])):
+    listed = copied(params, "sampling_params") if is_list(params) else [params]
+    if any(isinstance(one, PoolingParams) for one in listed):
         raise RequestError(
             "sampling_params: expected SamplingParams, got PoolingParams, which encode takes"
         )

@@ -176,7 +176,8 @@ class ModelRunnerOutput:
         kv_saved: ended requests whose blocks the part no longer needs.
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
         num_nans_in_logits: number of NaN logits, per request that had any.
-        pooler_output: result per completed pooling request; no token is sampled for it.
+        pooler_output: result per completed pooling request, for which no token is sampled; a step
+            part sets it in its `result`.
         routed_experts: per request that asked for them, the experts of the step's tokens, int32
             array [tokens, layers, experts per token]; -1 stands for none.
         part_reports: reports of the worker halves of step parts, by the part's name and the rank.

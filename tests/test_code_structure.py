@@ -58,7 +58,9 @@ SMALL_MODULES = {
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
-    "hardpoint.user_text": "an algorithm with tests of its own",
+    "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
+    "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
+    "hardpoint.features.adapters.host_adapter": "what is kept of an adapter, by whoever reads it",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

@@ -32,7 +32,7 @@ NINE = {
     "torch",
 }
 LEFT_OUT = {
-    "hooks": {"commands", "server"},
+    "hooks": {"commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
     "stat_sinks": {"prometheus"},
@@ -52,6 +52,8 @@ WHOLE = (
 # What core, contract, registry and kit import in functions that components call which are left out.
 ON_USE = {
     ("hardpoint.toolkit.layers.rotary", "transformers"),  # reports what to install
+    ("hardpoint.features.adapters.files", "safetensors"),
+    ("hardpoint.features.pooling.worker", "safetensors"),
     ("hardpoint.registry.hooks", "starlette"),
     ("hardpoint.testing.running.extension_checks", "starlette"),
 }

@@ -51,7 +51,7 @@ class Bert(Encoder):
         rows = fields.whole("max_position_embeddings")
         types = fields.whole("type_vocab_size", 2)
         name = f"{self.prefix}embeddings"
-        self._words = Embedding(
+        self._embedding = Embedding(
             f"{name}.word_embeddings", context.config.vocab_size, hidden, context
         )
         self._positions = Embedding(f"{name}.position_embeddings", rows, hidden, context)
@@ -65,7 +65,7 @@ class Bert(Encoder):
 
     def layers(self) -> Sequence[PackedLayer]:
         """Return the layers that have weights."""
-        parts: list[PackedLayer] = [self._words, self._positions, self._types, self._norm]
+        parts: list[PackedLayer] = [self._embedding, self._positions, self._types, self._norm]
         for layer in self._encoder_layers:
             parts += layer.layers()
         return parts
@@ -74,7 +74,7 @@ class Bert(Encoder):
         """Return hidden states [tokens, hidden]."""
         starts = self._starts(batch)
         types = self._types(torch.zeros_like(batch.token_ids))
-        x = self._words(batch.token_ids) + types
+        x = self._embedding(batch.token_ids) + types
         x = self._norm(x + self._positions(batch.positions + self._offset))
         for layer in self._encoder_layers:
             attended = layer.output(self._attend(layer.qkv(x), starts))

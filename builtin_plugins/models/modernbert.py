@@ -54,14 +54,14 @@ class ModernBert(Encoder):
         kinds = self._kinds()
         self._ropes = {kind: self._rope(kind) for kind in dict.fromkeys(kinds)}
         name, vocab = f"{self.prefix}embeddings", context.config.vocab_size
-        self._words = Embedding(f"{name}.tok_embeddings", vocab, self._hidden, context)
+        self._embedding = Embedding(f"{name}.tok_embeddings", vocab, self._hidden, context)
         self._norm = self._layer_norm(f"{name}.norm")
         self._encoder_layers = [self._layer(index, kind) for index, kind in enumerate(kinds)]
         self._final_norm = self._layer_norm(f"{self.prefix}final_norm")
 
     def layers(self) -> Sequence[PackedLayer]:
         """Return the layers that have weights."""
-        parts: list[PackedLayer] = [self._words, self._norm]
+        parts: list[PackedLayer] = [self._embedding, self._norm]
         for layer in self._encoder_layers:
             parts += layer.layers()
         return [*parts, self._final_norm]
@@ -80,7 +80,7 @@ class ModernBert(Encoder):
         """Return hidden states [tokens, hidden], after the final norm."""
         starts = self._starts(batch)
         angles = {kind: rope.at(batch.positions) for kind, rope in self._ropes.items()}
-        x = self._norm(self._words(batch.token_ids))
+        x = self._norm(self._embedding(batch.token_ids))
         for layer in self._encoder_layers:
             h = x if layer.attention_norm is None else layer.attention_norm(x)
             window = self._window if layer.kind == SLIDING else None

@@ -14,7 +14,7 @@ from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
 from .folder import ModelPooling, read_classes, read_pooling
-from .requests import PooledRequests, PooledResults
+from .requests import KIND, PooledRequests, PooledResults
 from .worker import PoolingWorker
 
 
@@ -53,7 +53,8 @@ class Pooling(StepPart):
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:
         """Return the half that reads results."""
-        return PooledResults(self.name, self._model(context.components))
+        components = context.components
+        return PooledResults(self.name, components.enabled(KIND), self._model(components))
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that pools, in the rank that has the last hidden states."""

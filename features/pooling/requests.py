@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -121,14 +121,31 @@ class PooledRequests(FrontendHalf):
 class PooledResults(EngineHalf):
     """Hands the vectors of workers on to the scheduler, which ends their requests."""
 
-    def __init__(self, name: str, model: ModelPooling) -> None:
-        """Read the reports of the part of that name; `model` is described by calls."""
-        self._name, self._model = name, model
+    def __init__(self, name: str, poolers: Collection[str], model: ModelPooling) -> None:
+        """Read the reports of a part.
+
+        Args:
+            name: name of the part.
+            poolers: names of those that are enabled.
+            model: what calls describe.
+        """
+        self._name, self._poolers, self._model = name, frozenset(poolers), model
         self.tasks = ("classify",) if model.labels else TASKS
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a request pools."""
         return request.pooling_params is not None
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Check a request that another frontend may have made.
+
+        Raises:
+            RequestError: it names no pooler, or one that is not enabled.
+        """
+        assert request.pooling_params is not None, "it uses the part"
+        if (name := request.pooling_params.pooler) not in self._poolers:
+            known = ", ".join(sorted(self._poolers))
+            raise RequestError(f"pooling_params.pooler: expected one of {known}, got {name!r}")
 
     def begin(self, plan: SchedulerOutput) -> bytes:  # noqa: ARG002
         """Return nothing but that there are such requests: the plan has their parameters."""

@@ -29,6 +29,7 @@ SHARED = ["--config", "--model", "--set", "--log-format"]
 LINES = {
     "generate": ["x"],
     "chat": [],
+    "embed": ["x"],
     "plugins list": [],
     "plugins show": ["min_p"],
     "config show": [],

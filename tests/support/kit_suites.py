@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 
 import pytest
@@ -70,15 +70,22 @@ def assert_fails(
     assert "\n  fix: " in message
 
 
-def assert_tests_builtins(kind: str, attribute: str, namespace: Mapping[str, object]) -> None:
+def assert_tests_builtins(
+    kind: str,
+    attribute: str,
+    namespace: Mapping[str, object],
+    has_suite: Callable[[object], bool] = lambda _builtin: True,
+) -> None:
     """Assert that the suites of a test module test every built-in component of a kind.
 
     Args:
         attribute: attribute of a suite that has its component.
         namespace: the test module's globals().
+        has_suite: whether the suite is for a component.
     """
     found = entry_points(group=f"hardpoint.{kind}")
     builtins = {point.load() for point in found if point.value.startswith("hardpoint.")}
     suites = [c for name, c in namespace.items() if name.startswith("Test") and inspect.isclass(c)]
+    builtins = set(filter(has_suite, builtins))
     assert builtins
     assert builtins <= {getattr(suite, attribute, None) for suite in suites}

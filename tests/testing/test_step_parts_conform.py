@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import strategies as st
+from support.broken.poolers import Largest, Newest
 from support.broken.speculators import LastPair
 from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.kit_suites import assert_tests_builtins
@@ -11,10 +12,12 @@ from support.searching import kit_examples
 
 from hardpoint.features.kv_canary import KVCanary
 from hardpoint.features.kv_transfer import KVTransfer
+from hardpoint.features.pooling import Pooling
 from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import ScriptedDrafts, StepPartSuite
 
@@ -111,6 +114,29 @@ class TestSpeculation(StepPartSuite):
     examples = kit_examples()
     part = Speculation
     components = {"speculators": {"last_pair": LastPair}}
+
+
+class TestPooling(StepPartSuite):
+    examples = kit_examples()
+    part = Pooling
+    components = {"poolers": {"largest": Largest, "newest": Newest}}
+
+    def requests(self):
+        return st.builds(
+            lambda prompt, pooling: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(),
+                pooling_params=pooling,
+            ),
+            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            st.none()
+            | st.builds(
+                PoolingParams,
+                pooler=st.sampled_from(["largest", "newest", "other"]),
+                normalize=st.none() | st.booleans(),
+            ),
+        )
 
 
 def test_all_builtins_are_tested():

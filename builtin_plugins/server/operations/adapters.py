@@ -147,7 +147,7 @@ class Adapters:
         path = found.path if isinstance(found, LoRARequest) else str(found)
         content_hash = found.content_hash if isinstance(found, LoRARequest) else ""
         async with self._adding:
-            if (loaded := self._loaded.get(name)) is not None:  # by an administrator meanwhile
+            if (loaded := self._loaded.get(name)) is not None:  # in the meantime
                 return loaded.request
             return await self._add(name, path, content_hash)
 

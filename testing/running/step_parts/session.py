@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections import Counter
@@ -426,7 +427,7 @@ class StepPartSession:
 
     def _call(self, rule: Rule, method: str, *given: Any) -> Any:
         """Call a method of the half; anything raised but a RequestError of a new one is wrong."""
-        before = snapshot(given) if self._watch else None
+        before = snapshot(_engines_own(given)) if self._watch else None
         may_refuse = method in ("check", "gate")
         started = time.perf_counter()
         try:
@@ -437,7 +438,7 @@ class StepPartSession:
             raise rule.violation(f"{method}() raised {type(cause).__name__}: {cause}") from cause
         finally:
             self._seconds += time.perf_counter() - started
-        if self._watch and snapshot(given) != before:
+        if self._watch and snapshot(_engines_own(given)) != before:
             raise rules.READS_ONLY.violation(f"{method}() changed what it was given")
         return returned
 
@@ -450,3 +451,19 @@ def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestSc
     """Return a script whose request has another id, and other changes."""
     request = msgspec.structs.replace(script.request, request_id=request_id)
     return RequestScript(**{**vars(script), **changes, "request": request})
+
+
+def _engines_own(given: Sequence[Any]) -> list[Any]:
+    """Return arguments without the fields of a result that a part sets in its `result`."""
+    return [
+        dataclasses.replace(
+            one,
+            kv_loaded=frozenset(),
+            kv_saved=frozenset(),
+            invalid_block_ids=frozenset(),
+            pooler_output={},
+        )
+        if isinstance(one, ModelRunnerOutput)
+        else one
+        for one in given
+    ]

@@ -33,9 +33,8 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
-from .open_model import OpenModel
+from .open_model import AsyncAdapterCalls, OpenModel
 from .options import takes_options
 from .progress import ProgressDisplay
 from .requests import make_extras

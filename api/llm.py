@@ -30,9 +30,8 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .adapters import SyncAdapterCalls
 from .chat import Chat, Messages
-from .open_model import OpenModel
+from .open_model import OpenModel, SyncAdapterCalls
 from .options import BatchOptions, ChatBatchOptions, takes_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (

@@ -1,17 +1,30 @@
-"""The description of an open model, which LLM and AsyncLLM share besides the control calls."""
+"""What LLM and AsyncLLM share: the description of an open model, and the calls for adapters."""
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import msgspec
+
+from hardpoint import typed
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.plugins import EngineConfig, SamplingParams, Tokenizer
+from hardpoint.core.frontend.requests.prompts import is_list
+from hardpoint.errors import shown
+from hardpoint.plugins import EngineConfig, LoRARequest, RequestError, SamplingParams, Tokenizer
 from hardpoint.plugins.manifest import Manifest
 
-__all__ = ["OpenModel"]
+__all__ = ["AsyncAdapterCalls", "OpenModel", "SyncAdapterCalls"]
 
 Engine = TypeVar("Engine", LLMEngine, AsyncEngine)
+RemoveMode = Literal["drain", "end"]
+
+_PART = "adapters"
+_POLL_SECONDS = 0.002
+_OPTION = "lora_request"
 
 
 class OpenModel(Generic[Engine]):
@@ -42,3 +55,198 @@ class OpenModel(Generic[Engine]):
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a prompt without any: those that the model's files recommend."""
         return self._engine.default_sampling_params()
+
+
+class _Engine(Protocol):
+    @property
+    def config(self) -> EngineConfig: ...
+
+
+class _Caller(_Engine, Protocol):
+    def call_part(
+        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any: ...
+
+    def add_lora(self, lora: LoRARequest) -> LoRARequest: ...
+
+
+class _AsyncCaller(_Engine, Protocol):
+    async def call_part(
+        self, part: str, method: str, arguments: Mapping[str, Any] | None = None
+    ) -> Any: ...
+
+    async def add_lora(self, lora: LoRARequest) -> LoRARequest: ...
+
+
+class SyncAdapterCalls:
+    """The calls for adapters of a program that waits for them."""
+
+    def add_lora(self: _Caller, lora: LoRARequest) -> LoRARequest:
+        """Load an adapter, while requests go on; return it with the hash of its content.
+
+        One of the same name is replaced for the requests that follow. Those that were admitted
+        before keep the content that they began with.
+
+        Args:
+            lora: name, number and folder; the number identifies it in `remove_lora`. With a
+                `content_hash`, its files have to have that one.
+
+        Raises:
+            RequestError: the number is another adapter's, or `adapters.max_loras` is 0.
+            ModelError: its files are missing or broken, or are not for this model; names file,
+                field and value. Nothing has changed then.
+        """
+        _check_on(self.config, "lora")
+        ticket = self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
+        while (added := self.call_part(_PART, "poll", {"ticket": ticket})) is None:
+            time.sleep(_POLL_SECONDS)
+        return msgspec.convert(added, LoRARequest)
+
+    def remove_lora(self: _Caller, lora_id: int, mode: RemoveMode = "drain") -> bool:
+        """Unload an adapter; return whether there was one.
+
+        Args:
+            lora_id: its number.
+            mode: what happens to requests that were admitted with it: "drain" lets them go on to
+                their end, and "end" ends them with an error.
+
+        Raises:
+            RequestError: an unknown mode.
+        """
+        if not self.config.adapters.max_loras:
+            return False
+        return bool(self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
+
+    def list_loras(self: _Caller) -> list[LoRARequest]:
+        """Return the loaded adapters, with the hashes of their contents."""
+        if not self.config.adapters.max_loras:
+            return []
+        return msgspec.convert(self.call_part(_PART, "list"), list[LoRARequest])
+
+    def pin_lora(self: _Caller, lora_id: int) -> bool:
+        """Keep an adapter in CPU memory until it is removed; return whether there is one.
+
+        Raises:
+            RequestError: `adapters.max_cpu_loras` are pinned already.
+        """
+        if not self.config.adapters.max_loras:
+            return False
+        return bool(self.call_part(_PART, "pin", _number(lora_id)))
+
+    def _with_adapters(self: _Caller, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return options of requests, of which adapters have the hashes of their contents.
+
+        Those that are not loaded are loaded.
+
+        Raises:
+            RequestError, ModelError: one is unknown, or cannot be loaded.
+        """
+        given, listed = _adapters_in(options)
+        if not listed:
+            return options
+        _check_on(self.config, _OPTION)
+        found = self.call_part(_PART, "resolve", {"loras": listed})
+        for index, content in enumerate(found):
+            if content is None:
+                found[index] = self.add_lora(
+                    msgspec.convert(listed[index], LoRARequest)
+                ).content_hash
+        return _resolved(options, given, listed, found)
+
+
+class AsyncAdapterCalls:
+    """The calls for adapters of a program that runs an event loop."""
+
+    async def add_lora(self: _AsyncCaller, lora: LoRARequest) -> LoRARequest:
+        """Do what `LLM.add_lora` does."""
+        _check_on(self.config, "lora")
+        ticket = await self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
+        while (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        return msgspec.convert(added, LoRARequest)
+
+    async def remove_lora(self: _AsyncCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:
+        """Do what `LLM.remove_lora` does."""
+        if not self.config.adapters.max_loras:
+            return False
+        return bool(await self.call_part(_PART, "remove", _number(lora_id) | {"mode": mode}))
+
+    async def list_loras(self: _AsyncCaller) -> list[LoRARequest]:
+        """Do what `LLM.list_loras` does."""
+        if not self.config.adapters.max_loras:
+            return []
+        return msgspec.convert(await self.call_part(_PART, "list"), list[LoRARequest])
+
+    async def pin_lora(self: _AsyncCaller, lora_id: int) -> bool:
+        """Do what `LLM.pin_lora` does."""
+        if not self.config.adapters.max_loras:
+            return False
+        return bool(await self.call_part(_PART, "pin", _number(lora_id)))
+
+    async def _with_adapters(self: _AsyncCaller, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Do what `SyncAdapterCalls._with_adapters` does."""
+        given, listed = _adapters_in(options)
+        if not listed:
+            return options
+        _check_on(self.config, _OPTION)
+        found = await self.call_part(_PART, "resolve", {"loras": listed})
+        for index, content in enumerate(found):
+            if content is None:
+                added = await self.add_lora(msgspec.convert(listed[index], LoRARequest))
+                found[index] = added.content_hash
+        return _resolved(options, given, listed, found)
+
+
+def _check_on(config: EngineConfig, field: str) -> None:
+    if not config.adapters.max_loras:
+        raise RequestError(
+            f"{field}: expected none, as adapters.max_loras is 0; set it to the number of adapters "
+            f"that run at once"
+        )
+
+
+def _plain(lora: Any, field: str) -> dict[str, Any]:
+    """Return an adapter as plain data.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not isinstance(lora, LoRARequest):
+        raise RequestError(f"{field}: expected a LoRARequest, got {shown(lora)}")
+    plain: dict[str, Any] = msgspec.structs.asdict(
+        typed.convert(lora, LoRARequest, path=field, error=RequestError)
+    )
+    return plain
+
+
+def _number(lora_id: Any) -> dict[str, Any]:
+    return {"lora_id": typed.convert(lora_id, int, path="lora_id", error=RequestError)}
+
+
+def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Return the adapters of options, one for all or one per prompt, and the different ones."""
+    given = options.get(_OPTION)
+    each: list[Any] = list(given or ()) if is_list(given) else [given]
+    listed: list[dict[str, Any]] = []
+    for lora in each:
+        if lora is not None and (plain := _plain(lora, _OPTION)) not in listed:
+            listed.append(plain)
+    return each, listed
+
+
+def _resolved(
+    options: Mapping[str, Any],
+    given: list[Any],
+    listed: list[dict[str, Any]],
+    contents: Sequence[str],
+) -> Mapping[str, Any]:
+    """Return options with the hashes of the contents of adapters."""
+
+    def resolved(lora: LoRARequest | None) -> LoRARequest | None:
+        if lora is None:
+            return None
+        content = contents[listed.index(msgspec.structs.asdict(lora))]
+        return msgspec.structs.replace(lora, content_hash=content)
+
+    each = list(map(resolved, given))
+    return {**options, _OPTION: each if is_list(options[_OPTION]) else each[0]}

@@ -12,7 +12,7 @@ import torch
 from hardpoint.plugins import EngineConfig, ModelError, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
-from .host_adapter import HostAdapter, load_adapter
+from .files import HostAdapter, load_adapter
 from .identity import without_layers
 from .messages import Ask, Call, Drop, Keep, Progress, Read, StepAdapters
 

@@ -9,6 +9,7 @@ from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
+from hardpoint.features.adapters import Adapters
 from hardpoint.features.kv_canary import KVCanary
 from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.recording import RecordedSteps
@@ -111,6 +112,13 @@ class TestSpeculation(StepPartSuite):
     examples = kit_examples()
     part = Speculation
     components = {"speculators": {"last_pair": LastPair}}
+
+
+class TestAdapters(StepPartSuite):
+    examples = kit_examples()
+    part = Adapters
+    calls = [("list", {}), ("resolve", {"loras": []}), ("remove", {"lora_id": 1, "mode": "end"})]
+    config = {"adapters": {"max_loras": 1}}
 
 
 def test_all_builtins_are_tested():

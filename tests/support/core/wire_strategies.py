@@ -120,7 +120,8 @@ REQUESTS = whole(
     tags=st.dictionaries(TEXT, TEXT, max_size=2),
     timeout=st.none() | FLOATS,
     cache_salt=MAYBE_TEXT,
-    lora=st.none() | whole(LoRARequest, name=TEXT, id=st.integers(1, 9), content_hash=TEXT),
+    lora=st.none()
+    | whole(LoRARequest, name=TEXT, id=st.integers(1, 9), path=TEXT, content_hash=TEXT),
     features=st.lists(FEATURES, max_size=2),
     kv_transfer_params=TABLE,
     external_req_id=MAYBE_TEXT,
@@ -204,6 +205,7 @@ STATS = whole(
     kv_tiers=st.dictionaries(TEXT, TIER_STATS, max_size=2),
     step_cost_error=st.none() | st.floats(0, 8),
     num_waits_for_results=st.dictionaries(TEXT, COUNT, max_size=2),
+    num_requests_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
 )
 BATCHES = whole(
     EngineCoreOutputs,

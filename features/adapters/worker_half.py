@@ -41,15 +41,16 @@ class _Reading(threading.Thread):
 class AdapterProducts(WorkerHalf):
     """Adds what adapters change to the products of linear layers."""
 
-    def __init__(self, engine: EngineConfig, context: WorkerHalfContext) -> None:
+    def __init__(
+        self, engine: EngineConfig, context: WorkerHalfContext, loaded: LoadedModel
+    ) -> None:
         """Read the adapters of the configuration.
 
         Raises:
             ModelError: one is wrong.
         """
-        assert context.loaded is not None
         config = engine.adapters
-        self._loaded: LoadedModel = context.loaded
+        self._loaded = loaded
         self._config, self._device = config, context.device
         self._dtype = self._loaded.ops.context.dtype
         self._host: dict[str, HostAdapter] = {}

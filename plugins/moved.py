@@ -100,7 +100,7 @@ MOVED_NAMES = {
             "hardpoint.plugins.stats",
         ),
         **dict.fromkeys(
-            ("LoRARequest", "MultiModalFeature", "PoolingRequestOutput", "TokenLogprobs"),
+            ("MultiModalFeature", "PoolingRequestOutput", "TokenLogprobs"),
             "hardpoint.plugins.requests",
         ),
         "PoolingParams": "hardpoint.plugins.params",

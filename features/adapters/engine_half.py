@@ -43,10 +43,12 @@ class _Reading(msgspec.Struct):
 
     Attributes:
         asked: when its progress was asked for last, on the engine's clock.
+        path: folder of the files.
         lora: what a program adds by it; None if a request waits for it.
     """
 
     asked: float
+    path: str
     lora: LoRARequest | None
 
 
@@ -374,7 +376,7 @@ class AdapterSlots(EngineHalf):
 
     def _begin_reading(self, path: str, lora: LoRARequest | None) -> int:
         ticket = next(self._tickets)
-        self._readings[ticket] = _Reading(self._clock(), lora)
+        self._readings[ticket] = _Reading(self._clock(), path, lora)
         self._send(Read(ticket, path))
         return ticket
 
@@ -387,6 +389,9 @@ class AdapterSlots(EngineHalf):
         answers = [
             msgspec.msgpack.decode(answer, type=Progress) for answer in self._send(Ask(ticket))
         ]
+        if any(a.is_lost for a in answers):
+            self._send(Read(ticket, self._readings[ticket].path))
+            return None
         error = next((a.error for a in answers if a.error is not None), None)
         if error is None:
             if not all(a.is_done for a in answers):

@@ -244,16 +244,6 @@ class HostAdapter:
     changes: Mapping[str, Change]
     unknown: list[str]
 
-    @property
-    def rank(self) -> int:
-        """The largest rank of its changes."""
-        return max((len(change.a) for change in self.changes.values()), default=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its matrices."""
-        return sum(c.a.nbytes + c.b.nbytes for c in self.changes.values())
-
 
 def load_adapter(
     path: str, max_rank: int, matrices: Mapping[str, LinearMatrix], dtype: torch.dtype

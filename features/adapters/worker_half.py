@@ -97,15 +97,13 @@ class AdapterProducts(WorkerHalf):
     def _progress(self, ticket: int) -> Progress:
         reading = self._readings.get(ticket)
         if reading is None:  # the half was built again, after a sleep
-            return Progress(is_done=True, error="its reading was ended by a sleep")
+            return Progress(is_lost=True)
         if reading.is_alive():
             return Progress()
         if reading.adapter is None:
             return Progress(is_done=True, error=reading.error)
         adapter = reading.adapter
-        return Progress(
-            True, None, adapter.content, adapter.unknown, adapter.rank, adapter.num_bytes
-        )
+        return Progress(is_done=True, content=adapter.content, unknown=adapter.unknown)
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Fill the slots of a step, where they hold something else.

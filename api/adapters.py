@@ -175,7 +175,7 @@ def _plain(lora: Any, field: str) -> dict[str, Any]:
     """Return an adapter as plain data.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is something else.
     """
     if not isinstance(lora, LoRARequest):
         raise RequestError(f"{field}: expected a LoRARequest, got {shown(lora)}")
@@ -192,12 +192,12 @@ def _number(lora_id: Any) -> dict[str, Any]:
 def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, Any]]]:
     """Return the adapters of options, one for all or one per prompt, and the different ones."""
     given = options.get(_OPTION)
-    each: list[Any] = list(given or ()) if is_list(given) else [given]
+    loras: list[Any] = list(given or ()) if is_list(given) else [given]
     listed: list[dict[str, Any]] = []
-    for lora in each:
+    for lora in loras:
         if lora is not None and (plain := _plain(lora, _OPTION)) not in listed:
             listed.append(plain)
-    return each, listed
+    return loras, listed
 
 
 def _resolved(
@@ -214,5 +214,5 @@ def _resolved(
         content = contents[listed.index(msgspec.structs.asdict(lora))]
         return msgspec.structs.replace(lora, content_hash=content)
 
-    each = list(map(resolved, given))
-    return {**options, _OPTION: each if is_list(options[_OPTION]) else each[0]}
+    loras = list(map(resolved, given))
+    return {**options, _OPTION: loras if is_list(options[_OPTION]) else loras[0]}

@@ -246,6 +246,17 @@ WAIT_FAMILIES = (
 )
 """Metrics of engines that plan steps ahead, under the own prefix only."""
 
+ADAPTER_FAMILIES = (
+    Family(
+        "num_requests_running_by_adapter",
+        _G,
+        "Requests that run with a loaded adapter.",
+        lambda e: dict(e.scheduler.num_requests_by_adapter),
+        "adapter",
+    ),
+)
+"""Metrics of engines that hold adapters, under the own prefix only."""
+
 ALIAS_FAMILIES = (replace(_STEP_TOKENS, name="iteration_tokens_total"),)
 """The same, as dashboards for the aliases name them."""
 
@@ -323,6 +334,8 @@ def engine_families(
         exported.append((STEP_COST_FAMILIES, (OWN,)))
     if any(figures.waits_for_results for figures in engines.values()):
         exported.append((WAIT_FAMILIES, (OWN,)))
+    if any(figures.scheduler.num_requests_by_adapter for figures in engines.values()):
+        exported.append((ADAPTER_FAMILIES, (OWN,)))
     if any(figures.tiers for figures in engines.values()):
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
     for families, names in exported:

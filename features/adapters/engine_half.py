@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.step_part import EngineHalfContext
 
 from .identity import content_hash, read_files, without_layers
-from .leases import Leases
 from .messages import Ask, Drop, Keep, Progress, Read, Slot, StepAdapters
 
 _UNASKED_SECONDS = 120.0
@@ -34,16 +34,21 @@ _UNASKED_SECONDS = 120.0
 
 _WAIT_SECONDS = 0.002
 
+_PATIENCE_SECONDS = 1.0
+"""After this, requests that came later do not get ahead of one that waits for a slot."""
+
 
 class _Reading(msgspec.Struct):
     """A reading under way.
 
     Attributes:
         asked: when its progress was asked for last, on the engine's clock.
+        path: folder of the files.
         lora: what a program adds by it; None if a request waits for it.
     """
 
     asked: float
+    path: str
     lora: LoRARequest | None
 
 
@@ -371,7 +376,7 @@ class AdapterSlots(EngineHalf):
 
     def _begin_reading(self, path: str, lora: LoRARequest | None) -> int:
         ticket = next(self._tickets)
-        self._readings[ticket] = _Reading(self._clock(), lora)
+        self._readings[ticket] = _Reading(self._clock(), path, lora)
         self._send(Read(ticket, path))
         return ticket
 
@@ -384,6 +389,9 @@ class AdapterSlots(EngineHalf):
         answers = [
             msgspec.msgpack.decode(answer, type=Progress) for answer in self._send(Ask(ticket))
         ]
+        if any(a.is_lost for a in answers):
+            self._send(Read(ticket, self._readings[ticket].path))
+            return None
         error = next((a.error for a in answers if a.error is not None), None)
         if error is None:
             if not all(a.is_done for a in answers):
@@ -423,6 +431,67 @@ class AdapterSlots(EngineHalf):
 
     def _send(self, call: Read | Ask | Keep | Drop) -> Sequence[bytes]:
         return self._call_workers(msgspec.msgpack.encode(call))
+
+
+class Leases:
+    """Which content each slot has, and which requests hold it there.
+
+    A slot is free once no request holds it; it keeps its content until another one needs it.
+    """
+
+    def __init__(self, count: int, clock: Callable[[], float]) -> None:
+        """Create `count` free slots.
+
+        Args:
+            clock: returns seconds.
+        """
+        self._clock = clock
+        self._slots: dict[int, str | None] = dict.fromkeys(range(count))  # longest unused first
+        self._of: dict[str, str] = {}  # content of each request with a lease
+        self._waiting: dict[str, float] = {}  # requests since when, in the order of their arrival
+
+    def acquire(self, request_id: str, content: str) -> str | None:
+        """Give a request a lease; return why it has to wait, or None."""
+        self._waiting.setdefault(request_id, self._clock())
+        oldest = next(iter(self._waiting))
+        if request_id != oldest and self._clock() - self._waiting[oldest] > _PATIENCE_SECONDS:
+            return "a request before it waits for a slot of its adapter (adapters.max_loras)"
+        slot = self._find(content)
+        if slot is None:
+            return (
+                f"a slot for its adapter: requests with {len(self._slots)} others run "
+                f"(adapters.max_loras)"
+            )
+        del self._waiting[request_id]
+        self._slots.pop(slot)
+        self._slots[slot] = content
+        self._of[request_id] = content
+        return None
+
+    def _find(self, content: str) -> int | None:
+        """Return the slot of a content, or one that is free; None if there is neither."""
+        held = set(self._of.values())
+        slots = self._slots.items()
+        own = (slot for slot, has in slots if has == content)
+        free = (slot for slot, has in slots if has not in held)
+        return next(own, next(free, None))
+
+    def slot(self, content: str) -> int:
+        """Return the slot of a content that a request holds."""
+        return next(slot for slot, has in self._slots.items() if has == content)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request."""
+        self._of.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    def has(self, content: str) -> bool:
+        """Return whether a request holds a content."""
+        return content in self._of.values()
+
+    def counts(self) -> Mapping[str, int]:
+        """Return how many requests hold each content."""
+        return Counter(self._of.values())
 
 
 def _lora(given: Mapping[str, Any]) -> LoRARequest:

@@ -1,4 +1,4 @@
-"""Reads adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Reads adapters as PEFT writes them, and cuts them to the matrices of a rank."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from safetensors.torch import load
 
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.model import LinearMatrix
 
 from .identity import CONFIG, TENSORS, content_hash, read_files
 
@@ -45,15 +46,16 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _Fields(msgspec.Struct):
-    """The fields of `adapter_config.json` that describe its matrices."""
+    """The fields of `adapter_config.json` that describe its matrices.
+
+    `fan_in_fan_out` is of the base model's weights: lora_A and lora_B have the same form with it.
+    """
 
     r: int
     lora_alpha: float
-    peft_type: str = "LORA"
     use_rslora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
-    fan_in_fan_out: bool = False  # of the base's storage: lora_A and lora_B have the same form
 
 
 @dataclass(frozen=True)
@@ -226,3 +228,59 @@ def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter in CPU memory.
+
+    Attributes:
+        content: hash of its files.
+        changes: by the name that `WorkerHalf.linear` gets for a matrix of this rank.
+        unknown: modules for which this rank has no matrix.
+    """
+
+    content: str
+    changes: Mapping[str, Change]
+    unknown: list[str]
+
+
+def load_adapter(
+    path: str, max_rank: int, matrices: Mapping[str, LinearMatrix], dtype: torch.dtype
+) -> HostAdapter:
+    """Read an adapter, and cut it to the matrices of this rank.
+
+    Raises:
+        ModelError: see `read_adapter`; or a matrix has another shape than the model's.
+    """
+    files = read_adapter(path, max_rank)
+    places: dict[str, list[str]] = {}
+    for name, matrix in matrices.items():
+        places.setdefault(matrix.stored_as, []).append(name)
+    changes: dict[str, Change] = {}
+    unknown: list[str] = []
+    for module, change in files.changes.items():
+        if module not in places:
+            unknown.append(module)
+        for name in places.get(module, ()):
+            changes[name] = _cut(f"{path}/{TENSORS}: {module}", change, matrices[name], dtype)
+    return HostAdapter(files.content, changes, sorted(unknown))
+
+
+def _cut(where: str, change: Change, matrix: LinearMatrix, dtype: torch.dtype) -> Change:
+    rows, columns = matrix.shape
+    got = (change.b.shape[0], change.a.shape[1])
+    if got != (rows, columns):
+        raise ModelError(
+            f"{where}: expected lora_A of {columns} columns and lora_B of {rows} rows, as the "
+            f"model's matrix is [{rows}, {columns}], got {got[1]} and {got[0]}"
+        )
+    own_rows, own_columns = matrix.rows, matrix.columns
+    a = change.a[:, own_columns.start : own_columns.stop].to(dtype, copy=True).contiguous()
+    b = change.b[own_rows.start : own_rows.stop].to(dtype, copy=True).contiguous()
+    for name, tensor in (("lora_A", a), ("lora_B", b)):
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(
+                f"{where}.{name}: expected numbers that {dtype} holds, got larger ones"
+            )
+    return Change(a, b, change.scale)

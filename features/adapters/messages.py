@@ -62,16 +62,14 @@ class Progress(msgspec.Struct):
 
     Attributes:
         is_done: whether the reading has ended.
+        is_lost: whether it has to begin again, since a sleep has released the half.
         error: why it failed; None if it did not.
         content: hash of the adapter.
         unknown: modules of the adapter that this rank has no matrix for.
-        rank: largest rank of its matrices.
-        num_bytes: bytes that this rank keeps of it.
     """
 
     is_done: bool = False
+    is_lost: bool = False
     error: str | None = None
     content: str = ""
     unknown: list[str] = []
-    rank: int = 0
-    num_bytes: int = 0

@@ -32,9 +32,9 @@ class Adapters(StepPart):
         return AdapterSlots(self.context.config, context)
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
-        """Return the half that computes adapters; None if they are off."""
-        if not self.context.config.adapters.max_loras:
+        """Return the half that computes adapters; None if they are off, or there is no model."""
+        if not self.context.config.adapters.max_loras or context.loaded is None:
             return None
         from .worker_half import AdapterProducts  # noqa: PLC0415 - it imports torch
 
-        return AdapterProducts(self.context.config, context)
+        return AdapterProducts(self.context.config, context, context.loaded)

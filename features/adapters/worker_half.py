@@ -12,7 +12,7 @@ import torch
 from hardpoint.plugins import EngineConfig, ModelError, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
-from .host_adapter import HostAdapter, load_adapter
+from .files import HostAdapter, load_adapter
 from .identity import without_layers
 from .messages import Ask, Call, Drop, Keep, Progress, Read, StepAdapters
 
@@ -41,15 +41,16 @@ class _Reading(threading.Thread):
 class AdapterProducts(WorkerHalf):
     """Adds what adapters change to the products of linear layers."""
 
-    def __init__(self, engine: EngineConfig, context: WorkerHalfContext) -> None:
+    def __init__(
+        self, engine: EngineConfig, context: WorkerHalfContext, loaded: LoadedModel
+    ) -> None:
         """Read the adapters of the configuration.
 
         Raises:
             ModelError: one is wrong.
         """
-        assert context.loaded is not None
         config = engine.adapters
-        self._loaded: LoadedModel = context.loaded
+        self._loaded = loaded
         self._config, self._device = config, context.device
         self._dtype = self._loaded.ops.context.dtype
         self._host: dict[str, HostAdapter] = {}
@@ -96,15 +97,13 @@ class AdapterProducts(WorkerHalf):
     def _progress(self, ticket: int) -> Progress:
         reading = self._readings.get(ticket)
         if reading is None:  # the half was built again, after a sleep
-            return Progress(is_done=True, error="its reading was ended by a sleep")
+            return Progress(is_lost=True)
         if reading.is_alive():
             return Progress()
         if reading.adapter is None:
             return Progress(is_done=True, error=reading.error)
         adapter = reading.adapter
-        return Progress(
-            True, None, adapter.content, adapter.unknown, adapter.rank, adapter.num_bytes
-        )
+        return Progress(is_done=True, content=adapter.content, unknown=adapter.unknown)
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Fill the slots of a step, where they hold something else.

@@ -328,6 +328,17 @@ def test_steps_that_waited_are_exported_by_the_part_that_needs_their_results():
     assert types(text, "hardpoint")["waits_for_results_total"] == "counter"
 
 
+def test_requests_by_adapter_are_exported_while_adapters_are_loaded():
+    one = sink()
+    one.record(IterationStats(scheduler=scheduler_stats(num_requests_by_adapter={"a": 2, "b": 0})))
+    text = one.exposition(PluginReport())
+    assert series(text)["num_requests_running_by_adapter a"] == 2
+    assert series(text)["num_requests_running_by_adapter b"] == 0
+    assert types(text, "hardpoint")["num_requests_running_by_adapter"] == "gauge"
+    one.record(IterationStats(scheduler=scheduler_stats()))
+    assert "by_adapter" not in one.exposition(PluginReport())
+
+
 def test_tiers_have_figures_of_their_own_and_those_that_dashboards_read():
     one = sink(aliases=("vllm",))
     assert "kv_tier" not in one.exposition(PluginReport())

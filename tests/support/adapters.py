@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from hardpoint import LoRARequest, SamplingParams
 from hardpoint.testing import write_scripted_model
@@ -73,6 +74,19 @@ def write_adapter(
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * size)
     wrapped.save_pretrained(folder)
     return wrapped.merge_and_unload().eval()
+
+
+def write_tensors(folder: Path, module: str, rank: int, *, rows: int, columns: int = 16) -> None:
+    """Write an adapter of one matrix, without a model."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = f"base_model.model.{module}.lora_{{}}.weight"
+    tensors = {
+        name.format("A"): torch.ones(rank, columns),
+        name.format("B"): torch.ones(rows, rank),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def change_config(folder: Path, **fields: Any) -> None:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import strategies as st
+from support.adapters import write_tensors
 from support.broken.poolers import Largest, Newest
 from support.broken.speculators import LastPair
 from support.broken.step_parts import Drafts, Good, GoodWorker
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
+from hardpoint.features.adapters import Adapters
+from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.features.kv_canary import KVCanary
 from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.pooling import Pooling
 from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
-from hardpoint.plugins import EngineCoreRequest, GrammarBackend, ReasoningMarkers, SamplingParams
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    GrammarBackend,
+    LoRARequest,
+    ReasoningMarkers,
+    SamplingParams,
+)
+from hardpoint.plugins.model import LinearMatrix
+from hardpoint.plugins.ops import Ops
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import ScriptedDrafts, StepPartSuite
@@ -137,6 +155,61 @@ class TestPooling(StepPartSuite):
                 normalize=st.none() | st.booleans(),
             ),
         )
+
+
+class OfLayers(Adapters):
+    """Adapters of the linear layers that the kit computes."""
+
+    contract = 1
+
+    def worker_half(self, context):
+        ops = SimpleNamespace(context=SimpleNamespace(dtype=torch.float32))
+        ops.add_lora = functools.partial(Ops.add_lora, ops)
+        rows = {"q_proj": 16, "k_proj": 8, "v_proj": 8, "o_proj": 16}
+        names = {f"model.layers.{n}.self_attn.{x}": rows[x] for n in range(2) for x in rows}
+        matrices = {
+            name: LinearMatrix(name, (rows, 16), range(rows), range(16))
+            for name, rows in names.items()
+        }
+        loaded = SimpleNamespace(ops=ops, matrices=matrices)
+        return super().worker_half(dataclasses.replace(context, loaded=loaded))
+
+
+class TestAdapters(StepPartSuite):
+    examples = kit_examples()
+    part = Adapters
+
+
+class TestAdaptersOfLayers(StepPartSuite):
+    examples = kit_examples()
+    part = OfLayers
+    shares = True
+    calls = [("list", {}), ("resolve", {"loras": [{"name": "a0", "id": 1}]})]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def adapters(cls, tmp_path_factory):
+        base = tmp_path_factory.mktemp("adapters")
+        paths = {f"a{n}": str(base / f"a{n}") for n in range(3)}
+        cls.contents = {}
+        for number, (name, path) in enumerate(paths.items()):
+            write_tensors(Path(path), "model.layers.0.self_attn.k_proj", 2 + number, rows=8)
+            cls.contents[name] = content_hash(*read_files(path))
+        cls.config = {"adapters": {"max_loras": 2, "max_cpu_loras": 3, "paths": paths}}
+
+    def requests(self):
+        def request(prompt, name):
+            content = self.contents.get(name, "")
+            return EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(),
+                eos_token_ids=[256],
+                lora=name and LoRARequest(name, 1, "", content),
+            )
+
+        prompts = st.lists(st.integers(1, 20), min_size=1, max_size=4)
+        return st.builds(request, prompts, st.sampled_from(["a0", "a1", "a2", "unknown", None]))
 
 
 def test_all_builtins_are_tested():

@@ -19,8 +19,10 @@ from hardpoint.errors import shown
 from hardpoint.plugins import ModelError
 
 from .identity import CONFIG, TENSORS, content_hash, read_files
+from .patterns import ModulePatterns
 
 _LARGEST_HEADER = 16 << 20
+_LONGEST_NAME = 512
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_out")
@@ -54,6 +56,22 @@ class _Fields(msgspec.Struct):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     fan_in_fan_out: bool = False  # of the base's storage: lora_A and lora_B have the same form
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The ranks and scales of modules."""
+
+    fields: _Fields
+    ranks: ModulePatterns[int]
+    alphas: ModulePatterns[float]
+
+    def rank(self, module: str) -> int:
+        return self.ranks.value_of(module, self.fields.r)
+
+    def scale(self, module: str) -> float:
+        rank, alpha = self.rank(module), self.alphas.value_of(module, self.fields.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.fields.use_rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -91,14 +109,14 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
             file, field or module, and value.
     """
     raw, data = read_files(path)
-    fields = _checked_fields(Path(path) / CONFIG, raw)
+    sizes = _checked_sizes(Path(path) / CONFIG, raw)
     file = Path(path) / TENSORS
-    changes = _changes(file, _tensors(file, data), fields, max_rank)
+    changes = _changes(file, _tensors(file, data), sizes, max_rank)
     return AdapterFiles(content_hash(raw, data), changes)
 
 
-def _checked_fields(file: Path, raw: bytes) -> _Fields:
-    """Return the fields of a configuration.
+def _checked_sizes(file: Path, raw: bytes) -> _Sizes:
+    """Return the ranks and scales that a configuration states.
 
     Raises:
         ModelError: one is wrong, or asks for what is not supported.
@@ -115,8 +133,8 @@ def _checked_fields(file: Path, raw: bytes) -> _Fields:
     except msgspec.ValidationError as error:
         raise ModelError(f"{file}: {error}") from None
     _check_numbers(file, fields)
-    _check_patterns(file, fields)
-    return fields
+    ranks = _patterns(file, "rank_pattern", fields.rank_pattern)
+    return _Sizes(fields, ranks, _patterns(file, "alpha_pattern", fields.alpha_pattern))
 
 
 def _check_off(file: Path, given: Mapping[str, Any]) -> None:
@@ -145,15 +163,11 @@ def _check_numbers(file: Path, fields: _Fields) -> None:
             raise ModelError(f"{file}: {place}: expected a finite number, got {alpha}")
 
 
-def _check_patterns(file: Path, fields: _Fields) -> None:
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(fields, field) or {}:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ModelError(
-                    f"{file}: {field}: expected a regular expression, got {pattern!r}: {error}"
-                ) from None
+def _patterns(file: Path, field: str, values: Mapping[str, Any] | None) -> ModulePatterns[Any]:
+    try:
+        return ModulePatterns(values or {})
+    except ValueError as error:
+        raise ModelError(f"{file}: {field}: {error}") from None
 
 
 def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
@@ -167,7 +181,7 @@ def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
 
 
 def _changes(
-    file: Path, tensors: Mapping[str, torch.Tensor], fields: _Fields, max_rank: int
+    file: Path, tensors: Mapping[str, torch.Tensor], sizes: _Sizes, max_rank: int
 ) -> dict[str, Change]:
     """Return the changes of modules.
 
@@ -177,19 +191,19 @@ def _changes(
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
-        if match is None or not name.startswith(_PREFIX):
+        if match is None or not name.startswith(_PREFIX) or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"{file}: {name}: expected tensors {_PREFIX}MODULE.lora_A.weight and "
-                f"MODULE.lora_B.weight alone"
+                f"{file}: {name[:_LONGEST_NAME]}: expected tensors {_PREFIX}MODULE.lora_A.weight "
+                f"and MODULE.lora_B.weight alone, of at most {_LONGEST_NAME} characters"
             )
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise ModelError(f"{file}: expected tensors of at least one module, got none")
-    return {module: _change(file, module, own, fields, max_rank) for module, own in halves.items()}
+    return {module: _change(file, module, own, sizes, max_rank) for module, own in halves.items()}
 
 
 def _change(
-    file: Path, module: str, halves: Mapping[str, torch.Tensor], fields: _Fields, max_rank: int
+    file: Path, module: str, halves: Mapping[str, torch.Tensor], sizes: _Sizes, max_rank: int
 ) -> Change:
     where = f"{file}: {module}"
     if module.rpartition(".")[2] in _EMBEDDINGS:
@@ -198,8 +212,7 @@ def _change(
         if half not in halves:
             raise ModelError(f"{where}: expected lora_{half}, as there is lora_{other}")
     a, b = halves["A"], halves["B"]
-    rank = _of_pattern(fields.rank_pattern, module, fields.r)
-    alpha = _of_pattern(fields.alpha_pattern, module, fields.lora_alpha)
+    rank = sizes.rank(module)
     for name, tensor in (("lora_A", a), ("lora_B", b)):
         if tensor.dim() != 2 or not tensor.is_floating_point():
             raise ModelError(
@@ -217,12 +230,4 @@ def _change(
         raise ModelError(
             f"{where}: expected a rank of at most {max_rank}, adapters.max_lora_rank, got {rank}"
         )
-    return Change(a, b, alpha / (math.sqrt(rank) if fields.use_rslora else rank))
-
-
-def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that the end of a module's name matches, as PEFT."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    return Change(a, b, sizes.scale(module))

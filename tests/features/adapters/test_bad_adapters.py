@@ -76,7 +76,10 @@ CASES = {
     "rank zero": (config(r=0), "r: expected a rank of at least 1, got 0"),
     "rank differs": (config(r=3), r"q_proj: expected rank 3, .* lora_A \[4, 64\]"),
     "alpha": (config(lora_alpha=None), r"lora_alpha"),
-    "pattern": (config(rank_pattern={"(": 4}), r"rank_pattern: expected a regular expression"),
+    "pattern": (config(rank_pattern={"(a+)+!": 4}), r"rank_pattern: expected a name.*'\(a\+\)\+!'"),
+    "set": (config(alpha_pattern={"[9-0]": 4}), r"alpha_pattern: expected .*'\[9-0\]': bad char"),
+    "long": (config(alpha_pattern={".*" * 200: 4}), "alpha_pattern: expected at most 256 char"),
+    "many": (config(rank_pattern={f"{n}.*": 4 for n in range(70)}), "at most 64 keys .*got 70"),
     "broken": (written("adapter_model.safetensors", b"\0" * 64), "expected a safetensors file"),
     "short": (written("adapter_model.safetensors", b"{}"), "expected a safetensors file"),
     "cut": (written("adapter_model.safetensors", b"\x08" + b"\0" * 7 + b'{"a": 1}'), "safetensors"),
@@ -85,6 +88,7 @@ CASES = {
     "no B": (tensors(lambda found: found.pop(B)), "q_proj: expected lora_B, as there is lora_A"),
     "no A": (tensors(lambda found: found.pop(A)), "q_proj: expected lora_A, as there is lora_B"),
     "other name": (renamed(A, A.replace("A.weight", "magnitude")), "lora_magnitude: expected"),
+    "long name": (renamed(A, A.replace("q_proj", "q" * 600)), r"at most 512 characters"),
     "no prefix": (renamed(A, A.removeprefix("base_model.")), "model.layers.0.*expected tensors"),
     "layer": (
         tensors(

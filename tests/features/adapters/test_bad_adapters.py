@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.adapters import change_config, lora, write_adapter, write_model
 
 from hardpoint import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
+from hardpoint.features.adapters.identity import read_files
 
 SETTINGS = {"adapters": {"max_loras": 1, "max_lora_rank": 4}, "kv_cache": {"num_blocks": 16}}
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -51,6 +53,19 @@ def pickled(folder):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
+def linked(name, target):
+    def apply(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return apply
+
+
+def piped(folder):
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")
+
+
 def written(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
@@ -63,6 +78,13 @@ A, B = Q0.format("A"), Q0.format("B")
 CASES = {
     "no folder": (shutil.rmtree, "adapter_config.json: cannot be read: No such file"),
     "pickle": (pickled, "adapter_model.bin is a pickle, which is never read"),
+    "link": (
+        linked("adapter_model.safetensors", "../other/adapter_model.safetensors"),
+        "expected files inside the folder .*/bad, got 'adapter_model.safetensors', which leads to",
+    ),
+    "device": (linked("adapter_config.json", "/dev/zero"), "which leads to /dev/zero"),
+    "circle": (linked("adapter_config.json", "adapter_config.json"), "'adapter_config.json' canno"),
+    "pipe": (piped, "adapter_config.json: expected a regular file"),
     "no JSON": (written("adapter_config.json", b"{"), "expected a JSON object"),
     "no object": (written("adapter_config.json", b"[]"), "expected a JSON object"),
     "large config": (written("adapter_config.json", b" " * (1 << 20) + b"{}"), "at most 1048576"),
@@ -198,3 +220,27 @@ def test_adapters_of_the_configuration(base, tmp_path):
         LLM(model, config={"adapters": {"max_loras": 2, "max_cpu_loras": 1}})
     with pytest.raises(ConfigError, match="paths names 1 adapters, which is more than max_loras"):
         LLM(model, config={"adapters": {"paths": {"good": good}}})
+
+
+def test_a_link_into_the_cache_of_the_hub_is_followed(base, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    shutil.copytree(base / "good", blobs)
+    snapshot.mkdir(parents=True)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (snapshot / file).symlink_to(f"../../blobs/{file}")
+    assert read_files(str(snapshot)) == read_files(str(base / "good"))
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(base, tmp_path, monkeypatch):
+    folder = shutil.copytree(base / "good", tmp_path / "grows")
+    real = os.fstat
+
+    def grow(descriptor):
+        status = real(descriptor)
+        with (folder / "adapter_config.json").open("ab") as file:
+            file.write(b" " * 100)
+        return status
+
+    monkeypatch.setattr(os, "fstat", grow)
+    with pytest.raises(ModelError, match="adapter_config.json: its size, .* changed while it was"):
+        read_files(str(folder))

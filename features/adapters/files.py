@@ -25,6 +25,7 @@ _LARGEST_HEADER = 16 << 20
 _LONGEST_NAME = 512
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_out")
 
 _OFF: Mapping[str, tuple[Any, str]] = {
@@ -42,8 +43,19 @@ _OFF: Mapping[str, tuple[Any, str]] = {
 }
 """Fields that change what is computed, with the value that does not, and what another one is."""
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations whose adapters belong to a base model with changed weights."""
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+_INERT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type",
+}  # fmt: skip
+"""Fields that describe the base model or the training, or that other ones decide over."""
+
+_KEEPS_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations whose adapters belong to the base model as it is published."""
 
 
 class _Fields(msgspec.Struct):
@@ -140,16 +152,22 @@ def _checked_sizes(file: Path, raw: bytes) -> _Sizes:
 def _check_off(file: Path, given: Mapping[str, Any]) -> None:
     for name, (off, what) in _OFF.items():
         value = given.get(name, off)
-        if value != off and value not in (None, False, [], {}):
+        if value != off and value not in _NOTHING:
             expected = msgspec.json.encode(off).decode()
             raise ModelError(
                 f"{file}: {name}: expected {expected}, as {what} are not supported, got "
                 f"{shown(value)}"
             )
+    for name in sorted(given.keys() - _OFF - _INERT - set(_Fields.__struct_fields__)):
+        if given[name] not in _NOTHING:
+            raise ModelError(
+                f"{file}: {name}: expected no such field, as what it changes is not known here, "
+                f"got {shown(given[name])}"
+            )
     how = str(given.get("init_lora_weights")).lower()
-    if how.startswith(_CHANGES_BASE):
+    if how not in _KEEPS_BASE:
         raise ModelError(
-            f"{file}: init_lora_weights: {how!r} changes weights of the base model; expected an "
+            f"{file}: init_lora_weights: {how[:80]!r} may change weights of the base model; expected an "
             f"adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
         )
 
@@ -214,10 +232,10 @@ def _change(
     a, b = halves["A"], halves["B"]
     rank = sizes.rank(module)
     for name, tensor in (("lora_A", a), ("lora_B", b)):
-        if tensor.dim() != 2 or not tensor.is_floating_point():
+        if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
             raise ModelError(
-                f"{where}.{name}: expected a matrix of floating-point numbers, got "
-                f"{tensor.dtype} {list(tensor.shape)}"
+                f"{where}.{name}: expected a matrix of floating-point numbers of at least 16 bits, "
+                f"got {tensor.dtype} {list(tensor.shape)}"
             )
         if not bool(tensor.isfinite().all()):
             raise ModelError(f"{where}.{name}: expected finite numbers, got NaN or infinity")

@@ -93,6 +93,9 @@ CASES = {
     "bias": (config(bias="all"), "bias: expected \"none\", as trained biases .* got 'all'"),
     "modules": (config(modules_to_save=["lm_head"]), r"modules_to_save: .* got \['lm_head'\]"),
     "experts": (config(target_parameters=["experts.w1"]), "target_parameters: .*experts"),
+    "kasa": (config(kasa_config={"a": 1}), r"kasa_config: expected no such .* got {'a': 1}"),
+    "init": (config(init_lora_weights="new"), "init_lora_weights: 'new' may change weights of"),
+    "unknown": (config(b_new=1, a_new=True), "a_new: expected no such field, .* got True"),
     "pissa": (config(init_lora_weights="pissa_niter_4"), "init_lora_weights: 'pissa_niter_4'"),
     "rank type": (config(r="four"), r"adapter_config.json: .*int.*\$.r"),
     "rank zero": (config(r=0), "r: expected a rank of at least 1, got 0"),
@@ -134,7 +137,11 @@ CASES = {
     ),
     "dtype": (
         tensors(lambda found: found.update({A: found[A].to(torch.int32)})),
-        "lora_A: expected a matrix of floating-point numbers, got torch.int32",
+        "lora_A: expected a matrix of floating-point numbers of .* got torch.int32",
+    ),
+    "float8": (
+        tensors(lambda found: found.update({B: found[B].to(torch.float8_e4m3fn)})),
+        r"safetensors: model.*q_proj.lora_B: exp a matrix .* got torch.float8_e4m3fn \[64, 4\]",
     ),
 }  # fmt: skip
 
@@ -244,3 +251,18 @@ def test_a_file_that_grows_while_it_is_read_is_refused(base, tmp_path, monkeypat
     monkeypatch.setattr(os, "fstat", grow)
     with pytest.raises(ModelError, match="adapter_config.json: its size, .* changed while it was"):
         read_files(str(folder))
+
+
+def test_fields_that_change_nothing_are_accepted(llm, base, tmp_path):
+    folder = shutil.copytree(base / "good", tmp_path / "fields")
+    change_config(
+        folder,
+        velora_config=None,
+        arrow_config={},
+        a_new=False,
+        eva_config={"rho": 2},
+        revision="1",
+    )
+    added = llm.add_lora(lora("fields", 7, folder))
+    assert llm.list_loras() == [added]
+    assert llm.remove_lora(7)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.plugins import HardpointError, ModelError, ModelFiles
+from hardpoint.toolkit.folders import real_path
 from hardpoint.toolkit.hf_config import short
 
 _MAX_TEXT_BYTES = 1 << 28
@@ -74,8 +75,7 @@ def refuse_pickle(name: str, where: str) -> None:
 def file_inside(folder: Path, name: str, where: str) -> Path:
     """Return the path of a regular file in a folder, which a file there names.
 
-    Links may lead to other files of the folder, or to where the cache of the Hugging Face hub keeps
-    the folder's files.
+    Links may lead where `real_path` allows.
 
     Raises:
         ModelError: the name is not a name, leads out of the folder, or belongs to a pickle or to no
@@ -85,18 +85,9 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
         raise ModelError(f"{where}: expected the name of a file, got {short(name)}")
     refuse_pickle(name, where)
     try:
-        real, root, exists = (folder / name).resolve(), folder.resolve(), (folder / name).exists()
-    except (OSError, RuntimeError) as cause:  # links in a circle, for example
+        exists = real_path(folder, name, where).exists()
+    except OSError as cause:  # the name is too long, for example
         raise ModelError(f"{where}: {short(name)} cannot be read: {cause.args[-1]}") from cause
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    stays = ".." not in Path(name).parts and not Path(name).is_absolute()
-    if not stays or not any(real.is_relative_to(place) for place in roots):
-        raise ModelError(
-            f"{where}: expected files inside the folder {folder}, got {short(name)}, which leads "
-            f"to {real}"
-        )
     if not exists:
         raise ModelError(f"{folder.name}: {name} is missing; {where} names it")
     return regular_file(folder / name, f"{folder.name}/{name}")

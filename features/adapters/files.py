@@ -5,25 +5,28 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.model import LinearMatrix
 
 from .identity import CONFIG, TENSORS, content_hash, read_files
+from .patterns import ModulePatterns
 
 _LARGEST_HEADER = 16 << 20
+_LONGEST_NAME = 512
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WRAPPERS = {"", "model", "language_model", "text_model"}
+"""Parts of names by which classes of transformers with and without images differ."""
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_out")
 
 _OFF: Mapping[str, tuple[Any, str]] = {
@@ -41,8 +44,19 @@ _OFF: Mapping[str, tuple[Any, str]] = {
 }
 """Fields that change what is computed, with the value that does not, and what another one is."""
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations whose adapters belong to a base model with changed weights."""
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+_INERT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "target_modules", "task_type",
+}  # fmt: skip
+"""Fields that describe the base model or the training, or that other ones decide over."""
+
+_KEEPS_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
+"""Initialisations whose adapters belong to the base model as it is published."""
 
 
 class _Fields(msgspec.Struct):
@@ -56,6 +70,22 @@ class _Fields(msgspec.Struct):
     use_rslora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The ranks and scales of modules."""
+
+    fields: _Fields
+    ranks: ModulePatterns[int]
+    alphas: ModulePatterns[float]
+
+    def rank(self, module: str) -> int:
+        return self.ranks.value_of(module, self.fields.r)
+
+    def scale(self, module: str) -> float:
+        rank, alpha = self.rank(module), self.alphas.value_of(module, self.fields.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.fields.use_rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -93,14 +123,14 @@ def read_adapter(path: str, max_rank: int) -> AdapterFiles:
             file, field or module, and value.
     """
     raw, data = read_files(path)
-    fields = _checked_fields(Path(path) / CONFIG, raw)
+    sizes = _checked_sizes(Path(path) / CONFIG, raw)
     file = Path(path) / TENSORS
-    changes = _changes(file, _tensors(file, data), fields, max_rank)
+    changes = _changes(file, _tensors(file, data), sizes, max_rank)
     return AdapterFiles(content_hash(raw, data), changes)
 
 
-def _checked_fields(file: Path, raw: bytes) -> _Fields:
-    """Return the fields of a configuration.
+def _checked_sizes(file: Path, raw: bytes) -> _Sizes:
+    """Return the ranks and scales that a configuration states.
 
     Raises:
         ModelError: one is wrong, or asks for what is not supported.
@@ -117,24 +147,30 @@ def _checked_fields(file: Path, raw: bytes) -> _Fields:
     except msgspec.ValidationError as error:
         raise ModelError(f"{file}: {error}") from None
     _check_numbers(file, fields)
-    _check_patterns(file, fields)
-    return fields
+    ranks = _patterns(file, "rank_pattern", fields.rank_pattern)
+    return _Sizes(fields, ranks, _patterns(file, "alpha_pattern", fields.alpha_pattern))
 
 
 def _check_off(file: Path, given: Mapping[str, Any]) -> None:
     for name, (off, what) in _OFF.items():
         value = given.get(name, off)
-        if value != off and value not in (None, False, [], {}):
+        if value != off and value not in _NOTHING:
             expected = msgspec.json.encode(off).decode()
             raise ModelError(
                 f"{file}: {name}: expected {expected}, as {what} are not supported, got "
                 f"{shown(value)}"
             )
+    for name in sorted(given.keys() - _OFF - _INERT - set(_Fields.__struct_fields__)):
+        if given[name] not in _NOTHING:
+            raise ModelError(
+                f"{file}: {name}: expected no such field, as what it changes is not known here, "
+                f"got {shown(given[name])}"
+            )
     how = str(given.get("init_lora_weights")).lower()
-    if how.startswith(_CHANGES_BASE):
+    if how not in _KEEPS_BASE:
         raise ModelError(
-            f"{file}: init_lora_weights: {how!r} changes weights of the base model; expected an "
-            f"adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
+            f"{file}: init_lora_weights: {how[:80]!r} may change weights of the base model; "
+            f"expected an adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
         )
 
 
@@ -147,21 +183,20 @@ def _check_numbers(file: Path, fields: _Fields) -> None:
             raise ModelError(f"{file}: {place}: expected a finite number, got {alpha}")
 
 
-def _check_patterns(file: Path, fields: _Fields) -> None:
-    for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(fields, field) or {}:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ModelError(
-                    f"{file}: {field}: expected a regular expression, got {pattern!r}: {error}"
-                ) from None
+def _patterns(file: Path, field: str, values: Mapping[str, Any] | None) -> ModulePatterns[Any]:
+    try:
+        return ModulePatterns(values or {})
+    except ValueError as error:
+        raise ModelError(f"{file}: {field}: {error}") from None
 
 
 def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
     length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else -1
     if not 0 < length <= min(_LARGEST_HEADER, len(data) - 8):
         raise ModelError(f"{file}: expected a safetensors file, got a header of {length} bytes")
+    from safetensors import SafetensorError  # noqa: PLC0415 - no need of the core distribution
+    from safetensors.torch import load  # noqa: PLC0415
+
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -169,7 +204,7 @@ def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
 
 
 def _changes(
-    file: Path, tensors: Mapping[str, torch.Tensor], fields: _Fields, max_rank: int
+    file: Path, tensors: Mapping[str, torch.Tensor], sizes: _Sizes, max_rank: int
 ) -> dict[str, Change]:
     """Return the changes of modules.
 
@@ -179,19 +214,19 @@ def _changes(
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
-        if match is None or not name.startswith(_PREFIX):
+        if match is None or not name.startswith(_PREFIX) or len(name) > _LONGEST_NAME:
             raise ModelError(
-                f"{file}: {name}: expected tensors {_PREFIX}MODULE.lora_A.weight and "
-                f"MODULE.lora_B.weight alone"
+                f"{file}: {name[:_LONGEST_NAME]}: expected tensors {_PREFIX}MODULE.lora_A.weight "
+                f"and MODULE.lora_B.weight alone, of at most {_LONGEST_NAME} characters"
             )
         halves.setdefault(match[1], {})[match[2]] = tensor
     if not halves:
         raise ModelError(f"{file}: expected tensors of at least one module, got none")
-    return {module: _change(file, module, own, fields, max_rank) for module, own in halves.items()}
+    return {module: _change(file, module, own, sizes, max_rank) for module, own in halves.items()}
 
 
 def _change(
-    file: Path, module: str, halves: Mapping[str, torch.Tensor], fields: _Fields, max_rank: int
+    file: Path, module: str, halves: Mapping[str, torch.Tensor], sizes: _Sizes, max_rank: int
 ) -> Change:
     where = f"{file}: {module}"
     if module.rpartition(".")[2] in _EMBEDDINGS:
@@ -200,13 +235,12 @@ def _change(
         if half not in halves:
             raise ModelError(f"{where}: expected lora_{half}, as there is lora_{other}")
     a, b = halves["A"], halves["B"]
-    rank = _of_pattern(fields.rank_pattern, module, fields.r)
-    alpha = _of_pattern(fields.alpha_pattern, module, fields.lora_alpha)
+    rank = sizes.rank(module)
     for name, tensor in (("lora_A", a), ("lora_B", b)):
-        if tensor.dim() != 2 or not tensor.is_floating_point():
+        if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
             raise ModelError(
-                f"{where}.{name}: expected a matrix of floating-point numbers, got "
-                f"{tensor.dtype} {list(tensor.shape)}"
+                f"{where}.{name}: expected a matrix of floating-point numbers of at least 16 bits, "
+                f"got {tensor.dtype} {list(tensor.shape)}"
             )
         if not bool(tensor.isfinite().all()):
             raise ModelError(f"{where}.{name}: expected finite numbers, got NaN or infinity")
@@ -219,15 +253,7 @@ def _change(
         raise ModelError(
             f"{where}: expected a rank of at most {max_rank}, adapters.max_lora_rank, got {rank}"
         )
-    return Change(a, b, alpha / (math.sqrt(rank) if fields.use_rslora else rank))
-
-
-def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that the end of a module's name matches, as PEFT."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    return Change(a, b, sizes.scale(module))
 
 
 @dataclass(frozen=True)
@@ -244,6 +270,16 @@ class HostAdapter:
     changes: Mapping[str, Change]
     unknown: list[str]
 
+    @property
+    def rank(self) -> int:
+        """The largest rank of its changes."""
+        return max((len(change.a) for change in self.changes.values()), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its matrices."""
+        return sum(c.a.nbytes + c.b.nbytes for c in self.changes.values())
+
 
 def load_adapter(
     path: str, max_rank: int, matrices: Mapping[str, LinearMatrix], dtype: torch.dtype
@@ -251,20 +287,47 @@ def load_adapter(
     """Read an adapter, and cut it to the matrices of this rank.
 
     Raises:
-        ModelError: see `read_adapter`; or a matrix has another shape than the model's.
+        ModelError: see `read_adapter`; a matrix has another shape than the model's, or two modules
+            are the same one.
     """
     files = read_adapter(path, max_rank)
     places: dict[str, list[str]] = {}
     for name, matrix in matrices.items():
         places.setdefault(matrix.stored_as, []).append(name)
+    layers = _layers(places)
     changes: dict[str, Change] = {}
+    found: dict[str, str] = {}
     unknown: list[str] = []
     for module, change in files.changes.items():
-        if module not in places:
+        layer = module if module in places else layers.get(_in_text_model(module))
+        if layer is None:
             unknown.append(module)
-        for name in places.get(module, ()):
+            continue
+        if (other := found.setdefault(layer, module)) != module:
+            raise ModelError(
+                f"{path}/{TENSORS}: {module}: expected one change of each layer, got {other} too"
+            )
+        for name in places[layer]:
             changes[name] = _cut(f"{path}/{TENSORS}: {module}", change, matrices[name], dtype)
     return HostAdapter(files.content, changes, sorted(unknown))
+
+
+def _layers(names: Iterable[str]) -> dict[str, str]:
+    """Return layers by their names without what wraps a text model; no ambiguous ones."""
+    listed: dict[str, list[str]] = {}
+    for name in names:
+        listed.setdefault(_in_text_model(name), []).append(name)
+    return {short: found[0] for short, found in listed.items() if len(found) == 1}
+
+
+def _in_text_model(module: str) -> str:
+    """Return the name of a module from `layers.` on, if what is before it only wraps a text model.
+
+    Towers of images and sound have layers of the same names, and stay apart.
+    """
+    before, found, after = module.partition("layers.")
+    wraps = found and set(before.split(".")) <= _WRAPPERS
+    return found + after if wraps else module
 
 
 def _cut(where: str, change: Change, matrix: LinearMatrix, dtype: torch.dtype) -> Change:

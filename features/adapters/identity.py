@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from hardpoint.plugins import ModelError
+from hardpoint.toolkit.folders import real_path
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -28,10 +31,10 @@ def read_files(path: str) -> tuple[bytes, bytes]:
     """Return the contents of configuration and tensors of an adapter.
 
     Raises:
-        ModelError: one is missing or too large.
+        ModelError: one is missing, too large, no regular file, or a link out of the folder.
     """
     folder = Path(path)
-    return _read(folder / CONFIG, _LARGEST_CONFIG), _read(folder / TENSORS, _LARGEST_TENSORS)
+    return _read(folder, CONFIG, _LARGEST_CONFIG), _read(folder, TENSORS, _LARGEST_TENSORS)
 
 
 def without_layers(modules: Sequence[str]) -> str:
@@ -40,17 +43,27 @@ def without_layers(modules: Sequence[str]) -> str:
     return f"the model has no linear layer {listed}, which the adapter changes"
 
 
-def _read(file: Path, limit: int) -> bytes:
+def _read(folder: Path, name: str, limit: int) -> bytes:
+    file = folder / name
     try:
-        size = file.stat().st_size
-        if not file.is_file():
-            raise ModelError(f"{file}: expected a file")
-        if size > limit:
-            raise ModelError(f"{file}: expected at most {limit} bytes, got {size}")
-        return file.read_bytes()
+        with open(real_path(folder, name, str(folder)), "rb", opener=_open_at_once) as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ModelError(f"{file}: expected a regular file")
+            if status.st_size > limit:
+                raise ModelError(f"{file}: expected at most {limit} bytes, got {status.st_size}")
+            data = opened.read(status.st_size + 1)
     except (OSError, ValueError) as error:
         pickles = [file.with_suffix(suffix) for suffix in (".bin", ".pt")]
         found = next((other.name for other in pickles if other.exists()), None)
         hint = f"; {found} is a pickle, which is never read" if found else ""
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"{file}: cannot be read: {reason}{hint}") from None
+    if len(data) != status.st_size:
+        raise ModelError(f"{file}: its size, {status.st_size} bytes, changed while it was read")
+    return data
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a path without links, and do not wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.adapters import change_config, lora, write_adapter, write_model
 
 from hardpoint import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
+from hardpoint.features.adapters.identity import read_files
 
 SETTINGS = {"adapters": {"max_loras": 1, "max_lora_rank": 4}, "kv_cache": {"num_blocks": 16}}
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -51,6 +53,19 @@ def pickled(folder):
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
+def linked(name, target):
+    def apply(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return apply
+
+
+def piped(folder):
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")
+
+
 def written(name, data):
     return lambda folder: (folder / name).write_bytes(data)
 
@@ -63,6 +78,13 @@ A, B = Q0.format("A"), Q0.format("B")
 CASES = {
     "no folder": (shutil.rmtree, "adapter_config.json: cannot be read: No such file"),
     "pickle": (pickled, "adapter_model.bin is a pickle, which is never read"),
+    "link": (
+        linked("adapter_model.safetensors", "../other/adapter_model.safetensors"),
+        "expected files inside the folder .*/bad, got 'adapter_model.safetensors', which leads to",
+    ),
+    "device": (linked("adapter_config.json", "/dev/zero"), "which leads to /dev/zero"),
+    "circle": (linked("adapter_config.json", "adapter_config.json"), "'adapter_config.json' canno"),
+    "pipe": (piped, "adapter_config.json: expected a regular file"),
     "no JSON": (written("adapter_config.json", b"{"), "expected a JSON object"),
     "no object": (written("adapter_config.json", b"[]"), "expected a JSON object"),
     "large config": (written("adapter_config.json", b" " * (1 << 20) + b"{}"), "at most 1048576"),
@@ -71,12 +93,18 @@ CASES = {
     "bias": (config(bias="all"), "bias: expected \"none\", as trained biases .* got 'all'"),
     "modules": (config(modules_to_save=["lm_head"]), r"modules_to_save: .* got \['lm_head'\]"),
     "experts": (config(target_parameters=["experts.w1"]), "target_parameters: .*experts"),
+    "kasa": (config(kasa_config={"a": 1}), r"kasa_config: expected no such .* got {'a': 1}"),
+    "init": (config(init_lora_weights="new"), "init_lora_weights: 'new' may change weights of"),
+    "unknown": (config(b_new=1, a_new=True), "a_new: expected no such field, .* got True"),
     "pissa": (config(init_lora_weights="pissa_niter_4"), "init_lora_weights: 'pissa_niter_4'"),
     "rank type": (config(r="four"), r"adapter_config.json: .*int.*\$.r"),
     "rank zero": (config(r=0), "r: expected a rank of at least 1, got 0"),
     "rank differs": (config(r=3), r"q_proj: expected rank 3, .* lora_A \[4, 64\]"),
     "alpha": (config(lora_alpha=None), r"lora_alpha"),
-    "pattern": (config(rank_pattern={"(": 4}), r"rank_pattern: expected a regular expression"),
+    "pattern": (config(rank_pattern={"(a+)+!": 4}), r"rank_pattern: expected a name.*'\(a\+\)\+!'"),
+    "set": (config(alpha_pattern={"[9-0]": 4}), r"alpha_pattern: expected .*'\[9-0\]': bad char"),
+    "long": (config(alpha_pattern={".*" * 200: 4}), "alpha_pattern: expected at most 256 char"),
+    "many": (config(rank_pattern={f"{n}.*": 4 for n in range(70)}), "at most 64 keys .*got 70"),
     "broken": (written("adapter_model.safetensors", b"\0" * 64), "expected a safetensors file"),
     "short": (written("adapter_model.safetensors", b"{}"), "expected a safetensors file"),
     "cut": (written("adapter_model.safetensors", b"\x08" + b"\0" * 7 + b'{"a": 1}'), "safetensors"),
@@ -85,6 +113,7 @@ CASES = {
     "no B": (tensors(lambda found: found.pop(B)), "q_proj: expected lora_B, as there is lora_A"),
     "no A": (tensors(lambda found: found.pop(A)), "q_proj: expected lora_A, as there is lora_B"),
     "other name": (renamed(A, A.replace("A.weight", "magnitude")), "lora_magnitude: expected"),
+    "long name": (renamed(A, A.replace("q_proj", "q" * 600)), r"at most 512 characters"),
     "no prefix": (renamed(A, A.removeprefix("base_model.")), "model.layers.0.*expected tensors"),
     "layer": (
         tensors(
@@ -108,7 +137,11 @@ CASES = {
     ),
     "dtype": (
         tensors(lambda found: found.update({A: found[A].to(torch.int32)})),
-        "lora_A: expected a matrix of floating-point numbers, got torch.int32",
+        "lora_A: expected a matrix of floating-point numbers of .* got torch.int32",
+    ),
+    "float8": (
+        tensors(lambda found: found.update({B: found[B].to(torch.float8_e4m3fn)})),
+        r"safetensors: model.*q_proj.lora_B: exp a matrix .* got torch.float8_e4m3fn \[64, 4\]",
     ),
 }  # fmt: skip
 
@@ -194,3 +227,42 @@ def test_adapters_of_the_configuration(base, tmp_path):
         LLM(model, config={"adapters": {"max_loras": 2, "max_cpu_loras": 1}})
     with pytest.raises(ConfigError, match="paths names 1 adapters, which is more than max_loras"):
         LLM(model, config={"adapters": {"paths": {"good": good}}})
+
+
+def test_a_link_into_the_cache_of_the_hub_is_followed(base, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    shutil.copytree(base / "good", blobs)
+    snapshot.mkdir(parents=True)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (snapshot / file).symlink_to(f"../../blobs/{file}")
+    assert read_files(str(snapshot)) == read_files(str(base / "good"))
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(base, tmp_path, monkeypatch):
+    folder = shutil.copytree(base / "good", tmp_path / "grows")
+    real = os.fstat
+
+    def grow(descriptor):
+        status = real(descriptor)
+        with (folder / "adapter_config.json").open("ab") as file:
+            file.write(b" " * 100)
+        return status
+
+    monkeypatch.setattr(os, "fstat", grow)
+    with pytest.raises(ModelError, match="adapter_config.json: its size, .* changed while it was"):
+        read_files(str(folder))
+
+
+def test_fields_that_change_nothing_are_accepted(llm, base, tmp_path):
+    folder = shutil.copytree(base / "good", tmp_path / "fields")
+    change_config(
+        folder,
+        velora_config=None,
+        arrow_config={},
+        a_new=False,
+        eva_config={"rho": 2},
+        revision="1",
+    )
+    added = llm.add_lora(lora("fields", 7, folder))
+    assert llm.list_loras() == [added]
+    assert llm.remove_lora(7)

@@ -1,0 +1,39 @@
+"""Files of a folder, which may be hostile: where their names and links may lead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hardpoint.errors import ModelError
+
+from .hf_config import short
+
+__all__ = ["real_path"]
+
+
+def real_path(folder: Path, name: str, where: str) -> Path:
+    """Return the path of a file of a folder, without links; the file may be missing.
+
+    Links may lead to other files of the folder, or to where the cache of the Hugging Face hub keeps
+    the folder's files.
+
+    Args:
+        where: what names the file, for messages.
+
+    Raises:
+        ModelError: the name or a link leads out of the folder, or in a circle.
+    """
+    try:
+        real, root = (folder / name).resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as cause:  # links in a circle, for example
+        raise ModelError(f"{where}: {short(name)} cannot be read: {cause.args[-1]}") from cause
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    stays = ".." not in Path(name).parts and not Path(name).is_absolute()
+    if not stays or not any(real.is_relative_to(place) for place in roots):
+        raise ModelError(
+            f"{where}: expected files inside the folder {folder}, got {short(name)}, which leads "
+            f"to {real}"
+        )
+    return real

@@ -19,7 +19,8 @@ __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 RemoveMode = Literal["drain", "end"]
 
 _PART = "adapters"
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = (0.002, 0.05)
+"""The shortest and the longest time between two questions whether an adapter is read."""
 _OPTION = "lora_request"
 
 
@@ -64,8 +65,10 @@ class SyncAdapterCalls:
         """
         _check_on(self.config, "lora")
         ticket = self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
+        pause, longest = _POLL_SECONDS
         while (added := self.call_part(_PART, "poll", {"ticket": ticket})) is None:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         return msgspec.convert(added, LoRARequest)
 
     def remove_lora(self: _Caller, lora_id: int, mode: RemoveMode = "drain") -> bool:
@@ -127,8 +130,10 @@ class AsyncAdapterCalls:
         """Do what `LLM.add_lora` does."""
         _check_on(self.config, "lora")
         ticket = await self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
+        pause, longest = _POLL_SECONDS
         while (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is None:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
         return msgspec.convert(added, LoRARequest)
 
     async def remove_lora(self: _AsyncCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:

@@ -60,7 +60,6 @@ SMALL_MODULES = {
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
-    "hardpoint.features.adapters.host_adapter": "what is kept of an adapter, by whoever reads it",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

@@ -170,7 +170,8 @@ def _check_off(file: Path, given: Mapping[str, Any]) -> None:
     if how not in _KEEPS_BASE:
         raise ModelError(
             f"{file}: init_lora_weights: {how[:80]!r} may change weights of the base model; "
-            f"expected an adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
+            f"expected an adapter that was converted, as PEFT's save_pretrained does with "
+            f"path_initial_model_for_weight_conversion"
         )
 
 

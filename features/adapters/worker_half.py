@@ -207,6 +207,7 @@ class _Slots:
         if not self._tensors:
             self.allocate()
         self.contents[index] = None  # until it is complete
+        self._views = {}
         for name in {*self._ranks[index], *adapter.changes}:
             a, b, scales = self._tensors[name]
             a[index], b[index], scales[index] = 0, 0, 0
@@ -219,7 +220,8 @@ class _Slots:
 
     def use(self, indices: Sequence[int]) -> None:
         """Let `of` return what these slots need."""
-        self._used, self._views = list(indices), {}
+        if self._used != (used := sorted(indices)):
+            self._used, self._views = used, {}
 
     def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Return A, B and scales of a matrix, cut to the largest rank of the slots in use.

@@ -59,7 +59,6 @@ SMALL_MODULES = {
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
-    "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

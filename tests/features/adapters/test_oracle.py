@@ -68,3 +68,17 @@ def test_some_modules(family, tmp_path):
     (changed,) = llm.generate([PROMPT], all_logprobs(), lora_request=request)
     assert difference(changed, PROMPT, merged) < NEAR
     assert llm.remove_lora(99)
+
+
+def test_a_base_of_few_bits(tmp_path):
+    model = write_model(tmp_path / "model")
+    merged = write_adapter(tmp_path / "adapter", model)
+    settings = SETTINGS | {"quantization": {"use": "int8"}}
+    with LLM(str(tmp_path / "model"), config=settings, max_model_len=64) as llm:
+        (plain,) = llm.generate([PROMPT], all_logprobs(1))
+        request = lora("poet", 1, tmp_path / "adapter")
+        (changed,) = llm.generate([PROMPT], all_logprobs(1), lora_request=request)
+    of_codes = difference(plain, PROMPT, model)
+    assert of_codes > NEAR
+    assert difference(changed, PROMPT, merged) < 5 * of_codes
+    assert difference(changed, PROMPT, model) > 20 * of_codes

@@ -167,8 +167,9 @@ def _check_off(file: Path, given: Mapping[str, Any]) -> None:
     how = str(given.get("init_lora_weights")).lower()
     if how not in _KEEPS_BASE:
         raise ModelError(
-            f"{file}: init_lora_weights: {how[:80]!r} may change weights of the base model; expected an "
-            f"adapter that was converted, see PEFT's path_initial_model_for_weight_conversion"
+            f"{file}: init_lora_weights: {how[:80]!r} may change weights of the base model; "
+            f"expected an adapter that was converted, see PEFT's "
+            f"path_initial_model_for_weight_conversion"
         )
 
 
@@ -214,7 +215,8 @@ def _changes(
                 f"{file}: {name[:_LONGEST_NAME]}: expected tensors {_PREFIX}MODULE.lora_A.weight "
                 f"and MODULE.lora_B.weight alone, of at most {_LONGEST_NAME} characters"
             )
-        halves.setdefault(match[1], {})[match[2]] = tensor
+        if halves.setdefault(match[1], {}).setdefault(match[2], tensor) is not tensor:
+            raise ModelError(f"{file}: {name}: expected one lora_{match[2]} of {match[1]}, got two")
     if not halves:
         raise ModelError(f"{file}: expected tensors of at least one module, got none")
     return {module: _change(file, module, own, sizes, max_rank) for module, own in halves.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from hardpoint.plugins.model import LinearMatrix
 
 from .files import AdapterFiles, Change, read_adapter
 from .identity import TENSORS
+
+_WRAPPERS = {"", "model", "language_model", "text_model"}
+"""Parts of names by which classes of transformers with and without images differ."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,47 @@ def load_adapter(
     """Read an adapter, and cut it to the matrices of this rank.
 
     Raises:
-        ModelError: see `read_adapter`; or a matrix has another shape than the model's.
+        ModelError: see `read_adapter`; a matrix has another shape than the model's, or two modules
+            are the same one.
     """
     files: AdapterFiles = read_adapter(path, max_rank)
     places: dict[str, list[str]] = {}
     for name, matrix in matrices.items():
         places.setdefault(matrix.stored_as, []).append(name)
+    layers = _layers(places)
     changes: dict[str, Change] = {}
+    found: dict[str, str] = {}
     unknown: list[str] = []
     for module, change in files.changes.items():
-        if module not in places:
+        layer = module if module in places else layers.get(_in_text_model(module))
+        if layer is None:
             unknown.append(module)
-        for name in places.get(module, ()):
+            continue
+        if (other := found.setdefault(layer, module)) != module:
+            raise ModelError(
+                f"{path}/{TENSORS}: {module}: expected one change of each layer, got {other} too"
+            )
+        for name in places[layer]:
             changes[name] = _cut(f"{path}/{TENSORS}: {module}", change, matrices[name], dtype)
     return HostAdapter(files.content, changes, sorted(unknown))
+
+
+def _layers(names: Iterable[str]) -> dict[str, str]:
+    """Return layers by their names without what wraps a text model; no ambiguous ones."""
+    listed: dict[str, list[str]] = {}
+    for name in names:
+        listed.setdefault(_in_text_model(name), []).append(name)
+    return {short: found[0] for short, found in listed.items() if len(found) == 1}
+
+
+def _in_text_model(module: str) -> str:
+    """Return the name of a module from `layers.` on, if what is before it only wraps a text model.
+
+    Towers of images and sound have layers of the same names, and stay apart.
+    """
+    before, found, after = module.partition("layers.")
+    wraps = found and set(before.split(".")) <= _WRAPPERS
+    return found + after if wraps else module
 
 
 def _cut(where: str, change: Change, matrix: LinearMatrix, dtype: torch.dtype) -> Change:

@@ -123,6 +123,26 @@ CASES = {
         ),
         r"'bad': the model has no linear layer model.layers.7.self_attn.q_proj, which",
     ),
+    "tower": (
+        tensors(
+            lambda found: found.update(
+                {n.replace("model.lay", "vision_model.lay"): found.pop(n) for n in (A, B)}
+            )
+        ),
+        "no linear layer vision_model.layers.0.self_attn.q_proj",
+    ),
+    "twice": (
+        tensors(
+            lambda found: found.update(
+                {n.replace("model.lay", "model.language_model.lay"): found[n].clone() for n in (A, B)}
+            )
+        ),
+        "q_proj: expected one change of each layer, got model.l.*layers.0.self_attn.q_proj too",
+    ),
+    "two names": (
+        tensors(lambda found: found.update({A.replace(".w", ".default.w"): found[A].clone()})),
+        "expected one lora_A of model.layers.0.self_attn.q_proj, got two",
+    ),
     "embeddings": (
         tensors(
             lambda found: found.update(
@@ -141,7 +161,7 @@ CASES = {
     ),
     "float8": (
         tensors(lambda found: found.update({B: found[B].to(torch.float8_e4m3fn)})),
-        r"safetensors: model.*q_proj.lora_B: exp a matrix .* got torch.float8_e4m3fn \[64, 4\]",
+        r"safetensors: model.*q_proj.lora_B: expected .* .* got torch.float8_e4m3fn",
     ),
 }  # fmt: skip
 

@@ -134,10 +134,10 @@ CASES = {
     "twice": (
         tensors(
             lambda found: found.update(
-                {n.replace("model.lay", "model.language_model.lay"): found[n].clone() for n in (A, B)}
+                {n.replace("l.lay", "l.language_model.lay"): found[n].clone() for n in (A, B)}
             )
         ),
-        "q_proj: expected one change of each layer, got model.l.*layers.0.self_attn.q_proj too",
+        "q_proj: expected one change of each layer, got model.*layers.0.self_attn.q_proj too",
     ),
     "two names": (
         tensors(lambda found: found.update({A.replace(".w", ".default.w"): found[A].clone()})),
@@ -286,3 +286,23 @@ def test_fields_that_change_nothing_are_accepted(llm, base, tmp_path):
     added = llm.add_lora(lora("fields", 7, folder))
     assert llm.list_loras() == [added]
     assert llm.remove_lora(7)
+
+
+@pytest.mark.parametrize("relative", ["good", "~/good"])
+def test_a_relative_path_is_that_of_the_program(llm, base, tmp_path, monkeypatch, relative):
+    monkeypatch.chdir(base)
+    monkeypatch.setenv("HOME", str(base))
+    request = lora("relative", 5, relative)
+    added = llm.add_lora(request)
+    assert added.path == str(base / "good")
+    with LLM(
+        str(base / "model"),
+        config=SETTINGS | {"adapters": {"max_loras": 1, "paths": {"relative": relative}}},
+        max_model_len=32,
+    ) as other:
+        monkeypatch.chdir(tmp_path)
+        assert [lora.path for lora in other.list_loras()] == [added.path]
+    monkeypatch.chdir(base)
+    (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=1), lora_request=request)
+    assert output.finished
+    assert llm.remove_lora(5)

@@ -47,10 +47,10 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 _INERT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
-    "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "task_type",
+    "merge_weights", "peft_type", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 """Fields that describe the base model or the training, or that other ones decide over."""
 
@@ -63,11 +63,9 @@ class _Fields(msgspec.Struct):
 
     r: int
     lora_alpha: float
-    peft_type: str = "LORA"
     use_rslora: bool = False
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
-    fan_in_fan_out: bool = False  # of the base's storage: lora_A and lora_B have the same form
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
+from hardpoint.plugins.config_tables import absolute_path
 
 __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 
@@ -55,7 +56,8 @@ class SyncAdapterCalls:
         before keep the content that they began with.
 
         Args:
-            lora: name, number and folder; the number identifies it in `remove_lora`. With a
+            lora: name, number and folder, which this program's directory and user complete if it is
+                relative or begins with "~"; the number identifies it in `remove_lora`. With a
                 `content_hash`, its files have to have that one.
 
         Raises:
@@ -177,17 +179,23 @@ def _check_on(config: EngineConfig, field: str) -> None:
 
 
 def _plain(lora: Any, field: str) -> dict[str, Any]:
-    """Return an adapter as plain data.
+    """Return an adapter as plain data, with an absolute path.
 
     Raises:
         RequestError: it is something else.
     """
     if not isinstance(lora, LoRARequest):
         raise RequestError(f"{field}: expected a LoRARequest, got {shown(lora)}")
-    plain: dict[str, Any] = msgspec.structs.asdict(
-        typed.convert(lora, LoRARequest, path=field, error=RequestError)
+    return msgspec.structs.asdict(
+        _placed(typed.convert(lora, LoRARequest, path=field, error=RequestError))
     )
-    return plain
+
+
+def _placed(lora: LoRARequest) -> LoRARequest:
+    """Return an adapter with the absolute path of its folder, which means one in every process."""
+    if not lora.path:
+        return lora
+    return msgspec.structs.replace(lora, path=absolute_path(lora.path))
 
 
 def _number(lora_id: Any) -> dict[str, Any]:
@@ -216,8 +224,9 @@ def _resolved(
     def resolved(lora: LoRARequest | None) -> LoRARequest | None:
         if lora is None:
             return None
-        content = contents[listed.index(msgspec.structs.asdict(lora))]
-        return msgspec.structs.replace(lora, content_hash=content)
+        placed = _placed(lora)
+        content = contents[listed.index(msgspec.structs.asdict(placed))]
+        return msgspec.structs.replace(placed, content_hash=content)
 
     loras = list(map(resolved, given))
     return {**options, _OPTION: loras if is_list(options[_OPTION]) else loras[0]}

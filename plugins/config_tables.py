@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -330,6 +332,11 @@ class SpeculationConfig(Strict):
     adaptive: bool = True
 
 
+def absolute_path(path: str) -> str:
+    """Return a path as it is in every process, whatever its directory."""
+    return str(Path(os.path.expanduser(path)).absolute())
+
+
 class AdaptersConfig(Strict):
     """Low-rank adapters of linear layers (LoRA), which requests name.
 
@@ -339,7 +346,8 @@ class AdaptersConfig(Strict):
         max_lora_rank: largest rank of an adapter's matrices.
         max_cpu_loras: adapters that each worker keeps in CPU memory; others are read again when
             a request needs them. None is `max_loras`.
-        paths: folders of adapters that are loaded at start, as PEFT writes them, by name.
+        paths: folders of adapters that are loaded at start, as PEFT writes them, by name; those
+            that are relative or begin with "~" become absolute when the configuration is made.
         resolvers: what finds the adapter of a name that a request has and that nothing is loaded
             under, asked in order; none by default. `{ use = "folder", name = "shared" }` gives one
             another name, and options of its own in `[plugin.shared]`.
@@ -354,7 +362,9 @@ class AdaptersConfig(Strict):
     resolve_seconds: PositiveSeconds = 10.0
 
     def __post_init__(self) -> None:
-        """Check that there is room for what is named."""
+        """Complete the paths, and check that there is room for what is named."""
+        paths = {name: absolute_path(path) for name, path in self.paths.items()}
+        msgspec.structs.force_setattr(self, "paths", paths)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError("max_cpu_loras has to be at least max_loras")
         if len(self.paths) > self.num_cpu_loras:

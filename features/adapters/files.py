@@ -48,10 +48,10 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 _INERT = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
-    "merge_weights", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "task_type",
+    "merge_weights", "peft_type", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 """Fields that describe the base model or the training, or that other ones decide over."""
 
@@ -220,7 +220,8 @@ def _changes(
                 f"{file}: {name[:_LONGEST_NAME]}: expected tensors {_PREFIX}MODULE.lora_A.weight "
                 f"and MODULE.lora_B.weight alone, of at most {_LONGEST_NAME} characters"
             )
-        halves.setdefault(match[1], {})[match[2]] = tensor
+        if halves.setdefault(match[1], {}).setdefault(match[2], tensor) is not tensor:
+            raise ModelError(f"{file}: {name}: expected one lora_{match[2]} of {match[1]}, got two")
     if not halves:
         raise ModelError(f"{file}: expected tensors of at least one module, got none")
     return {module: _change(file, module, own, sizes, max_rank) for module, own in halves.items()}

@@ -36,6 +36,7 @@ PUBLIC = (
     "hardpoint.typed",
     "hardpoint.toolkit.bitmasks",
     "hardpoint.toolkit.encoder_cache",
+    "hardpoint.toolkit.folders",
     "hardpoint.toolkit.hf_config",
     "hardpoint.toolkit.http_heads",
     "hardpoint.toolkit.kv_codes",

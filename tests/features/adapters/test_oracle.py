@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.adapters import (
     ALL_LINEAR,
     ATTENTION,
@@ -82,3 +83,17 @@ def test_a_base_of_few_bits(tmp_path):
     assert of_codes > NEAR
     assert difference(changed, PROMPT, merged) < 5 * of_codes
     assert difference(changed, PROMPT, model) > 20 * of_codes
+
+
+@pytest.mark.parametrize("wrapped", ["model.language_model.", "language_model.model."])
+def test_modules_of_the_text_model_of_a_larger_one(family, tmp_path, wrapped):
+    """An adapter that was trained with the class that also reads images has other names."""
+    name, model, llm = family
+    modules = PHI3[:1] if name == "Phi3" else ATTENTION[:2]
+    merged = write_adapter(tmp_path, model, target_modules=modules)
+    file = tmp_path / "adapter_model.safetensors"
+    before, after = "base_model.model.model.", f"base_model.model.{wrapped}"
+    save_file({name.replace(before, after): t for name, t in load_file(file).items()}, file)
+    (changed,) = llm.generate([PROMPT], all_logprobs(), lora_request=lora("wrapped", 98, tmp_path))
+    assert difference(changed, PROMPT, merged) < NEAR
+    assert llm.remove_lora(98)

@@ -58,6 +58,7 @@ SMALL_MODULES = {
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
+    "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
 }
 """Small modules with one importer that are a concept of their own, and why."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,15 +26,13 @@ from hardpoint.plugins import (
 from hardpoint.plugins.step_part import EngineHalfContext
 
 from .identity import content_hash, read_files, without_layers
+from .leases import Leases
 from .messages import Ask, Drop, Keep, Progress, Read, Slot, StepAdapters
 
 _UNASKED_SECONDS = 120.0
 """After this, a reading that no program asks for is forgotten."""
 
 _WAIT_SECONDS = 0.002
-
-_PATIENCE_SECONDS = 1.0
-"""After this, requests that came later do not get ahead of one that waits for a slot."""
 
 
 class _Reading(msgspec.Struct):
@@ -72,6 +69,7 @@ class AdapterSlots(EngineHalf):
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
+        self._named: dict[str, str] = {}  # the name by which each request has it
         self._ending: set[str] = set()  # requests that a removal ends
         self._leaving: set[str] = set()  # contents that requests have and no name has any more
         self._readings: dict[int, _Reading] = {}
@@ -89,6 +87,7 @@ class AdapterSlots(EngineHalf):
         for index, (name, path) in enumerate(self._config.paths.items()):
             content = content_hash(*read_files(path))
             self._set_alias(LoRARequest(name, index + 1, path, content))
+            self._host[content] = self._clock()  # workers read it when they start
 
     # Requests
 
@@ -115,6 +114,7 @@ class AdapterSlots(EngineHalf):
                 f"{content[:16]}; it was removed, replaced or never added"
             )
         self._requests[request.request_id] = content
+        self._named[request.request_id] = name
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""
@@ -137,9 +137,14 @@ class AdapterSlots(EngineHalf):
     def ended(self, request_id: str) -> None:
         """Release the lease of a request."""
         content = self._requests.pop(request_id, None)
+        self._named.pop(request_id, None)
         self._ending.discard(request_id)
         self._leases.release(request_id)
-        if content is None or self._is_needed(content):
+        if content is None:
+            return
+        if content in self._wanted and content not in self._requests.values():
+            self._drop(self._wanted.pop(content))
+        if self._is_needed(content):
             return
         if content in self._leaving or content not in self._host:
             self._leaving.discard(content)
@@ -293,14 +298,13 @@ class AdapterSlots(EngineHalf):
         if lora is None:
             return False
         del self._names[lora.name]
+        if mode == "end":  # also those that have what the name stood for before
+            self._ending |= {user for user, name in self._named.items() if name == lora.name}
         content = lora.content_hash
-        if any(other.content_hash == content for other in self._names.values()):
+        if self._has_name(content):
             return True
         self._pinned.discard(content)
-        users = {name for name, of in self._requests.items() if of == content}
-        if mode == "end":
-            self._ending |= users
-        if not users:
+        if content not in self._requests.values():
             self._forget([content])
         else:
             self._leaving.add(content)
@@ -338,15 +342,19 @@ class AdapterSlots(EngineHalf):
     # Contents
 
     def _set_alias(self, lora: LoRARequest) -> None:
+        before = self._names.get(lora.name)
         self._names[lora.name] = lora
+        if before is not None and not self._has_name(before.content_hash):
+            self._pinned.discard(before.content_hash)
         self._leaving.discard(lora.content_hash)
         self._paths[lora.content_hash] = lora.path
 
     def _is_needed(self, content: str) -> bool:
         """Return whether a name or a request has a content."""
-        return content in self._requests.values() or any(
-            lora.content_hash == content for lora in self._names.values()
-        )
+        return content in self._requests.values() or self._has_name(content)
+
+    def _has_name(self, content: str) -> bool:
+        return any(lora.content_hash == content for lora in self._names.values())
 
     def _is_read(self, content: str) -> bool:
         """Read a content again that a request needs; return whether workers have it now.
@@ -431,67 +439,6 @@ class AdapterSlots(EngineHalf):
 
     def _send(self, call: Read | Ask | Keep | Drop) -> Sequence[bytes]:
         return self._call_workers(msgspec.msgpack.encode(call))
-
-
-class Leases:
-    """Which content each slot has, and which requests hold it there.
-
-    A slot is free once no request holds it; it keeps its content until another one needs it.
-    """
-
-    def __init__(self, count: int, clock: Callable[[], float]) -> None:
-        """Create `count` free slots.
-
-        Args:
-            clock: returns seconds.
-        """
-        self._clock = clock
-        self._slots: dict[int, str | None] = dict.fromkeys(range(count))  # longest unused first
-        self._of: dict[str, str] = {}  # content of each request with a lease
-        self._waiting: dict[str, float] = {}  # requests since when, in the order of their arrival
-
-    def acquire(self, request_id: str, content: str) -> str | None:
-        """Give a request a lease; return why it has to wait, or None."""
-        self._waiting.setdefault(request_id, self._clock())
-        oldest = next(iter(self._waiting))
-        if request_id != oldest and self._clock() - self._waiting[oldest] > _PATIENCE_SECONDS:
-            return "a request before it waits for a slot of its adapter (adapters.max_loras)"
-        slot = self._find(content)
-        if slot is None:
-            return (
-                f"a slot for its adapter: requests with {len(self._slots)} others run "
-                f"(adapters.max_loras)"
-            )
-        del self._waiting[request_id]
-        self._slots.pop(slot)
-        self._slots[slot] = content
-        self._of[request_id] = content
-        return None
-
-    def _find(self, content: str) -> int | None:
-        """Return the slot of a content, or one that is free; None if there is neither."""
-        held = set(self._of.values())
-        slots = self._slots.items()
-        own = (slot for slot, has in slots if has == content)
-        free = (slot for slot, has in slots if has not in held)
-        return next(own, next(free, None))
-
-    def slot(self, content: str) -> int:
-        """Return the slot of a content that a request holds."""
-        return next(slot for slot, has in self._slots.items() if has == content)
-
-    def release(self, request_id: str) -> None:
-        """Forget a request."""
-        self._of.pop(request_id, None)
-        self._waiting.pop(request_id, None)
-
-    def has(self, content: str) -> bool:
-        """Return whether a request holds a content."""
-        return content in self._of.values()
-
-    def counts(self) -> Mapping[str, int]:
-        """Return how many requests hold each content."""
-        return Counter(self._of.values())
 
 
 def _lora(given: Mapping[str, Any]) -> LoRARequest:

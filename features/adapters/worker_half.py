@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -58,7 +59,9 @@ class AdapterProducts(WorkerHalf):
         self._slots = _Slots(config.max_loras, config.max_lora_rank, self._loaded, self._device)
         self._step = StepAdapters([], {})
         self._rows: tuple[StepRows, torch.Tensor] | None = None
-        for path in config.paths.values():
+        for path in filter(os.path.isdir, config.paths.values()):
+            # The engine's half names a folder that is missing at the start; one that goes later,
+            # while the model sleeps, is named to the requests of its adapter.
             adapter = self._read(path)
             if adapter.unknown and engine.parallel.pipeline == 1:  # no other rank has more layers
                 raise ModelError(f"{path}: {without_layers(adapter.unknown)}")

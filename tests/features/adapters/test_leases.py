@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint.features.adapters.engine_half import Leases
+from hardpoint.features.adapters.leases import Leases
 
 
 class Clock:

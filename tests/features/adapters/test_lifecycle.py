@@ -59,6 +59,7 @@ class Live:
     def __init__(self, llm, request, expected):
         self.stream = llm.stream(PROMPTS[expected[1]], PARAMS, lora_request=request)
         self.expected, self.tokens, self.error, self.is_ended = expected, [], None, False
+        self.name = None if request is None else request.name
 
     def step(self):
         """Take an output; return whether there may be more."""
@@ -115,6 +116,34 @@ def test_remove_while_requests_run_and_wait(llm, adapters, expected, mode):
     for live in (lives[1], none):
         live.finish(expected)
     assert [x.name for x in llm.list_loras()] == ["two"]
+
+
+def test_an_end_concerns_all_requests_of_a_name_and_no_others(llm, adapters, expected):
+    """Also those that have what the name stood for before, and what another name stands for."""
+    _, (first, second, *_) = adapters
+    llm.add_lora(lora("poet", 1, first))
+    old = Live(llm, lora("poet", 1), (first, 0))
+    assert old.step()
+    llm.add_lora(lora("poet", 1, second))
+    llm.add_lora(lora("other", 2, second))
+    new, other = Live(llm, lora("poet", 1), (second, 0)), Live(llm, lora("other", 2), (second, 1))
+    assert llm.pin_lora(2)
+    assert llm.remove_lora(1, "end")
+    for live in (old, new):
+        live.is_ended = True
+        live.finish(expected)
+        assert live.error is not None
+    other.finish(expected)
+    assert llm.remove_lora(2)
+
+
+def test_a_pin_goes_with_its_name(llm, adapters, expected):
+    _, (first, second, *_) = adapters
+    for _ in range(3):
+        for folder in (first, second):
+            llm.add_lora(lora("poet", 1, folder))
+            assert llm.pin_lora(1)
+    assert llm.remove_lora(1)
 
 
 def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, expected, tmp_path):
@@ -176,11 +205,11 @@ class Schedule:
         if not self.names:
             return
         name, mode = self.rng.choice(sorted(self.names)), self.rng.choice(["drain", "end"])
-        folder = self.names.pop(name)
+        del self.names[name]
         assert self.llm.remove_lora(ord(name), mode)
-        if mode == "end" and folder not in self.names.values():
+        if mode == "end":
             for live in self.lives:
-                live.is_ended |= live.expected[0] == folder
+                live.is_ended |= live.name == name
 
     def sleep(self):
         self.llm.sleep(self.rng.choice([1, 2]), "keep")

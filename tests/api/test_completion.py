@@ -42,7 +42,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("hardpoint ", {"generate", "models", "chat", "plugins", "config", "completion", "serve"}),
+        ("hardpoint ", {"generate", "models", "chat", "plugins", "config", "completion", "serve", "embed"}),
         ("hardpoint --max", set()),
         ("hardpoint -q gen", {"generate"}),
         ("hardpoint generate --max", {"--max-tokens"}),

@@ -180,6 +180,8 @@ def values(annotation):
             return VALUES[annotation]
         case origin if origin is dict:
             return st.dictionaries(*map(values, arguments), max_size=3)
+        case origin if origin is tuple:
+            return st.tuples(*map(values, arguments))
         case origin if origin is set:
             return st.sets(values(arguments[0]), max_size=3)
         case origin if getattr(origin, "__name__", "") == "Sequence":

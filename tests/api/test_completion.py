@@ -42,7 +42,10 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("hardpoint ", {"generate", "models", "chat", "plugins", "config", "completion", "serve", "embed"}),
+        (
+            "hardpoint ",
+            {*["generate", "models", "chat", "plugins", "config", "completion", "serve", "embed"]},
+        ),
         ("hardpoint --max", set()),
         ("hardpoint -q gen", {"generate"}),
         ("hardpoint generate --max", {"--max-tokens"}),

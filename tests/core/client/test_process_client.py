@@ -126,7 +126,7 @@ class TestRefusals:
         assert still_serves(llm)
 
     def test_what_pools(self, llm):
-        with pytest.raises(RequestError, match="classify: this model cannot do it; it can: generate"):
+        with pytest.raises(RequestError, match="classify: this model cannot do it; it can: gen"):
             llm.classify(["x"])
         assert still_serves(llm)
 

@@ -26,8 +26,9 @@ from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE = 2048  # the descriptors of any test
-# Torch sets its variable when a part of it is imported that engine processes do not import.
-_CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
+# Torch and scikit-learn, which sentence-transformers imports, set theirs when they are imported;
+# engine processes do not import these.
+_CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
 
 _ONE_REQUEST = threading.Lock()
 """Held while this process adopts a fork, of whichever server."""

@@ -297,6 +297,10 @@ def test_requests_whose_blocks_do_not_come_delay_no_other(split, wanted):
     both = {"kv_connector": {"stores": ["memory", "p2p"]}, "p2p": {"wait_seconds": 0.8}}
     _, decode = split.both(threads=2, **both)
     decode.generate([PROMPT], params())
+    limit = time.monotonic() + 10
+    while decode.scheduler_stats().kv_tiers["memory"].stored_blocks < WHOLE // 16:
+        assert time.monotonic() < limit, "blocks were not stored"
+        decode.generate([[1]], params())  # stores are reported with steps
     decode.reset_prefix_cache()
     prompts = [f"{number} {PROMPT[:50]}" for number in range(4)]
     transfers = [{**GOOD, "transfer_token": f"{number:032x}"} for number in range(4)]

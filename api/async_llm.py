@@ -12,9 +12,10 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from hardpoint.core.build import build_async_engine
-from hardpoint.core.engine.utility_calls import AsyncControlCalls
+from hardpoint.core.engine.utility_calls import AsyncControlCalls, PauseModeName
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
+from hardpoint.core.frontend.weight_files import Weights
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
@@ -365,6 +366,17 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
             ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
         await self._engine.set_policy(use, options)
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Do what `LLM.update_weights` does."""
+        return await self._engine.update_weights(weights, version, mode, recompute=recompute)
 
     def close(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError. Twice does nothing.

@@ -188,6 +188,15 @@ class CheckedModel:
             raise self._wrong("compute_logits", logits, f"floating logits {where}")
         return logits
 
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return logits of classes [rows, classes] of vectors of prompts [rows, hidden]."""
+        return self._model.classify(pooled)
+
+    def become(self, other: CheckedModel) -> Model:
+        """Be another model of the same class, configuration and share; return the earlier one."""
+        earlier, self._model, self.hooks = self._model, other._model, other.hooks
+        return earlier
+
     def _stated(self, method: str, value: Any) -> Any:
         return checked(value, Model, method, self.source)
 

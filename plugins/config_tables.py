@@ -445,9 +445,14 @@ class LoadConfig(Strict):
 
     Attributes:
         use: name of a loader; "auto" selects the first that recognises the files.
+        updates: safetensors files, or folders of them, whose tensors replace those of the model's
+            files; of several, the last one's counts. `update_weights` adds to them.
+        version: version of the weights, see `CompletionOutput.weight_versions`.
     """
 
     use: Name = "auto"
+    updates: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    version: Annotated[str, Meta(min_length=1, max_length=128)] = "0"
 
 
 class QuantizationConfig(Strict):

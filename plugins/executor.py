@@ -167,6 +167,29 @@ class Worker(Protocol):
     def wake_up(self, tags: Sequence[str]) -> None:
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both."""
 
+    def prepare_weights(self, updates: Sequence[str], version: str) -> None:
+        """Begin to read other weights of the model, beside those that it runs with.
+
+        Returns at once; steps go on. What was prepared before is dropped.
+
+        Args:
+            updates: as `load.updates`.
+            version: as `load.version`.
+        """
+
+    def weights_prepared(self) -> bool:
+        """Return whether the other weights are read.
+
+        Raises:
+            HardpointError: they are not the model's or cannot be read, or memory is short.
+        """
+
+    def use_weights(self) -> None:
+        """Run with the weights that were prepared; called between steps, when all ranks are."""
+
+    def drop_weights(self) -> None:
+        """Forget the weights that were prepared."""
+
     def start_profile(self) -> None:
         """Begin to record what runs.
 

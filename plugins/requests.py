@@ -30,6 +30,7 @@ __all__ = [
     "RequestOutput",
     "TokenLogprobs",
     "ToolCall",
+    "WeightRun",
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -203,6 +204,20 @@ class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     num_external_tokens: int = 0
 
 
+class WeightRun(msgspec.Struct, frozen=True):
+    """Output tokens of one version of the weights.
+
+    Attributes:
+        start: the first one of them, from 0; they end where the next run begins.
+        version: of the weights that they were sampled with.
+        kv_version: the oldest one of those that made the keys and values that they depend on.
+    """
+
+    start: int
+    version: str
+    kv_version: str
+
+
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """Output of one step for one request.
 
@@ -226,6 +241,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         trace_headers: in the last output, those of the request.
         part_figures: figures so far, by the step part that has them; those of
             `SamplingParams.include`.
+        weight_runs: versions of all output tokens, once there are several versions; in the first
+            output, and in the first one after a change.
     """
 
     request_id: str
@@ -246,6 +263,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     routed_experts: Any = None
     trace_headers: dict[str, str] | None = None
     part_figures: dict[str, dict[str, Any]] | None = None
+    weight_runs: list[WeightRun] | None = None
 
     @property
     def finished(self) -> bool:
@@ -336,6 +354,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             and values came from the prefix cache.
         part_figures: in the last output, figures of step parts by their names; None unless
             `SamplingParams.include` names some.
+        weight_runs: versions of the weights that the output tokens were sampled with, by the first
+            token of each; None while the engine has had only one version.
     """
 
     index: int
@@ -355,6 +375,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     metrics: RequestMetrics | None = None
     routed_experts: Any = None
     part_figures: dict[str, dict[str, Any]] | None = None
+    weight_runs: list[WeightRun] | None = None
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):

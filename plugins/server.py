@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc as c
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
 import msgspec
@@ -138,6 +139,16 @@ class AsyncGenerator(Protocol):
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
     ) -> None:
         """Replace the scheduling policy; no request is lost."""
+
+    async def update_weights(
+        self,
+        weights: str | PathLike[str] | Mapping[str, Any],
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Replace weights of the model; return their version."""
 
     async def health(self) -> Health:
         """Return the faults of plugins, the quarantined plugins, and the number of restarts.

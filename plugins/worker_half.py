@@ -349,6 +349,9 @@ class WorkerHalf:
     def cache_released(self) -> None:
         """Forget the KV cache, whose memory is to be released."""
 
+    def weights_changed(self) -> None:
+        """Notify the half that the model has other weights from the next step on."""
+
     def block_memory(self) -> Sequence[torch.Tensor]:
         """Return the memory of the half that belongs to blocks, to be moved with them.
 

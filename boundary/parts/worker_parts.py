@@ -415,6 +415,11 @@ class WorkerParts:
         for half in self._halves:
             half.run("wake_up")
 
+    def weights_changed(self) -> None:
+        """Notify all halves that the model has other weights."""
+        for half in self._halves:
+            half.run("weights_changed")
+
     def close(self) -> None:
         """Close all halves."""
         with ExitStack() as stack:

@@ -62,6 +62,7 @@ from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_cost import StepCostFit
 from .step_log import StepLog
+from .weight_updates import WeightUpdates
 from .worker_launch import WorkerLauncher
 
 _log = logging.getLogger("hardpoint")
@@ -131,6 +132,7 @@ def build_core(
             kv_cache,
             faults=faults,
             parts_start=start,
+            weights=WeightUpdates(config, spec.loader, executor, scheduler, start),
             activity=activity,
             step_cost=fit if is_fitted else None,
             **opened.for_core(spec, config, info),

@@ -19,6 +19,7 @@ from hardpoint.registry.blame import describe, faults_as
 from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
+from .weight_updates import WeightUpdates
 
 
 class EngineCore(EngineUtilities):
@@ -51,6 +52,12 @@ class EngineCore(EngineUtilities):
                 parts.parts_start,
             )
         )
+
+    @property
+    def _weights(self) -> WeightUpdates:
+        if (weights := self._parts.weights) is None:
+            raise HardpointError("the weights of this engine cannot be replaced")
+        return weights
 
     # Requests
 

@@ -19,13 +19,17 @@ class PartsStart:
         self._parts = parts
         self._weights: WeightsHash | None = None
 
-    def weights_load(self) -> None:
+    def weights_load(self, loader: WeightLoader | None = None) -> None:
         """Begin to hash the weights, which the workers are about to load.
+
+        Args:
+            loader: loader of other weights than before.
 
         Raises:
             ConfigError: the loader cannot identify them.
         """
         self.close()
+        self._loader = loader or self._loader
         user = self._parts.moves_blocks
         assert user is not None, "no part moves blocks"
         self._weights = WeightsHash(self._loader, self._config.weight_cache, user)

@@ -157,6 +157,31 @@ class PauseController:
         if "kv_cache" in memory:
             start.restart()
 
+    def run_paused(self, mode: str, action: Callable[[], None]) -> Future[None]:
+        """Pause if that is not so yet, run an action, and continue as before.
+
+        Args:
+            mode: as for `pause`.
+            action: called when no step is under way; what it raises the future gets.
+
+        Raises:
+            RequestError: as `pause`.
+            HardpointError: the engine is asleep.
+        """
+        if self._asleep:
+            raise HardpointError(f"the engine sleeps ({self._sleeping_tags}); call wake_up() first")
+        before = self._state
+        self._begin(mode)
+
+        def run() -> None:
+            try:
+                action()
+            finally:
+                self.num_wake_ups += 1  # workers may have work to do ahead again
+                self._set_state(before)
+
+        return self._run_when_idle(run)
+
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""
         while self._when_idle:

@@ -8,6 +8,7 @@ import re
 import torch
 
 from hardpoint import typed
+from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
@@ -166,6 +167,8 @@ def prepare_worker(
             f"sizes >= 1"
         )
     model_config = with_recommended(model_config, loader.context.files)
+    if config.load.updates:
+        loader = UpdatedWeights(loader, config.load.updates)
     _check_architecture(model_config.architecture, plugins, loader)
     _check_use(config, plugins, config_sources)
     _check_quantization(config, model_config, plugins)

@@ -45,6 +45,7 @@ from .parts_start import PartsStart
 from .policy import PolicySlot
 from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
+from .weight_updates import WeightUpdates
 
 _log = logging.getLogger("hardpoint")
 
@@ -76,6 +77,7 @@ class EngineCoreParts:
         idle_method: method of workers that is called while nothing else is to do; None if they
             have no such method.
         activity: records the requests of each step.
+        weights: replaces the weights; None if they stay.
     """
 
     scheduler: Scheduler
@@ -99,6 +101,7 @@ class EngineCoreParts:
     sleep_levels: tuple[int, ...] = (1, 2)
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
+    weights: WeightUpdates | None = None
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""
@@ -312,6 +315,8 @@ class StepRunner:
         self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
         self._step_parts.add_figures(plan, outputs)
+        if self._parts.weights is not None:
+            self._parts.weights.mark(outputs)
         self._step_parts.updated(plan)
         return outputs
 
@@ -377,6 +382,8 @@ class StepRunner:
         Returns:
             Their last outputs, one message per client, with the ids that ended.
         """
+        if self._parts.weights is not None:
+            self._parts.weights.forget(request_ids)
         outputs = self._scheduler.finish_requests(request_ids, FinishReason.ABORT)
         for message in outputs.values():
             ended = {output.request_id for output in message.outputs}

@@ -28,6 +28,7 @@ from hardpoint.system.encoding import WireError
 
 from .pause import PauseController
 from .step import EngineCoreParts
+from .weight_updates import WeightUpdates
 
 if TYPE_CHECKING:
     PauseModeName = PauseMode | Literal["abort", "wait", "keep"]
@@ -51,6 +52,9 @@ class UtilityHost(Protocol):
 
     _parts: EngineCoreParts
     _pause: PauseController
+
+    @property
+    def _weights(self) -> WeightUpdates: ...
 
 
 class ControlCalls:
@@ -250,6 +254,40 @@ class EngineUtilities(ControlCalls):
     def set_policy(self: UtilityHost, manifest: Manifest) -> None:
         """Replace the scheduling policy by that of another generation of the manifest."""
         self._parts.policy.replace(PluginSet(manifest), self._parts.scheduler)
+
+    @utility()
+    def prepare_weights(self: UtilityHost, updates: list[str], version: str) -> None:
+        """Begin to read other weights of the model, beside those in use.
+
+        Args:
+            updates: as `load.updates`.
+            version: as `load.version`.
+        """
+        self._weights.prepare(updates, version)
+
+    @utility(has_timeout=False)
+    def weights_prepared(self: UtilityHost) -> bool:
+        """Return whether the weights are read in all workers.
+
+        Raises:
+            HardpointError: they are not the model's or cannot be read, or memory is short; all
+                workers have forgotten them.
+        """
+        return self._weights.are_prepared()
+
+    @utility()
+    def drop_weights(self: UtilityHost) -> None:
+        """Forget the weights that were prepared."""
+        self._weights.drop()
+
+    @utility(has_timeout=False)
+    def use_weights(
+        self: UtilityHost, mode: PauseModeName = "keep", *, recompute: bool = True
+    ) -> Future[None]:
+        """Use the weights that were prepared; see `LLM.update_weights`."""
+        weights = self._weights
+        weights.check_use(recompute=recompute)
+        return self._pause.run_paused(mode, lambda: weights.use(recompute=recompute))
 
     @utility()
     def step_faults(self: UtilityHost) -> dict[str, StepFault]:

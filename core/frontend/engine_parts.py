@@ -21,7 +21,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.config_tables import KVCacheConfig, SchedulerConfig
+from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -77,6 +77,10 @@ class EngineParts:
             self.config, self.config_sources, self.plugins, use, options
         )
         return dataclasses.replace(self, config=config, plugins=plugins)
+
+    def with_load(self, load: LoadConfig) -> EngineParts:
+        """Return the parts of an engine whose weights are read in another way."""
+        return dataclasses.replace(self, config=msgspec.structs.replace(self.config, load=load))
 
     def without(self, call: PluginCall) -> EngineParts | None:
         """Return the parts of an engine without a plugin; None if it cannot do without.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from hardpoint.boundary.errors import attribute_error, engine_dead
-from hardpoint.core.engine.utility_calls import EngineUtilities
+from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
 from hardpoint.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -25,7 +27,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
-from hardpoint.plugins.config_tables import Seconds
+from hardpoint.plugins.config_tables import LoadConfig, Seconds
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault
@@ -37,6 +39,7 @@ from .frontend import METRICS_TIMEOUT_S, Frontend, ProcessedBatch
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
+from .weight_files import Weights, poll_pauses
 
 _log = logging.getLogger("hardpoint")
 
@@ -68,6 +71,7 @@ class LLMEngine:
         self._closed = False
         self._dead: EngineDeadError | None = None
         self.is_paused = False
+        self._update_lock = threading.Lock()
         self.lock = EngineLock()
         self.lock.wait_at_exit(self._client.end_waiting)
 
@@ -205,6 +209,40 @@ class LLMEngine:
         self.parts = parts
         self._frontend.submitter.use_plugins(parts.plugins)
         return parts.plugins.manifest
+
+    def update_weights(
+        self,
+        weights: Weights,
+        version: str | None,
+        mode: PauseModeName,
+        *,
+        recompute: bool,
+    ) -> str:
+        """Replace weights of the model; return their version. See `LLM.update_weights`."""
+        with self._update_lock:
+            files = self._frontend.weight_files
+            load = files.after(self.parts.config, weights, version)
+            try:
+                self._use_weights(load, mode, recompute=recompute)
+            finally:
+                files.keep(self.parts.config.load.updates)
+        return load.version
+
+    def _use_weights(self, load: LoadConfig, mode: PauseModeName, *, recompute: bool) -> None:
+        """Prepare weights while steps go on, and use them."""
+        call, calls = self.call_utility, EngineUtilities
+        calls.prepare_weights.call(call, list(load.updates), load.version)
+        try:
+            for pause in poll_pauses():
+                if calls.weights_prepared.call(call):
+                    break
+                time.sleep(pause)
+            calls.use_weights.call(call, mode, recompute=recompute)
+        except BaseException:
+            with contextlib.suppress(HardpointError):
+                calls.drop_weights.call(call)
+            raise
+        self.parts = self.parts.with_load(load)
 
     @locked
     def call_utility(self, method: str, *args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,10 +16,17 @@ from hardpoint.boundary.parts.worker_parts import WorkerParts, open_worker_parts
 from hardpoint.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
 from hardpoint.core.weights.planned_model import PlannedModel
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.plugins import Ops, WorkerInfo
+from hardpoint.plugins import ModelError, Ops, WorkerInfo
 from hardpoint.plugins.worker_half import LoadedModel, WorkerHalfContext
 from hardpoint.registry.blame import close_if_failed
-from hardpoint.system.memory import MemoryEstimate, MemoryLimit, cache_share, memory_limit
+from hardpoint.system.memory import (
+    MemoryEstimate,
+    MemoryLimit,
+    cache_share,
+    is_out_of_memory,
+    memory_limit,
+    out_of_memory,
+)
 
 from .ranks import Ranks
 from .sequence_model import model_opener
@@ -31,6 +39,21 @@ def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
         return limit
     share = f"{limit.source}, divided by {ranks.num_local} ranks"
     return MemoryLimit(limit.available // ranks.num_local, share)
+
+
+@contextlib.contextmanager
+def naming_memory(estimate: Callable[[], MemoryEstimate | None]) -> Iterator[None]:
+    """Give an allocation of the body that fails the figures of memory.
+
+    Raises:
+        ModelError: in the place of the allocation's error.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise ModelError(f"model: {out_of_memory(error, estimate())}") from error
+        raise
 
 
 @torch.inference_mode()
@@ -125,5 +148,5 @@ def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedMo
         max_model_len=spec.max_model_len,
         decode_bytes=functools.partial(decode_bytes, model, attention, *place),
         matrices=model.hooks.matrices,
-        classify=planned.model.classify if planned.model.classifies else None,
+        classify=model.classify if planned.model.classifies else None,
     )

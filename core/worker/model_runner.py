@@ -97,7 +97,6 @@ class ModelRunner:
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
-        self._hooks = model.hooks
         self._ops = ops
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
@@ -210,7 +209,7 @@ class ModelRunner:
         """
         if not self.parts.wants_layers:
             return self._run(step, before, routed, needs_model=routed is not None)
-        with self.parts.in_layers(self._hooks, step.requests, step.query_starts):
+        with self.parts.in_layers(self._model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 
     def _run(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ import torch
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.core.weights.planned_model import (
+    PlannedModel,
     load_weights,
     open_attention,
     open_ops,
@@ -24,10 +26,11 @@ from hardpoint.core.worker.sampling.observed_states import ObservedStates
 from hardpoint.core.worker.sampling.sampling_stage import open_stage, warm_up
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
+    AttentionBackend,
     GrammarBitmask,
     HardpointError,
-    ModelError,
     ModelRunnerOutput,
+    Ops,
     SchedulerOutput,
     WorkerInfo,
 )
@@ -39,8 +42,6 @@ from hardpoint.registry.blame import describe
 from hardpoint.system.memory import (
     MemoryEstimate,
     MovedWeights,
-    is_out_of_memory,
-    out_of_memory,
     release_pinned_memory,
 )
 from hardpoint.system.profiling import Profiling
@@ -50,8 +51,9 @@ from hardpoint.system.weight_cache import WeightCache
 
 from .block_identity import block_identity
 from .input_batch import InputBatch
-from .loaded_model import measure, open_parts, share_of_memory
+from .loaded_model import measure, naming_memory, open_parts, share_of_memory
 from .model_runner import ModelRunner
+from .prepared_weights import PreparedWeights
 from .ranks import Ranks
 
 _log = logging.getLogger("hardpoint")
@@ -89,13 +91,13 @@ class LocalWorker:
         self._max_model_len = spec.max_model_len
         self._num_blocks = 0
         self._bytes_per_block = 0
-        self._kv_variant = ""
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
         self._weights_hash: str | None = None  # once worker halves that move blocks have started
         self.movable_weights: Mapping[str, torch.Tensor] | None = None
         self._moved: MovedWeights | None = None
+        self._prepared: PreparedWeights | None = None
         self._ranks = Ranks(
             spec.config.parallel,
             spec.rank,
@@ -136,10 +138,10 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        planned = plan_model(
-            spec, ops, backend, ranks.parallel, lambda: share_of_memory(spec, ranks)
-        )
-        model, checked, attention = planned.model, planned.checked, planned.attention
+        self._plan = functools.partial(self._plan_model, ops=ops, backend=backend)
+        planned = self._plan(spec)
+        model, attention = planned.model, planned.attention
+        self._checked = checked = planned.checked
         self._bytes_per_block = attention.bytes_per_block
         self._estimate = planned.estimate
         with contextlib.closing(planned.quantized):
@@ -155,7 +157,6 @@ class LocalWorker:
             checked.run_trial(min(_TRIAL_TOKENS, spec.max_model_len), _TRIAL_TOKENS)
             if stage is not None and spec.device.type == "cuda":
                 warm_up(ops, spec.model_config.vocab_size, spec.device)
-        self._kv_variant = checked.kv_variant
         self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]
         if stage is not None:
@@ -182,6 +183,12 @@ class LocalWorker:
         ):  # level 1 could not move them
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
+
+    def _plan_model(self, spec: WorkerSpec, ops: Ops, backend: AttentionBackend) -> PlannedModel:
+        """Build this rank's share of the model without weights."""
+        ranks = self._ranks
+        limit = functools.partial(share_of_memory, spec, ranks)
+        return plan_model(spec, ops, backend, ranks.parallel, limit)
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -261,7 +268,7 @@ class LocalWorker:
             self._spec,
             self._ranks.parallel,
             runner.attention,
-            kv_variant=self._kv_variant,
+            kv_variant=self._checked.kv_variant,
             weights=self._weights_hash,
             user=user,
         )
@@ -276,7 +283,8 @@ class LocalWorker:
             NotImplementedError: the plan has encoder inputs, or drafts and no step part makes any.
         """
         if plan.draft_token_ids or plan.encoder_inputs:
-            self._check_supported(plan)
+            drafts = self._spec is not None and self._spec.num_draft_tokens > 0
+            _check_supported(plan, drafts=drafts)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)
             return ModelRunnerOutput()  # the requests of the plan have no other state here
@@ -288,11 +296,6 @@ class LocalWorker:
         except BaseException as error:
             self._step_failed(error)
             raise
-
-    def _check_supported(self, plan: SchedulerOutput) -> None:
-        drafts = self._spec is not None and self._spec.num_draft_tokens > 0
-        if messages := _unsupported(plan, drafts=drafts):
-            raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")
 
     def sample_tokens(
         self,
@@ -377,6 +380,42 @@ class LocalWorker:
         else:
             self.initialize_cache(self._num_blocks)
 
+    def prepare_weights(self, updates: Sequence[str], version: str) -> None:
+        """Begin to read other weights, while the model runs with those that it has."""
+        self.drop_weights()
+        assert self._spec is not None
+        self._prepared = PreparedWeights(self._spec, updates, version, self._plan)
+
+    def weights_prepared(self) -> bool:
+        """Return whether the other weights are read.
+
+        Raises:
+            HardpointError: they are not the model's or cannot be read, or memory is short.
+        """
+        if self._prepared is None:
+            raise HardpointError("no weights are being prepared")
+        return self._prepared.result() is not None
+
+    def use_weights(self) -> None:
+        """Run with the weights that were prepared, from the next step on."""
+        prepared, self._prepared = self._prepared, None
+        planned = None if prepared is None else prepared.result()
+        if prepared is None or planned is None:
+            raise HardpointError("no weights are prepared")
+        self._use_device()
+        earlier, self._spec = self._checked.become(planned.checked), prepared.spec
+        self.runner.parts.weights_changed()
+        self._components[self._components.index(earlier)] = planned.model
+        if self.movable_weights is not None:
+            self.movable_weights = planned.model.packed_weights()
+        earlier.close()
+
+    def drop_weights(self) -> None:
+        """Forget the weights that were prepared."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.close()
+
     def start_profile(self) -> None:
         """Start a profile."""
         self._profiling.start()
@@ -405,14 +444,9 @@ class LocalWorker:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
 
-    @contextlib.contextmanager
-    def _naming_memory(self) -> Iterator[None]:
+    def _naming_memory(self) -> contextlib.AbstractContextManager[None]:
         """Give an allocation of the body that fails the figures of memory."""
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            self._name_memory(error)
-            raise
+        return naming_memory(lambda: self._estimate)
 
     def _step_failed(self, error: BaseException) -> None:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
@@ -420,15 +454,11 @@ class LocalWorker:
             follows = isinstance(error, CommunicationAbortedError)
             failed = f"rank {self._ranks.rank} failed: {describe(error)}"
             self._ranks.abort(str(error) if follows else failed)
-        if isinstance(error, MemoryError | RuntimeError):
-            self._name_memory(error)
-
-    def _name_memory(self, error: Exception) -> None:
-        """Raise a ModelError with the figures of memory, if an allocation has failed."""
-        if is_out_of_memory(error):
-            raise ModelError(f"model: {out_of_memory(error, self._estimate)}") from error
+        with self._naming_memory():
+            raise error
 
     def _release(self) -> None:
+        self.drop_weights()
         if self._weight_cache is not None:
             self._weight_cache.close()
         self.movable_weights = None
@@ -452,8 +482,8 @@ class LocalWorker:
         return self._runner
 
 
-def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:
-    """Return a message per feature of a plan that this worker lacks, with the requests' ids."""
+def _check_supported(plan: SchedulerOutput, *, drafts: bool) -> None:
+    """Refuse a plan with features that this worker lacks, with the requests' ids."""
     parts = {
         "verifies no drafts": {} if drafts else plan.draft_token_ids,
         "encodes no features": plan.encoder_inputs,
@@ -463,4 +493,5 @@ def _unsupported(plan: SchedulerOutput, *, drafts: bool) -> list[str]:
         for what, request_ids in parts.items()
         if request_ids
     ]
-    return messages
+    if messages:
+        raise NotImplementedError(f"step {plan.step}: the worker {'; it '.join(messages)}")

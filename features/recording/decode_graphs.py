@@ -108,6 +108,12 @@ class DecodeGraphs(WorkerHalf):
         self.cache_released()
         self._cache = cache
 
+    def weights_changed(self) -> None:
+        """Forget what was recorded, which refers to earlier weights."""
+        cache = self._cache
+        self.cache_released()
+        self._cache = cache
+
     def finished(self, request_ids: Collection[str]) -> None:  # noqa: ARG002
         """Allow recording, now that a request has got its answer."""
         self._has_answered = True

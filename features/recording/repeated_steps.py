@@ -48,6 +48,10 @@ class RepeatedSteps(WorkerHalf):
         """Forget what was recorded, which refers to caches that are to be released."""
         self._clear()
 
+    def weights_changed(self) -> None:
+        """Forget what was recorded, which refers to earlier weights."""
+        self._clear()
+
     def _clear(self) -> None:
         self._seen: Counter[int] = Counter()  # steps by number of tokens
         self._recorded: dict[int, _Replay] = {}

@@ -247,6 +247,7 @@ class OutputProcessor:
                     state.plain is None
                     or output.finish_reason is not None
                     or output.num_cached_tokens is not None
+                    or output.weight_runs is not None
                 ):
                     self._process_one(state, output, processed)
                     continue

@@ -26,7 +26,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     Tokenizer,
 )
-from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs
+from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs, WeightRun
 
 from .completion_stream import CompletionStream
 from .output_parsers import OutputParsers, SoughtCalls
@@ -256,6 +256,7 @@ class RequestState:
         self._kv_transfer_params: dict[str, Any] | None = None
         self._part_figures: dict[str, dict[str, Any]] | None = None
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
+        self._weight_runs: list[WeightRun] | None = None
 
     @property
     def index(self) -> int:
@@ -279,6 +280,7 @@ class RequestState:
         if output.num_cached_tokens is not None:
             self._num_cached_tokens = output.num_cached_tokens
         self._part_figures = output.part_figures or self._part_figures
+        self._weight_runs = output.weight_runs or self._weight_runs
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
@@ -423,6 +425,7 @@ class RequestState:
         if self._logprobs is not None:
             completion.cumulative_logprob = self._cumulative_logprob
             completion.logprobs = self._logprobs[first_token:]
+        completion.weight_runs = self._weight_runs
         if finished:
             completion.finish_reason = self._reason()
             completion.stop_reason, completion.error = self._stop_reason, self._error

@@ -1,0 +1,181 @@
+"""Weights that change while the engine serves: prepared in all workers, used between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hardpoint.boundary.step_check import live_request
+from hardpoint.core.weights.updated_weights import UpdatedWeights
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutputs,
+    Executor,
+    HardpointError,
+    RequestError,
+    Scheduler,
+    WeightLoader,
+)
+from hardpoint.plugins.config_tables import LoadConfig
+from hardpoint.plugins.requests import WeightRun
+
+from .parts_start import PartsStart
+
+
+@dataclass
+class _Live:
+    """The versions of a live request's tokens.
+
+    Attributes:
+        runs: see `EngineCoreOutput.weight_runs`.
+        num_preemptions: those that it had when it kept its keys and values; None if it did not.
+        is_told: whether its client has the runs.
+    """
+
+    runs: list[WeightRun]
+    num_preemptions: int | None = None
+    is_told: bool = True
+
+
+class WeightUpdates:
+    """Replaces the weights of the model, and knows the version of each token.
+
+    Attributes:
+        version: version of the weights.
+        num_updates: how often they were replaced.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loader: WeightLoader,
+        executor: Executor,
+        scheduler: Scheduler,
+        parts_start: PartsStart | None,
+    ) -> None:
+        """Have the weights of the configuration.
+
+        Args:
+            config: configuration of the engine.
+            loader: loader of the weights.
+            executor: has the workers.
+            scheduler: has the requests.
+            parts_start: starts worker halves that move blocks; None if there are none.
+        """
+        self._base = loader.base if isinstance(loader, UpdatedWeights) else loader
+        self._executor, self._scheduler = executor, scheduler
+        self._parts_start = parts_start
+        self._prepared: tuple[tuple[str, ...], str] | None = None
+        self._tells = config.load != LoadConfig(use=config.load.use)
+        self._live: dict[str, _Live] = {}
+        self.version = config.load.version
+        self.num_updates = 0
+
+    def prepare(self, updates: Sequence[str], version: str) -> None:
+        """Begin to read other weights, in all workers."""
+        self.drop()
+        self._prepared = tuple(updates), version
+        self._executor.collective_rpc("prepare_weights", self._prepared)
+
+    def are_prepared(self) -> bool:
+        """Return whether all workers have read them; if one cannot, all forget them.
+
+        Raises:
+            HardpointError: none are being prepared, or the first one of the workers.
+        """
+        if self._prepared is None:
+            raise HardpointError("no weights are prepared: prepare_weights() comes first")
+        try:
+            return all(self._executor.collective_rpc("weights_prepared"))
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Forget what was prepared."""
+        if self._prepared is not None:
+            self._prepared = None
+            self._executor.collective_rpc("drop_weights")
+
+    def check_use(self, *, recompute: bool) -> None:
+        """Check that the weights that were prepared can be used.
+
+        Raises:
+            HardpointError: they are not prepared.
+            RequestError: kept keys and values would get into stores.
+        """
+        if not self.are_prepared():
+            raise HardpointError("the weights are still being prepared")
+        if not recompute and self._parts_start is not None:
+            raise RequestError(
+                "recompute: expected true: a kv_connector would store keys and values of earlier "
+                "weights among those of the new ones"
+            )
+
+    def use(self, *, recompute: bool) -> None:
+        """Use what was prepared, in all workers; no step is under way.
+
+        Args:
+            recompute: whether requests that have begun compute their keys and values again.
+        """
+        assert self._prepared is not None, "check_use() comes first"
+        (updates, version), self._prepared = self._prepared, None
+        start = self._parts_start
+        if start is not None:
+            start.weights_load(UpdatedWeights(self._base, updates))
+        self._scheduler.reset_prefix_cache(recompute_running=recompute)
+        self._executor.collective_rpc("use_weights")
+        if start is not None:
+            start.restart()
+        self._note(version, kept=not recompute)
+        self._tells, self.version = True, version
+        self.num_updates += 1
+
+    def _note(self, version: str, *, kept: bool) -> None:
+        """Note for each live request that its further tokens have another version."""
+        before, self._live = self._live, {}
+        for request in self._scheduler.live_requests():
+            count = len(request.output_token_ids)
+            live = before.get(request.request_id) or _Live(
+                [WeightRun(0, self.version, self.version)]
+            )
+            is_old = kept and request.num_computed_tokens > 0
+            oldest = live.runs[-1].kv_version if is_old else version
+            live.runs = [run for run in live.runs if run.start < count]
+            live.runs.append(WeightRun(count, version, oldest))
+            live.num_preemptions = request.num_preemptions if is_old else None
+            live.is_told = False
+            self._live[request.request_id] = live
+
+    def mark(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Add the versions of tokens to outputs whose client does not have them yet."""
+        if not self._tells:
+            return
+        for output in (output for message in outputs.values() for output in message.outputs):
+            live = self._live.get(output.request_id)
+            if live is None:
+                live = _Live([WeightRun(0, self.version, self.version)], is_told=False)
+                self._live[output.request_id] = live
+            elif live.num_preemptions is not None:
+                self._follow(live, output.request_id, len(output.new_token_ids))
+            if not live.is_told:
+                output.weight_runs, live.is_told = list(live.runs), True
+            if output.finished:
+                del self._live[output.request_id]
+
+    def _follow(self, live: _Live, request_id: str, num_new: int) -> None:
+        """Note the end of old keys and values: those of a preempted request are computed again."""
+        request = live_request(self._scheduler, request_id)
+        if request is None or request.num_preemptions == live.num_preemptions:
+            return
+        start = len(request.output_token_ids) - num_new
+        live.runs.append(WeightRun(start, self.version, self.version))
+        live.num_preemptions, live.is_told = None, False
+
+    def forget(self, request_ids: Iterable[str] | None) -> None:
+        """Forget requests that were ended by others; None is all of them."""
+        if request_ids is None:
+            self._live.clear()
+        elif self._live:
+            for request_id in request_ids:
+                self._live.pop(request_id, None)

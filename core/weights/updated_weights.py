@@ -1,0 +1,212 @@
+"""Weights of a model of which files of later versions replace some or all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hardpoint.boundary.checked_model import cut_weights
+from hardpoint.errors import shown
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
+from hardpoint.plugins.parallel import Cut
+from hardpoint.plugins.quantization import QuantizedWeight
+
+_HEAD = "lm_head.weight"
+_SHOWN = 3  # names in a message
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class UpdatedWeights(WeightLoader):
+    """A loader whose weights are those of files of tensors, and of another loader for the rest.
+
+    Attributes:
+        base: the other loader.
+    """
+
+    contract = 1
+
+    def __init__(self, base: WeightLoader, paths: Sequence[str]) -> None:
+        """Read which tensors the files have; of several, the last one's counts.
+
+        Args:
+            base: reads the model's own files.
+            paths: safetensors files, or folders of them.
+
+        Raises:
+            ModelError: one is missing or broken.
+        """
+        super().__init__(base.context)
+        self.base = base
+        self._where: dict[str, Path] = {}
+        for path in paths:
+            for file, names in tensor_files(path).items():
+                self._where |= dict.fromkeys(names, file)
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:  # noqa: ARG003
+        """Return False: no model has this format."""
+        return False
+
+    def architecture(self) -> str | None:
+        """Return that of the model's files."""
+        return self.base.architecture()
+
+    def config(self) -> ModelConfig:
+        """Return that of the model's files."""
+        return self.base.config()
+
+    def weights(
+        self, shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield the weights in `shapes`."""
+        return self.cut_weights(shapes, {})
+
+    def cut_weights(
+        self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield the weights in `shapes`, cut.
+
+        Raises:
+            ModelError: a tensor has numbers that are not finite.
+        """
+        rest = {name: tuple(shape) for name, shape in shapes.items() if name not in self._where}
+        if rest:
+            of_rest = {name: cut for name, cut in cuts.items() if name in rest}
+            for name, weight in cut_weights(self.base, rest, of_rest):
+                if name in rest:
+                    yield name, weight
+        for name in shapes:
+            if (file := self._where.get(name)) is None:
+                continue
+            tensor = _tensor(file, name, cuts.get(name))
+            if not bool(tensor.isfinite().all()):
+                raise ModelError(
+                    f"{file}: {name!r} has numbers that are not finite, expected weights"
+                )
+            yield name, tensor
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
+        """Return how the files store the weights in `shapes`, which are those of all stages.
+
+        Raises:
+            ModelError: a tensor is not the model's, or has another shape or kind of dtype.
+        """
+        found = self._check(shapes)
+        rest = {name: shape for name, shape in shapes.items() if name not in found}
+        return {**(self.base.formats(rest) if rest else {}), **found}
+
+    def _check(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
+        """Check the tensors of the files; return how they are stored."""
+        found: dict[str, WeightFormat] = {}
+        for file in dict.fromkeys(self._where.values()):
+            names = [name for name, where in self._where.items() if where == file]
+            with _opened(file) as opened:
+                for name in names:
+                    outline = opened.get_slice(name)
+                    if name not in shapes:
+                        self._check_tied(file, name, shapes)
+                        continue
+                    shape, dtype = tuple(outline.get_shape()), outline.get_dtype()
+                    if shape != tuple(shapes[name]):
+                        raise ModelError(
+                            f"{file}: {name!r} has shape {list(shape)}, the model needs "
+                            f"{list(shapes[name])}"
+                        )
+                    if dtype not in _DTYPES:
+                        raise ModelError(
+                            f"{file}: {name!r} has the dtype {dtype}, expected {', '.join(_DTYPES)}"
+                        )
+                    size = int(getattr(torch, _DTYPES[dtype]).itemsize)
+                    found[name] = WeightFormat(_DTYPES[dtype], torch.Size(shape).numel() * size)
+        return found
+
+    def _check_tied(self, file: Path, name: str, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse a tensor that the model has not, unless it is the table that is the head, too.
+
+        Raises:
+            ModelError: it is not.
+        """
+        if name == _HEAD:
+            head = _tensor(file, name, None)
+            tables = [of for of, shape in shapes.items() if tuple(shape) == tuple(head.shape)]
+            for table in (of for of in tables if of in self._where):
+                if torch.equal(_tensor(self._where[table], table, None), head):
+                    return
+            if tables:
+                raise ModelError(
+                    f"{file}: {name!r}: the model's head is {tables[0]!r}; expected that tensor, "
+                    f"and of this name none or an equal one"
+                )
+        some = ", ".join(list(shapes)[:_SHOWN])
+        raise ModelError(
+            f"{file}: the model has no weight {shown(name)}; it has {some}, ... ({len(shapes)})"
+        )
+
+    def content_hash(self, hash_file: Callable[[Path], str]) -> str | None:
+        """Return a hash of the contents of all files."""
+        own = self.base.content_hash(hash_file)
+        if own is None:
+            return None
+        digest = hashlib.sha256(own.encode())
+        for name in sorted(self._where):
+            digest.update(f"\0{name}\0{hash_file(self._where[name])}".encode())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the other loader."""
+        self.base.close()
+
+
+def tensor_files(path: str) -> dict[Path, list[str]]:
+    """Return the safetensors files at a path, with the names of their tensors.
+
+    Raises:
+        ModelError: there is none, one cannot be read, or two have the same tensor.
+    """
+    place = Path(path)
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files:
+        raise ModelError(f"{path}: expected a safetensors file, or a folder of them; it has none")
+    found: dict[Path, list[str]] = {}
+    seen: dict[str, Path] = {}
+    for file in files:
+        with _opened(file) as opened:
+            found[file] = list(opened.keys())
+        for name in found[file]:
+            if name in seen:
+                raise ModelError(f"{path}: {seen[name].name} and {file.name} both have {name!r}")
+            seen[name] = file
+    if not seen:
+        raise ModelError(f"{path}: expected tensors, it has none")
+    return found
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a file of tensors.
+
+    Raises:
+        ModelError: it is missing or broken.
+    """
+    try:
+        if not file.is_file():
+            raise ModelError(f"{file}: expected a safetensors file, there is none")
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as cause:
+        raise ModelError(f"{file}: expected a safetensors file; it cannot be read: {cause}") from (
+            cause
+        )
+
+
+def _tensor(file: Path, name: str, cut: Cut | None) -> torch.Tensor:
+    """Read a tensor, or the part of it that is needed."""
+    with _opened(file) as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor if cut is None else cut.of(tensor)

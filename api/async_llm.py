@@ -12,10 +12,9 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from hardpoint.core.build import build_async_engine
-from hardpoint.core.engine.utility_calls import AsyncControlCalls, PauseModeName
+from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
-from hardpoint.core.frontend.weight_files import Weights
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
@@ -44,11 +43,12 @@ from .open_model import OpenModel
 from .options import takes_options
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras
+from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
+class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, AsyncWeightCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the
@@ -367,27 +367,17 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
         """
         await self._engine.set_policy(use, options)
 
-    async def update_weights(
-        self,
-        weights: Weights,
-        *,
-        version: str | None = None,
-        mode: PauseModeName = "keep",
-        recompute: bool = True,
-    ) -> str:
-        """Do what `LLM.update_weights` does."""
-        return await self._engine.update_weights(weights, version, mode, recompute=recompute)
-
     def close(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError. Twice does nothing.
 
         It blocks for a moment; `aclose` does not block the event loop.
         """
         self._engine.close()
+        self._weight_files.keep(())
 
     async def aclose(self) -> None:
         """Do the same in another thread."""
-        await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> AsyncLLM:
         """Return itself."""

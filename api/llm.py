@@ -9,11 +9,9 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from hardpoint.core.build import build_engine
-from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
-from hardpoint.core.frontend.weight_files import Weights
 from hardpoint.errors import shown
 from hardpoint.plugins import (
     ConfigError,
@@ -47,11 +45,12 @@ from .requests import (
     prompt_list,
     with_output_kind,
 )
+from .weights import SyncWeightCalls
 
 __all__ = ["LLM"]
 
 
-class LLM(PoolingCalls, SyncAdapterCalls):
+class LLM(PoolingCalls, SyncAdapterCalls, SyncWeightCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
@@ -320,38 +319,6 @@ class LLM(PoolingCalls, SyncAdapterCalls):
         """
         self._engine.set_policy(use, options)
 
-    def update_weights(
-        self,
-        weights: Weights,
-        *,
-        version: str | None = None,
-        mode: PauseModeName = "keep",
-        recompute: bool = True,
-    ) -> str:
-        """Replace weights of the model; return their version.
-
-        They are read and packed beside those in use, while requests go on; then the engine pauses
-        for a moment. All ranks have the new weights, or nothing has changed. They hold for an
-        engine that is restarted, and after a sleep.
-
-        Args:
-            weights: path of a safetensors file, or of a folder of them, which stay where they are
-                until the next update; or tensors by their names in the checkpoint, which are copied
-                to shared memory. Weights that are not among them stay as they are.
-            version: name of the version; None is the number after the current one.
-            mode: what happens to requests in flight, as for `pause`.
-            recompute: whether those that are kept compute their keys and values again. If not, they
-                go on with those of earlier weights; `CompletionOutput.weight_runs` tells them
-                apart.
-
-        Raises:
-            RequestError: a field is wrong, or the engine cannot do this; names the field.
-            ModelError: files or tensors are missing, broken or not the model's; names file, tensor
-                and value. Or memory is short.
-            HardpointError: the engine sleeps.
-        """
-        return self._engine.update_weights(weights, version, mode, recompute=recompute)
-
     def health(self) -> Health:
         """Return the faults of plugins, their effects, and the quarantined plugins."""
         return self._engine.health()
@@ -370,6 +337,7 @@ class LLM(PoolingCalls, SyncAdapterCalls):
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
         self._engine.close()
+        self._weight_files.keep(())
 
     def __enter__(self) -> LLM:
         """Return itself."""

@@ -168,7 +168,7 @@ class Worker(Protocol):
         """Reallocate memory released by `sleep`: "weights", "kv_cache" or both."""
 
     def prepare_weights(self, updates: Sequence[str], version: str) -> None:
-        """Begin to read other weights of the model, beside those that it runs with.
+        """Begin to read other weights of the model, in addition to those that it runs with.
 
         Returns at once; steps go on. What was prepared before is dropped.
 
@@ -177,11 +177,10 @@ class Worker(Protocol):
             version: as `load.version`.
         """
 
-    def weights_prepared(self) -> bool:
-        """Return whether the other weights are read.
+    def weights_prepared(self) -> tuple[bool, str | None, str]:
+        """Return whether the other weights are read, and kind and text of what prevented it.
 
-        Raises:
-            HardpointError: they are not the model's or cannot be read, or memory is short.
+        The kind is None if nothing has.
         """
 
     def use_weights(self) -> None:

@@ -209,7 +209,7 @@ class WeightRun(msgspec.Struct, frozen=True):
 
     Attributes:
         start: the first one of them, from 0; they end where the next run begins.
-        version: of the weights that they were sampled with.
+        version: version of the weights that they were sampled with.
         kv_version: the oldest one of those that made the keys and values that they depend on.
     """
 

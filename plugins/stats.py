@@ -87,6 +87,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_waits_for_results: steps that were not planned, or sampled, before the results of the
             step before were in, by name of the step part that needs these.
         num_requests_by_adapter: requests that run with each loaded adapter, by its name.
+        weight_version: version of the weights, once they have one; see `update_weights`.
     """
 
     num_running: int
@@ -104,6 +105,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     step_cost_error: float | None = None
     num_waits_for_results: dict[str, int] = {}
     num_requests_by_adapter: dict[str, int] = {}
+    weight_version: str | None = None
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):

@@ -405,20 +405,10 @@ class WorkerParts:
         self._active, self._around, self._faults = [], [], {}
         self._failed_in_layers = False
 
-    def sleep(self, level: int) -> None:
-        """Let all halves release memory."""
+    def notify(self, method: str, *args: Any) -> None:
+        """Call `sleep`, `wake_up` or `weights_changed` of all halves."""
         for half in self._halves:
-            half.run("sleep", level)
-
-    def wake_up(self) -> None:
-        """Let all halves allocate again."""
-        for half in self._halves:
-            half.run("wake_up")
-
-    def weights_changed(self) -> None:
-        """Notify all halves that the model has other weights."""
-        for half in self._halves:
-            half.run("weights_changed")
+            half.run(method, *args)
 
     def close(self) -> None:
         """Close all halves."""

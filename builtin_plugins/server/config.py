@@ -92,6 +92,7 @@ class ServerConfig(Strict):
             plugin may take for a request, without what it wraps; and a route of a plugin until its
             answer begins, without what it waits for in `read` and `while_connected`.
         adapter_folders: folders that administrators may load adapters from.
+        weight_folders: folders that administrators may load weights from.
         page: whether `/` is a web page.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
@@ -125,6 +126,7 @@ class ServerConfig(Strict):
     replace_routes: list[str] = []
     extension_seconds: PositiveSeconds = 10.0
     adapter_folders: list[Annotated[str, Meta(min_length=1)]] = []
+    weight_folders: list[Annotated[str, Meta(min_length=1)]] = []
     page: bool = True
     access_log: Literal["text", "json", "off"] = "text"
     heartbeat_seconds: Seconds = 15.0

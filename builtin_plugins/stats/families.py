@@ -257,6 +257,17 @@ ADAPTER_FAMILIES = (
 )
 """Metrics of engines that hold adapters, under the own prefix only."""
 
+WEIGHT_FAMILIES = (
+    Family(
+        "weight_version_info",
+        _G,
+        "The version of the weights, in a label; 1 for that in use.",
+        lambda e: {} if (v := e.scheduler.weight_version) is None else {v: 1},
+        "version",
+    ),
+)
+"""Metrics of engines whose weights have versions, under the own prefix only."""
+
 ALIAS_FAMILIES = (replace(_STEP_TOKENS, name="iteration_tokens_total"),)
 """The same, as dashboards for the aliases name them."""
 
@@ -336,6 +347,8 @@ def engine_families(
         exported.append((WAIT_FAMILIES, (OWN,)))
     if any(figures.scheduler.num_requests_by_adapter for figures in engines.values()):
         exported.append((ADAPTER_FAMILIES, (OWN,)))
+    if any(figures.scheduler.weight_version is not None for figures in engines.values()):
+        exported.append((WEIGHT_FAMILIES, (OWN,)))
     if any(figures.tiers for figures in engines.values()):
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
     for families, names in exported:

@@ -115,7 +115,6 @@ def build_core(
         opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
-        is_fitted = bool(config.scheduler.step_milliseconds or spec.num_draft_tokens)
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
@@ -134,7 +133,7 @@ def build_core(
             parts_start=start,
             weights=WeightUpdates(config, spec.loader, executor, scheduler, start),
             activity=activity,
-            step_cost=fit if is_fitted else None,
+            step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info),
         )
         undo.pop_all()

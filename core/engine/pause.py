@@ -157,12 +157,8 @@ class PauseController:
         if "kv_cache" in memory:
             start.restart()
 
-    def run_paused(self, mode: str, action: Callable[[], None]) -> Future[None]:
-        """Pause if that is not so yet, run an action, and continue as before.
-
-        Args:
-            mode: as for `pause`.
-            action: called when no step is under way; what it raises the future gets.
+    def check(self, mode: str) -> None:
+        """Check that `run_paused` can pause the engine.
 
         Raises:
             RequestError: as `pause`.
@@ -170,6 +166,19 @@ class PauseController:
         """
         if self._asleep:
             raise HardpointError(f"the engine sleeps ({self._sleeping_tags}); call wake_up() first")
+        self._checked(mode)
+
+    def run_paused(self, mode: str, action: Callable[[], None]) -> Future[None]:
+        """Pause, run an action, and continue as before.
+
+        Args:
+            mode: as for `pause`.
+            action: called when no step is under way; what it raises the future gets.
+
+        Raises:
+            RequestError, HardpointError: as `check`.
+        """
+        self.check(mode)
         before = self._state
         self._begin(mode)
 
@@ -200,16 +209,20 @@ class PauseController:
         return ", ".join(tag for tag in MEMORY_TAGS if tag in self._asleep)
 
     def _begin(self, mode: str) -> None:
-        mode = typed.convert(mode, PauseMode, path="mode", error=RequestError)
-        if mode is PauseMode.WAIT and not self.has_loop:
-            raise RequestError(
-                "mode: expected 'abort' or 'keep' in an engine that runs in this process, where "
-                "nothing steps it while the caller waits; got 'wait'"
-            )
+        mode = self._checked(mode)
         pauses_all = mode is PauseMode.KEEP or self._asleep
         self._set_state(PauseState.PAUSED_ALL if pauses_all else PauseState.PAUSED_NEW)
         if mode is PauseMode.ABORT:
             self._core.abort_all()
+
+    def _checked(self, mode: str) -> PauseMode:
+        checked = typed.convert(mode, PauseMode, path="mode", error=RequestError)
+        if checked is PauseMode.WAIT and not self.has_loop:
+            raise RequestError(
+                "mode: expected 'abort' or 'keep' in an engine that runs in this process, where "
+                "nothing steps it while the caller waits; got 'wait'"
+            )
+        return checked
 
     def _set_state(self, state: PauseState) -> None:
         self._core.scheduler.set_pause(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hardpoint import typed
@@ -256,18 +257,27 @@ class EngineUtilities(ControlCalls):
         self._parts.policy.replace(PluginSet(manifest), self._parts.scheduler)
 
     @utility()
-    def prepare_weights(self: UtilityHost, updates: list[str], version: str) -> None:
-        """Begin to read other weights of the model, beside those in use.
+    def prepare_weights(
+        self: UtilityHost,
+        updates: list[str],
+        version: str,
+        mode: PauseModeName,
+        *,
+        recompute: bool,
+    ) -> None:
+        """Begin to read other weights of the model, while it runs.
 
         Args:
             updates: as `load.updates`.
             version: as `load.version`.
+            mode, recompute: as `use_weights` is going to have them.
         """
-        self._weights.prepare(updates, version)
+        self._pause.check(mode)
+        self._weights.prepare(updates, version, recompute=recompute)
 
     @utility(has_timeout=False)
     def weights_prepared(self: UtilityHost) -> bool:
-        """Return whether the weights are read in all workers.
+        """Return whether all workers have read the weights.
 
         Raises:
             HardpointError: they are not the model's or cannot be read, or memory is short; all
@@ -281,13 +291,11 @@ class EngineUtilities(ControlCalls):
         self._weights.drop()
 
     @utility(has_timeout=False)
-    def use_weights(
-        self: UtilityHost, mode: PauseModeName = "keep", *, recompute: bool = True
-    ) -> Future[None]:
+    def use_weights(self: UtilityHost, mode: PauseModeName, *, recompute: bool) -> Future[None]:
         """Use the weights that were prepared; see `LLM.update_weights`."""
-        weights = self._weights
-        weights.check_use(recompute=recompute)
-        return self._pause.run_paused(mode, lambda: weights.use(recompute=recompute))
+        if not self._weights.are_prepared():
+            raise HardpointError("the weights are still being prepared")
+        return self._pause.run_paused(mode, partial(self._weights.use, recompute=recompute))
 
     @utility()
     def step_faults(self: UtilityHost) -> dict[str, StepFault]:

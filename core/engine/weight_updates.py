@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hardpoint.boundary.errors import error_of
 from hardpoint.boundary.step_check import live_request
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.plugins import (
@@ -29,12 +30,12 @@ class _Live:
     Attributes:
         runs: see `EngineCoreOutput.weight_runs`.
         num_preemptions: those that it had when it kept its keys and values; None if it did not.
-        is_told: whether its client has the runs.
+        is_reported: whether its client has the runs.
     """
 
     runs: list[WeightRun]
     num_preemptions: int | None = None
-    is_told: bool = True
+    is_reported: bool = True
 
 
 class WeightUpdates:
@@ -42,7 +43,6 @@ class WeightUpdates:
 
     Attributes:
         version: version of the weights.
-        num_updates: how often they were replaced.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WeightUpdates:
         scheduler: Scheduler,
         parts_start: PartsStart | None,
     ) -> None:
-        """Have the weights of the configuration.
+        """Begin with the weights of the configuration.
 
         Args:
             config: configuration of the engine.
@@ -69,10 +69,18 @@ class WeightUpdates:
         self._tells = config.load != LoadConfig(use=config.load.use)
         self._live: dict[str, _Live] = {}
         self.version = config.load.version
-        self.num_updates = 0
 
-    def prepare(self, updates: Sequence[str], version: str) -> None:
-        """Begin to read other weights, in all workers."""
+    def prepare(self, updates: Sequence[str], version: str, *, recompute: bool) -> None:
+        """Begin to read other weights, in all workers; the arguments are those of `use`, too.
+
+        Raises:
+            RequestError: kept keys and values would get into stores.
+        """
+        if not recompute and self._parts_start is not None:
+            raise RequestError(
+                "recompute: expected true: a kv_connector would store keys and values of earlier "
+                "weights among those of the new ones"
+            )
         self.drop()
         self._prepared = tuple(updates), version
         self._executor.collective_rpc("prepare_weights", self._prepared)
@@ -85,11 +93,12 @@ class WeightUpdates:
         """
         if self._prepared is None:
             raise HardpointError("no weights are prepared: prepare_weights() comes first")
-        try:
-            return all(self._executor.collective_rpc("weights_prepared"))
-        except BaseException:
-            self.drop()
-            raise
+        states = self._executor.collective_rpc("weights_prepared")
+        for _, kind, text in states:
+            if kind is not None:
+                self.drop()
+                raise error_of(kind, text)
+        return all(is_read for is_read, _, _ in states)
 
     def drop(self) -> None:
         """Forget what was prepared."""
@@ -97,28 +106,13 @@ class WeightUpdates:
             self._prepared = None
             self._executor.collective_rpc("drop_weights")
 
-    def check_use(self, *, recompute: bool) -> None:
-        """Check that the weights that were prepared can be used.
-
-        Raises:
-            HardpointError: they are not prepared.
-            RequestError: kept keys and values would get into stores.
-        """
-        if not self.are_prepared():
-            raise HardpointError("the weights are still being prepared")
-        if not recompute and self._parts_start is not None:
-            raise RequestError(
-                "recompute: expected true: a kv_connector would store keys and values of earlier "
-                "weights among those of the new ones"
-            )
-
     def use(self, *, recompute: bool) -> None:
         """Use what was prepared, in all workers; no step is under way.
 
         Args:
             recompute: whether requests that have begun compute their keys and values again.
         """
-        assert self._prepared is not None, "check_use() comes first"
+        assert self._prepared is not None, "prepare() comes first"
         (updates, version), self._prepared = self._prepared, None
         start = self._parts_start
         if start is not None:
@@ -129,7 +123,6 @@ class WeightUpdates:
             start.restart()
         self._note(version, kept=not recompute)
         self._tells, self.version = True, version
-        self.num_updates += 1
 
     def _note(self, version: str, *, kept: bool) -> None:
         """Note for each live request that its further tokens have another version."""
@@ -144,7 +137,7 @@ class WeightUpdates:
             live.runs = [run for run in live.runs if run.start < count]
             live.runs.append(WeightRun(count, version, oldest))
             live.num_preemptions = request.num_preemptions if is_old else None
-            live.is_told = False
+            live.is_reported = False
             self._live[request.request_id] = live
 
     def mark(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
@@ -154,12 +147,12 @@ class WeightUpdates:
         for output in (output for message in outputs.values() for output in message.outputs):
             live = self._live.get(output.request_id)
             if live is None:
-                live = _Live([WeightRun(0, self.version, self.version)], is_told=False)
+                live = _Live([WeightRun(0, self.version, self.version)], is_reported=False)
                 self._live[output.request_id] = live
             elif live.num_preemptions is not None:
                 self._follow(live, output.request_id, len(output.new_token_ids))
-            if not live.is_told:
-                output.weight_runs, live.is_told = list(live.runs), True
+            if not live.is_reported:
+                output.weight_runs, live.is_reported = list(live.runs), True
             if output.finished:
                 del self._live[output.request_id]
 
@@ -170,7 +163,12 @@ class WeightUpdates:
             return
         start = len(request.output_token_ids) - num_new
         live.runs.append(WeightRun(start, self.version, self.version))
-        live.num_preemptions, live.is_told = None, False
+        live.num_preemptions, live.is_reported = None, False
+
+    @property
+    def shown_version(self) -> str | None:
+        """The version of the weights; None while they are those of the model's files."""
+        return self.version if self._tells else None
 
     def forget(self, request_ids: Iterable[str] | None) -> None:
         """Forget requests that were ended by others; None is all of them."""

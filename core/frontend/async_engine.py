@@ -13,7 +13,7 @@ from typing import Any
 
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
-from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     FinishReason,
@@ -39,7 +39,6 @@ from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
 from .requests.submission import Submission
 from .watched_engine import WatchedEngine
-from .weight_files import Weights, poll_pauses
 
 
 class AsyncEngine(WatchedEngine):
@@ -51,7 +50,6 @@ class AsyncEngine(WatchedEngine):
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
         self._policy_lock = asyncio.Lock()
-        self._update_lock = asyncio.Lock()
 
     async def generate(
         self,
@@ -243,39 +241,8 @@ class AsyncEngine(WatchedEngine):
             self._frontend.submitter.use_plugins(parts.plugins)
         return manifest
 
-    async def update_weights(
-        self,
-        weights: Weights,
-        version: str | None,
-        mode: PauseModeName,
-        *,
-        recompute: bool,
-    ) -> str:
-        """Replace weights of the model; return their version. See `LLM.update_weights`."""
-        await self._ready()
-        files = self._frontend.weight_files
-        async with self._update_lock:
-            load = await asyncio.to_thread(files.after, self.parts.config, weights, version)
-            try:
-                await self._use_weights(load, mode, recompute=recompute)
-            finally:
-                files.keep(self.parts.config.load.updates)
-        return load.version
-
-    async def _use_weights(self, load: LoadConfig, mode: PauseModeName, *, recompute: bool) -> None:
-        """Prepare weights while steps go on, and use them; an engine restarted later has them."""
-        call, calls = self.call_utility, EngineUtilities
-        await calls.prepare_weights.call_async(call, list(load.updates), load.version)
-        try:
-            for pause in poll_pauses():
-                if await calls.weights_prepared.call_async(call):
-                    break
-                await asyncio.sleep(pause)
-            await calls.use_weights.call_async(call, mode, recompute=recompute)
-        except BaseException:
-            with contextlib.suppress(HardpointError):
-                await calls.drop_weights.call_async(call)
-            raise
+    def set_load(self, load: LoadConfig) -> None:
+        """Read the weights in another way when the engine is restarted."""
         self.parts = self.parts.with_load(load)
 
     async def call_utility(self, method: str, *args: Any) -> Any:

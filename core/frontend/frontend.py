@@ -30,7 +30,6 @@ from .outputs.request_state import AnyOutput
 from .requests.input_processor import InputProcessor
 from .requests.plugin_arguments import PluginArguments
 from .requests.submission import Submitter
-from .weight_files import WeightFiles
 
 _log = logging.getLogger("hardpoint")
 
@@ -68,7 +67,6 @@ class Frontend:
         """Build input and output processing; the caller closes the parts."""
         config = parts.config
         assert isinstance(config.max_model_len, int)
-        self.weight_files = WeightFiles()
         self._hooks = parts.hooks
         self._components = parts.components
         self._step_parts, self._resolvers = parts.step_parts, parts.adapter_resolvers
@@ -242,7 +240,6 @@ class Frontend:
     def close(self, close_client: Callable[[], None]) -> None:
         """Call the hooks, close the client and the components: all of them, even if one raises."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.weight_files.close)
             stack.callback(close_all, self._components)
             stack.callback(self._step_parts.close)
             if self._resolvers is not None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from hardpoint.boundary.errors import attribute_error, engine_dead
-from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -39,7 +37,6 @@ from .frontend import METRICS_TIMEOUT_S, Frontend, ProcessedBatch
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
-from .weight_files import Weights, poll_pauses
 
 _log = logging.getLogger("hardpoint")
 
@@ -71,7 +68,6 @@ class LLMEngine:
         self._closed = False
         self._dead: EngineDeadError | None = None
         self.is_paused = False
-        self._update_lock = threading.Lock()
         self.lock = EngineLock()
         self.lock.wait_at_exit(self._client.end_waiting)
 
@@ -210,38 +206,8 @@ class LLMEngine:
         self._frontend.submitter.use_plugins(parts.plugins)
         return parts.plugins.manifest
 
-    def update_weights(
-        self,
-        weights: Weights,
-        version: str | None,
-        mode: PauseModeName,
-        *,
-        recompute: bool,
-    ) -> str:
-        """Replace weights of the model; return their version. See `LLM.update_weights`."""
-        with self._update_lock:
-            files = self._frontend.weight_files
-            load = files.after(self.parts.config, weights, version)
-            try:
-                self._use_weights(load, mode, recompute=recompute)
-            finally:
-                files.keep(self.parts.config.load.updates)
-        return load.version
-
-    def _use_weights(self, load: LoadConfig, mode: PauseModeName, *, recompute: bool) -> None:
-        """Prepare weights while steps go on, and use them."""
-        call, calls = self.call_utility, EngineUtilities
-        calls.prepare_weights.call(call, list(load.updates), load.version)
-        try:
-            for pause in poll_pauses():
-                if calls.weights_prepared.call(call):
-                    break
-                time.sleep(pause)
-            calls.use_weights.call(call, mode, recompute=recompute)
-        except BaseException:
-            with contextlib.suppress(HardpointError):
-                calls.drop_weights.call(call)
-            raise
+    def set_load(self, load: LoadConfig) -> None:
+        """Read the weights in another way when the engine is started again."""
         self.parts = self.parts.with_load(load)
 
     @locked

@@ -1,4 +1,4 @@
-"""Other weights of a loaded model, which are read beside those that it runs with."""
+"""Other weights of a loaded model, which are read while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from hardpoint.boundary.errors import attribute_error
+from hardpoint.boundary.errors import attribute_error, kind_of
 from hardpoint.core.weights.planned_model import PlannedModel, load_weights
 from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import WorkerSpec
@@ -28,6 +28,7 @@ class PreparedWeights:
 
     Attributes:
         spec: spec of the worker with these weights.
+        planned: the model, once it is read.
     """
 
     def __init__(
@@ -42,21 +43,21 @@ class PreparedWeights:
         Args:
             spec: spec of the worker as it is.
             updates: as `load.updates`.
-            version: of the weights.
+            version: as `load.version`.
             plan: builds the model without weights.
         """
         load = msgspec.structs.replace(spec.config.load, updates=tuple(updates), version=version)
         config = msgspec.structs.replace(spec.config, load=load)
         self.spec = dataclasses.replace(spec, config=config, progress=_report_nothing)
         self._plan = plan
-        self._planned: PlannedModel | None = None
+        self.planned: PlannedModel | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hardpoint-weights", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._planned = self._load()
+            self.planned = self._load()
         except BaseException as error:
             self._error = error
 
@@ -79,31 +80,29 @@ class PreparedWeights:
             undo.pop_all()
         return planned
 
-    def result(self) -> PlannedModel | None:
-        """Return the model; None while it is being read.
-
-        Raises:
-            HardpointError: the weights are not the model's or cannot be read, or memory is short.
-        """
+    @property
+    def state(self) -> tuple[bool, str | None, str]:
+        """Whether the model is read, and kind and text of the error if it cannot be."""
         if self._thread.is_alive():
-            return None
+            return False, None, ""
         if (error := self._error) is None:
-            return self._planned
+            return True, None, ""
         raise_unless_fault(error)
         if is_out_of_memory(error):
-            raise ModelError(f"weights: memory is short: {error}") from error
-        raise attribute_error(error, self.spec.plugins)
+            error = ModelError(f"weights: memory is short: {error}")
+        named = attribute_error(error, self.spec.plugins)
+        return False, kind_of(named), str(named)
 
     def close(self) -> None:
         """Wait until the model is read, and forget it."""
         self._thread.join()
-        if self._planned is not None:
-            self._planned.model.close()
-            self._planned = None
+        if self.planned is not None:
+            self.planned.model.close()
+            self.planned = None
 
 
 def _check_memory(planned: PlannedModel) -> None:
-    """Check that there is memory for the weights beside those that the model runs with.
+    """Check that there is memory for the weights in addition to those in use.
 
     Raises:
         ModelError: there is not.
@@ -111,10 +110,10 @@ def _check_memory(planned: PlannedModel) -> None:
     needed, limit = planned.estimate.weights, planned.estimate.limit
     if needed > limit.available:
         raise ModelError(
-            f"weights: {size_text(needed)} are needed beside those in use, "
+            f"weights: {size_text(needed)} are needed in addition to those in use, "
             f"{size_text(limit.available)} are available ({limit.source})"
         )
 
 
 def _report_nothing(what: str, done: int, total: int) -> None:
-    """Show no progress: the model serves meanwhile."""
+    """Show no progress, while the model serves."""

@@ -345,9 +345,9 @@ class LocalWorker:
                     self._moved = MovedWeights(self.movable_weights.values())
             self.runner.parts.release_blocks()
             self.runner.drop_cache()
-            self.runner.parts.sleep(level)
+            self.runner.parts.notify("sleep", level)
         else:
-            self.runner.parts.sleep(level)
+            self.runner.parts.notify("sleep", level)
             self._release()
         if self._spec.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -376,7 +376,7 @@ class LocalWorker:
         if self._runner.has_batch:
             self._runner.restore_cache(self._num_blocks)
             self._runner.parts.take_blocks(self._blocks)
-            self._runner.parts.wake_up()
+            self._runner.parts.notify("wake_up")
         else:
             self.initialize_cache(self._num_blocks)
 
@@ -386,25 +386,20 @@ class LocalWorker:
         assert self._spec is not None
         self._prepared = PreparedWeights(self._spec, updates, version, self._plan)
 
-    def weights_prepared(self) -> bool:
-        """Return whether the other weights are read.
-
-        Raises:
-            HardpointError: they are not the model's or cannot be read, or memory is short.
-        """
-        if self._prepared is None:
-            raise HardpointError("no weights are being prepared")
-        return self._prepared.result() is not None
+    def weights_prepared(self) -> tuple[bool, str | None, str]:
+        """Return whether the other weights are read, and kind and text of what prevented it."""
+        assert self._prepared is not None, "prepare_weights() comes first"
+        return self._prepared.state
 
     def use_weights(self) -> None:
         """Run with the weights that were prepared, from the next step on."""
         prepared, self._prepared = self._prepared, None
-        planned = None if prepared is None else prepared.result()
-        if prepared is None or planned is None:
-            raise HardpointError("no weights are prepared")
+        planned = None if prepared is None else prepared.planned
+        assert prepared is not None, "prepare_weights() comes first"
+        assert planned is not None, "the weights are still read"
         self._use_device()
         earlier, self._spec = self._checked.become(planned.checked), prepared.spec
-        self.runner.parts.weights_changed()
+        self.runner.parts.notify("weights_changed")
         self._components[self._components.index(earlier)] = planned.model
         if self.movable_weights is not None:
             self.movable_weights = planned.model.packed_weights()

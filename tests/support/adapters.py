@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from hardpoint import LoRARequest, SamplingParams
 from hardpoint.testing import write_scripted_model
@@ -53,6 +53,20 @@ def write_model(folder: Path, family: str = "Llama", **fields: Any) -> torch.nn.
         parameter.data.normal_(centre, 0.15)
     model.save_pretrained(folder)
     return model
+
+
+def write_two_models(base: Path) -> tuple[Path, Path]:
+    """Write two checkpoints that differ in their matrices alone; return their folders."""
+    folders = base / "first", base / "second"
+    for folder in folders:
+        write_model(folder)
+    file = folders[1] / "model.safetensors"
+    changed = {
+        name: tensor.flip(0).contiguous() if tensor.dim() == 2 else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(changed, file, {"format": "pt"})
+    return folders
 
 
 def write_adapter(

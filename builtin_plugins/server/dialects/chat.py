@@ -27,6 +27,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 from hardpoint.typed import Strict
 
@@ -274,6 +275,7 @@ class Choice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -288,6 +290,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -376,6 +379,8 @@ def ended(completion: CompletionOutput) -> dict[str, Any]:
         fields["validation_error"] = completion.validation_error
     if completion.part_figures is not None:
         fields["part_figures"] = completion.part_figures
+    if completion.weight_runs is not None and completion.finish_reason is not None:
+        fields["weight_runs"] = completion.weight_runs
     return fields
 
 

@@ -23,6 +23,7 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, TextFields, renamed
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins.requests import WeightRun
 
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of
@@ -126,6 +127,7 @@ class Choice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):

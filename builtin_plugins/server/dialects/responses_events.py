@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import UsageCount, new_id
 from hardpoint.plugins import CompletionOutput, Tokenizer
+from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
 from .chat import TokenLogprob, choice_logprobs
@@ -105,6 +106,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
         warning: what an output parser finds wrong.
         validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
         part_figures: figures of step parts that the request includes.
+        weight_runs: versions of the weights, see `CompletionOutput.weight_runs`.
     """
 
     id: str
@@ -137,6 +139,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     warning: str | UnsetType = UNSET
     validation_error: str | UnsetType = UNSET
     part_figures: dict[str, Any] | UnsetType = UNSET
+    weight_runs: list[WeightRun] | UnsetType = UNSET
 
 
 def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
@@ -306,6 +309,8 @@ class ResponseAnswer(ItemAnswer):
             ended.validation_error = completion.validation_error
         if completion.part_figures is not None:
             ended.part_figures = completion.part_figures
+        if completion.weight_runs is not None:
+            ended.weight_runs = completion.weight_runs
         return ended
 
     def failed(self, error: AnswerError) -> bytes:

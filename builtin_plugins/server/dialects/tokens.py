@@ -36,6 +36,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
@@ -131,6 +132,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct, kw_only=True):

@@ -22,6 +22,8 @@ from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.typed import Strict
 
+from .allowed_paths import allowed_path
+
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 
 _CONFIG = "adapter_config.json"
@@ -104,7 +106,7 @@ class Adapters:
             folders: paths that adapters may be loaded from by an administrator.
         """
         self._engine, self._names = engine, names
-        self._folders = [Path(folder).expanduser() for folder in folders]
+        self._folders = folders
         self._loaded: dict[str, Loaded] = {}
         self._looked_up: dict[str, asyncio.Task[LoRARequest | None]] = {}
         self._leaving: set[int] = set()  # numbers of those that are being unloaded
@@ -251,23 +253,7 @@ class Adapters:
         Raises:
             AnswerError: it is in no allowed folder, or is no adapter.
         """
-        path = Path(given)
-        if "\0" in given or not path.is_absolute():
-            raise AnswerError(
-                400,
-                f"lora_path: expected the absolute path of a folder, got {shown(given, 200)}",
-                param="lora_path",
-            )
-        real = path.resolve()
-        if not any(real.is_relative_to(folder.resolve()) for folder in self._folders):
-            raise AnswerError(
-                403,
-                f"lora_path: expected a folder in one of server.adapter_folders "
-                f"({', '.join(map(str, self._folders)) or 'which is empty'}), got "
-                f"{shown(given, 200)}",
-                param="lora_path",
-                code="folder_not_allowed",
-            )
+        real = allowed_path(given, self._folders, "lora_path", "server.adapter_folders")
         if not (real / _CONFIG).is_file():
             raise AnswerError(
                 404,

@@ -14,10 +14,11 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.bodies import convert_body, decode_object
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, UnloadAdapter
+from hardpoint.builtin_plugins.server.operations.allowed_paths import allowed_path
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import EngineDeadError, PluginError
-from hardpoint.plugins import ConfigError, HardpointError, RequestError
+from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
@@ -68,6 +69,15 @@ class ResetPrefixCache(Strict):
     """A reset of the prefix cache."""
 
     recompute_running: bool = False
+
+
+class UpdateWeights(Strict):
+    """Files of other weights, see `AsyncLLM.update_weights`."""
+
+    path: str
+    version: str | None = None
+    mode: Literal["abort", "wait", "keep"] = "keep"
+    recompute: bool = True
 
 
 class SetPolicy(Strict):
@@ -125,6 +135,9 @@ class AdminRoutes:
                 self.reset_encoder_cache,
                 Nothing,
                 "Clear the embeddings of images and the like.",
+            ),
+            self._post(
+                "/update_weights", self.update_weights, UpdateWeights, "Replace the weights."
             ),
             self._post("/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."),
             self._post("/start_profile", self.start_profile, Nothing, "Profile the workers."),
@@ -297,6 +310,18 @@ class AdminRoutes:
         else:
             self._service.paused = None
         return {"is_paused": paused, "is_sleeping": sleeping}
+
+    async def update_weights(self, asked: UpdateWeights) -> dict[str, Any]:
+        """Replace weights of the model by those of allowed files; return their version."""
+        folders = self._service.settings.weight_folders
+        path = allowed_path(asked.path, folders, "path", "server.weight_folders")
+        try:
+            version = await self._engine.update_weights(
+                path, version=asked.version, mode=asked.mode, recompute=asked.recompute
+            )
+        except ModelError as error:
+            raise AnswerError(400, str(error), param="path") from error
+        return {"weight_version": version}
 
     async def reset_prefix_cache(self, asked: ResetPrefixCache) -> dict[str, Any]:
         """Clear the prefix cache."""

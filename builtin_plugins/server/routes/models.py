@@ -36,6 +36,7 @@ class Model(msgspec.Struct):
         root: the model as configured; of an adapter, the path of its files.
         parent: name of the model that an adapter is of; None for the model itself.
         default_sampling: sampling parameters of requests that give none.
+        weight_version: version of the weights, see `AsyncLLM.update_weights`.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Model(msgspec.Struct):
     parent: str | None
     max_model_len: int | None
     default_sampling: dict[str, float]
+    weight_version: str
 
 
 class ModelList(msgspec.Struct):
@@ -183,13 +185,16 @@ class StatusRoutes:
         adapters = await self._service.adapters.listed() if self._service.engine.is_running else []
         return [
             *(
-                Model(name, "model", started, "hardpoint", config.model, None, length, sampling)
+                Model(
+                    name, "model", started, "hardpoint", config.model, None, length, sampling,
+                    config.load.version,
+                )
                 for name in names
             ),
             *(
                 Model(
                     loaded.request.name, "model", loaded.since, "hardpoint", loaded.request.path,
-                    names[0], length, sampling,
+                    names[0], length, sampling, config.load.version,
                 )
                 for loaded in adapters
             ),

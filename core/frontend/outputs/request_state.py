@@ -247,8 +247,7 @@ class RequestState:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else []
         )
-        self._flaw_of = validate
-        self._answer = ""  # so far, of deltas, where it is validated
+        self._flaw_of, self._answer = validate, ""  # the answer so far, of deltas
         self._stop_reason: int | str | None = None
         self._error: str | None = None
         self._sent_prompt = 0
@@ -442,8 +441,7 @@ class RequestState:
             return None
         shown = self._to_user(outputs, finished=all_ended)
         if self._prompt_logprobs is not None:
-            first = self._sent_prompt if self._delta else 0
-            shown.prompt_logprobs = self._prompt_logprobs[first:]
+            shown.prompt_logprobs = self._prompt_logprobs[self._sent_prompt if self._delta else 0 :]
             self._sent_prompt = len(self._prompt_logprobs)
         return shown
 

@@ -1,0 +1,271 @@
+"""Weights that change in LLM and AsyncLLM: their files, and the calls that replace them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from hardpoint import typed
+from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
+from hardpoint.core.frontend.async_engine import AsyncEngine
+from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.errors import shown, size_text
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError
+from hardpoint.plugins.config_tables import LoadConfig, absolute_path
+from hardpoint.system.safetensors_files import tensor_files
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "hardpoint-weights-"
+_POLL_SECONDS = (0.002, 0.05)
+"""The shortest and the longest time between two questions whether weights are prepared."""
+
+Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor]
+"""Path of a safetensors file or a folder of them; or tensors by their names in the checkpoint."""
+
+
+class SyncWeightCalls:
+    """The call for weights of a program that waits for it."""
+
+    _engine: LLMEngine
+
+    @functools.cached_property
+    def _weight_files(self) -> WeightFiles:
+        return WeightFiles()
+
+    def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Replace weights of the model; return their version.
+
+        They are read and packed while requests go on with those in use; then the engine pauses for
+        a moment. All ranks have the new weights, or nothing has changed. They hold for an
+        engine that is restarted, and after a sleep.
+
+        Args:
+            weights: path of a safetensors file, or of a folder of them, which stay where they are
+                until the next update; or tensors by their names in the checkpoint, which are copied
+                to shared memory. Weights that are not among them stay as they are.
+            version: name of the version; None is the number after the current one.
+            mode: what happens to requests in flight, as for `pause`.
+            recompute: whether those that are kept compute their keys and values again. If not, they
+                go on with those of earlier weights, which `CompletionOutput.weight_runs` shows.
+
+        Raises:
+            RequestError: a field is wrong, or the engine cannot do this; names the field.
+            ModelError: files or tensors are missing, broken or not the model's; names file, tensor
+                and value. Or memory is short.
+            HardpointError: the engine sleeps.
+        """
+        engine, files, calls = self._engine, self._weight_files, EngineUtilities
+        with files.lock:
+            load = files.after(engine.parts.config, weights, version)
+            call, updates = engine.call_utility, list(load.updates)
+            try:
+                calls.prepare_weights.call(call, updates, load.version, mode, recompute=recompute)
+                for pause in _pauses():
+                    if calls.weights_prepared.call(call):
+                        break
+                    time.sleep(pause)
+                calls.use_weights.call(call, mode, recompute=recompute)
+                engine.set_load(load)
+            except BaseException:
+                with contextlib.suppress(HardpointError):
+                    calls.drop_weights.call(call)
+                raise
+            finally:
+                files.keep(engine.parts.config.load.updates)
+        return load.version
+
+
+class AsyncWeightCalls:
+    """The call for weights of a program that runs an event loop."""
+
+    _engine: AsyncEngine
+
+    @functools.cached_property
+    def _weight_files(self) -> WeightFiles:
+        return WeightFiles()
+
+    @functools.cached_property
+    def _update_lock(self) -> asyncio.Lock:
+        return asyncio.Lock()
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Do what `LLM.update_weights` does."""
+        engine, files, calls = self._engine, self._weight_files, EngineUtilities
+        async with self._update_lock:
+            load = await asyncio.to_thread(files.after, engine.parts.config, weights, version)
+            call, updates = engine.call_utility, list(load.updates)
+            try:
+                await calls.prepare_weights.call_async(
+                    call, updates, load.version, mode, recompute=recompute
+                )
+                for pause in _pauses():
+                    if await calls.weights_prepared.call_async(call):
+                        break
+                    await asyncio.sleep(pause)
+                await calls.use_weights.call_async(call, mode, recompute=recompute)
+                engine.set_load(load)
+            except BaseException:
+                with contextlib.suppress(HardpointError):
+                    await calls.drop_weights.call_async(call)
+                raise
+            finally:
+                files.keep(engine.parts.config.load.updates)
+        return load.version
+
+
+class WeightFiles:
+    """The files of an engine's later weights; those of tensors are in shared memory, if they can.
+
+    Those are removed with this object, if not before.
+
+    Attributes:
+        lock: held during an update by a program that waits for it.
+    """
+
+    def __init__(self) -> None:
+        """Write nothing yet."""
+        self.lock = threading.Lock()
+        self._folders: set[Path] = set()
+        weakref.finalize(self, _remove, self._folders)
+
+    def after(self, config: EngineConfig, weights: Weights, version: str | None) -> LoadConfig:
+        """Return how weights are read after an update; tensors are written to a file.
+
+        Earlier files of which later ones have all tensors are left out.
+
+        Args:
+            config: configuration of the engine.
+            weights: the new ones.
+            version: the version of the weights; None is the next number.
+
+        Raises:
+            RequestError: a field is wrong.
+            ModelError: the files are missing or broken.
+            HardpointError: there is no room for the tensors.
+        """
+        load = config.load
+        version = _following(load.version) if version is None else version
+        plain = {"use": load.use, "updates": (), "version": version}
+        load = typed.convert(plain, LoadConfig, path="", error=RequestError)
+        path = self._write(weights) if isinstance(weights, Mapping) else _path(weights)
+        later, updates = _names(path), [path]
+        for earlier in reversed(config.load.updates):
+            if not (names := _names(earlier)) <= later:
+                updates.append(earlier)
+                later |= names
+        return msgspec.structs.replace(load, updates=tuple(reversed(updates)))
+
+    def keep(self, updates: Collection[str]) -> None:
+        """Remove the files that were written and are none of these."""
+        unused = self._folders - {Path(path).parent for path in updates}
+        self._folders -= unused
+        _remove(unused)
+
+    def _write(self, tensors: Mapping[str, Any]) -> str:
+        """Write tensors to a file of their own; return its path.
+
+        Raises:
+            RequestError: they are no tensors by their names.
+            HardpointError: there is no room for them.
+        """
+        if not tensors:
+            raise RequestError("weights: expected tensors by their names, got none")
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise RequestError(
+                    f"weights: expected tensors by their names, got {shown(tensor)} for "
+                    f"{shown(name)}"
+                )
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_place(size)))
+        self._folders.add(folder)
+        # The library refuses tensors that share memory, as a head and its table do.
+        alone = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        alone = {name: tensor.clone() for name, tensor in alone.items()}
+        try:
+            save_file(alone, folder / "weights.safetensors")
+        except Exception as cause:
+            _remove([folder])
+            raise HardpointError(
+                f"weights: {size_text(size)} cannot be written to {folder.parent}: {cause}"
+            ) from cause
+        return str(folder / "weights.safetensors")
+
+
+def _place(size: int) -> Path | None:
+    """Return the folder of shared memory if it has room; None is that of temporary files."""
+    with contextlib.suppress(OSError):
+        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > size:
+            return _MEMORY
+    return None
+
+
+def _path(weights: Any) -> str:
+    """Return the absolute path of files.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(weights, str | os.PathLike) or not os.fspath(weights):
+        raise RequestError(
+            f"weights: expected a path, or tensors by their names, got {shown(weights)}"
+        )
+    return absolute_path(os.fspath(weights))
+
+
+def _names(path: str) -> set[str]:
+    return {name for names in tensor_files(path).values() for name in names}
+
+
+def _following(version: str) -> str:
+    """Return the number after a version.
+
+    Raises:
+        RequestError: it is no number.
+    """
+    if not version.isdecimal():
+        raise RequestError(
+            f"version: expected one, since the current version {version!r} is no number"
+        )
+    return str(int(version) + 1)
+
+
+def _pauses() -> Iterator[float]:
+    """Yield seconds to wait between two questions whether weights are prepared."""
+    pause, longest = _POLL_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)
+
+
+def _remove(folders: Collection[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

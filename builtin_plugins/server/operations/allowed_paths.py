@@ -1,0 +1,39 @@
+"""Paths that administrators name; they have to lie in folders that the operator allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.errors import shown
+
+
+def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -> Path:
+    """Return a path without links, if it is in one of the folders.
+
+    Args:
+        given: the path.
+        folders: allowed ones.
+        field: names the path in messages.
+        setting: names the folders.
+
+    Raises:
+        AnswerError: it is not absolute, or in none of them.
+    """
+    path = Path(given)
+    if "\0" in given or not path.is_absolute():
+        raise AnswerError(
+            400, f"{field}: expected an absolute path, got {shown(given, 200)}", param=field
+        )
+    real = path.resolve()
+    allowed = [Path(folder).expanduser() for folder in folders]
+    if not any(real.is_relative_to(folder.resolve()) for folder in allowed):
+        raise AnswerError(
+            403,
+            f"{field}: expected a path in one of {setting} "
+            f"({', '.join(map(str, allowed)) or 'which is empty'}), got {shown(given, 200)}",
+            param=field,
+            code="folder_not_allowed",
+        )
+    return real

@@ -1,0 +1,310 @@
+"""Weights that change between steps: the tokens, the versions of each, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.adapters import write_model, write_two_models
+from support.internals import engine_of
+
+from hardpoint import LLM, HardpointError, ModelError, RequestError, SamplingParams
+from hardpoint.plugins import Model
+
+PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=1)
+PROMPTS = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6, [1, 6, 1, 8, 0, 3]]
+SETTINGS = {
+    "kv_cache": {"num_blocks": 64, "block_size": 16},
+    "scheduler": {"max_num_seqs": 6},
+    "weight_cache": {"path": "off"},
+}
+PROJECTION = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of two models that differ in their weights."""
+    return write_two_models(tmp_path_factory.mktemp("weights"))
+
+
+def opened(folder, **settings):
+    return LLM(str(folder), config=SETTINGS | settings, max_model_len=128)
+
+
+def results(llm, prompts=PROMPTS):
+    """The tokens and logprobs of prompts."""
+    found = llm.generate(prompts, PARAMS)
+    return [(output.outputs[0].token_ids, output.outputs[0].cumulative_logprob) for output in found]
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    found = []
+    for folder in folders:
+        with opened(folder) as llm:
+            found.append(results(llm))
+    assert found[0] != found[1]
+    return found
+
+
+def file_of(folder):
+    return folder / "model.safetensors"
+
+
+def runs(output):
+    return [(run.start, run.version, run.kv_version) for run in output.outputs[0].weight_runs or ()]
+
+
+@pytest.mark.parametrize("given", ["file", "folder", "tensors"])
+def test_an_updated_engine_is_one_of_the_new_weights(folders, expected, given):
+    first, second = folders
+    weights = {"file": file_of(second), "folder": second, "tensors": load_file(file_of(second))}
+    with opened(first) as llm:
+        for _ in range(4):  # steps are recorded by now
+            assert results(llm) == expected[0]
+        assert llm.update_weights(weights[given]) == "1"
+        for _ in range(4):
+            assert results(llm) == expected[1]
+        assert llm.update_weights(file_of(first), version="back") == "back"
+        assert results(llm) == expected[0]
+        assert llm.scheduler_stats().weight_version == "back"
+        llm.sleep(2)
+        llm.wake_up()
+        assert results(llm) == expected[0]
+
+
+def test_some_tensors_are_enough_and_later_ones_win(folders, expected, tmp_path):
+    first, second = folders
+    tensors = load_file(file_of(second))
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:9]}, tmp_path / "some.safetensors")
+    with opened(first) as llm:
+        llm.update_weights(tmp_path / "some.safetensors")
+        changed = results(llm)
+        assert changed not in expected
+        llm.update_weights({name: tensors[name] for name in names[5:]})
+        assert results(llm) == expected[1]
+        load = engine_of(llm).parts.config.load
+        assert [Path(path).name for path in load.updates] == [
+            "some.safetensors",
+            "weights.safetensors",
+        ]
+        held = Path(load.updates[1])
+        llm.update_weights(tensors)  # all of them: neither of the earlier files is needed
+        (last,) = engine_of(llm).parts.config.load.updates
+        assert not held.exists()
+        assert Path(last).exists()
+    assert not Path(last).parent.exists()
+
+
+@pytest.mark.parametrize("use", ["int8", "int4"])
+def test_few_bits_follow(folders, use):
+    first, second = folders
+    with opened(second, quantization={"use": use}) as llm:
+        expected = results(llm)
+    with opened(first, quantization={"use": use}) as llm:
+        assert results(llm) != expected
+        llm.update_weights(second)
+        assert results(llm) == expected
+
+
+def test_kept_requests_go_on_as_with_the_new_weights_from_the_start(folders):
+    first, second = folders
+    with opened(second) as llm:
+
+        def continued(tokens):
+            return llm.generate([PROMPTS[0] + tokens], PARAMS)[0].outputs[0].token_ids
+
+        with opened(first) as changing:
+            stream = changing.stream(PROMPTS[0], PARAMS)
+            tokens = [token for _ in range(4) for token in next(stream).outputs[0].token_ids]
+            changing.update_weights(second)
+            last = None
+            for last in stream:
+                tokens += last.outputs[0].token_ids
+            count = runs(last)[1][0]
+            assert runs(last) == [(0, "0", "0"), (count, "1", "1")]
+            assert 4 <= count < 10
+            assert tokens[count:] == continued(tokens[:count])[: 10 - count]
+            assert runs(changing.generate([PROMPTS[1]], PARAMS)[0]) == [(0, "1", "1")]
+
+
+def test_keys_and_values_that_are_kept_are_marked_and_shared_with_nobody(folders, expected):
+    first, second = folders
+    with opened(first) as llm:
+        stream = llm.stream(PROMPTS[0], PARAMS)
+        for _ in range(3):
+            next(stream)
+        llm.update_weights(second, recompute=False)
+        *_, last = stream
+        assert [run[1:] for run in runs(last)] == [("0", "0"), ("1", "0")]
+        assert results(llm) == expected[1]  # the first prompt is the one that was kept
+
+
+def test_requests_that_an_update_ends(folders):
+    first, second = folders
+    with opened(first) as llm:
+        stream = llm.stream(PROMPTS[0], PARAMS)
+        next(stream)
+        llm.update_weights(second, mode="abort")
+        *_, last = stream
+        assert last.outputs[0].finish_reason == "abort"
+        with pytest.raises(RequestError, match="mode: expected 'abort' or 'keep' in an engine"):
+            llm.update_weights(first, mode="wait")
+
+
+def test_a_paused_engine_stays_paused(folders, expected):
+    first, second = folders
+    with opened(first) as llm:
+        llm.pause()
+        llm.update_weights(second)
+        assert llm.is_paused()
+        llm.resume()
+        assert results(llm) == expected[1]
+        llm.sleep()
+        with pytest.raises(HardpointError, match=r"the engine sleeps \(weights, kv_cache\); call"):
+            llm.update_weights(first)
+        llm.wake_up()
+        assert results(llm) == expected[1]
+
+
+def test_earlier_weights_are_released(folders):
+    def models():
+        gc.collect()
+        return [found for found in gc.get_objects() if isinstance(found, Model)]
+
+    first, second = folders
+    with opened(first) as llm:
+        results(llm)
+        earlier = [weakref.ref(model) for model in models()]
+        llm.update_weights(second)
+        results(llm)
+        count = len(models())
+        assert count == len(earlier)
+        assert None in [model() for model in earlier]
+
+
+def wrong(**changes):
+    """Return a change of tensors, by which they are wrong."""
+
+    def change(tensors):
+        return tensors | changes
+
+    return change
+
+
+NAN = torch.full((64, 96), float("nan"))
+BAD = {
+    "a name": (
+        wrong(**{"model.layers.7.mlp.down_proj.weight": torch.zeros(64, 96)}),
+        r"the model has no weight 'model.layers.7.mlp.down_proj.weight'; it has model.embed_tokens",
+    ),
+    "a shape": (
+        wrong(**{PROJECTION: torch.zeros(96, 64)}),
+        r"'model.layers.1.mlp.down_proj.weight' has shape \[96, 64\], the model needs \[64, 96\]",
+    ),
+    "a dtype": (
+        wrong(**{PROJECTION: torch.zeros(64, 96, dtype=torch.int32)}),
+        r"has the dtype I32, expected F64, F32, F16, BF16",
+    ),
+    "NaN in the last tensor": (
+        wrong(**{PROJECTION: NAN}),
+        r"'model.layers.1.mlp.down_proj.weight' has numbers that are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_tensors_change_nothing(folders, expected, tmp_path, case):
+    change, message = BAD[case]
+    save_file(change(load_file(file_of(folders[1]))), tmp_path / "bad.safetensors")
+    with opened(folders[0]) as llm:
+        with pytest.raises(ModelError, match=message):
+            llm.update_weights(tmp_path / "bad.safetensors")
+        assert results(llm) == expected[0]
+        assert llm.update_weights(folders[1]) == "1"
+        assert results(llm) == expected[1]
+
+
+def test_what_is_no_weights_is_refused_by_field(folders, expected, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickle.bin").write_bytes(b"\x80\x04\x95" + bytes(50))
+    (tmp_path / "cut.safetensors").write_bytes(file_of(folders[1]).read_bytes()[:5000])
+    bad = {
+        str(tmp_path / "none.safetensors"): r"none.safetensors: expected a safetensors file, there",
+        str(tmp_path / "empty"): "empty: expected a safetensors file, or a folder of them; it has",
+        str(tmp_path / "pickle.bin"): "pickle.bin: expected a safetensors file; it cannot be read",
+        str(
+            tmp_path / "cut.safetensors"
+        ): "cut.safetensors: expected a safetensors file; it cannot",
+    }
+    with opened(folders[0]) as llm:
+        for path, message in bad.items():
+            with pytest.raises(ModelError, match=message):
+                llm.update_weights(path)
+        with pytest.raises(RequestError, match="weights: expected tensors by their names, got no"):
+            llm.update_weights({})
+        with pytest.raises(
+            RequestError, match="weights: expected tensors by their names, got 1 for"
+        ):
+            llm.update_weights({"a": 1})
+        with pytest.raises(RequestError, match="weights: expected a path, or tensors by their"):
+            llm.update_weights(7)
+        with pytest.raises(RequestError, match=r"version: .*length"):
+            llm.update_weights(folders[1], version="")
+        with pytest.raises(RequestError, match='mode: expected "abort" or "wait" or'):
+            llm.update_weights(folders[1], mode="later")
+        llm.update_weights(folders[1], version="a name")
+        with pytest.raises(RequestError, match="version: expected one, since the current version"):
+            llm.update_weights(folders[0])
+        assert results(llm) == expected[1]
+
+
+def test_memory_is_checked_before_anything_is_read(folders, expected, monkeypatch):
+    from hardpoint.core.worker import worker
+    from hardpoint.system.memory import MemoryLimit
+
+    with opened(folders[0]) as llm:
+        monkeypatch.setattr(worker, "share_of_memory", lambda *_: MemoryLimit(1000, "a test"))
+        with pytest.raises(
+            ModelError, match=r"weights: .* are needed in addition to those in use, 1.* \(a"
+        ):
+            llm.update_weights(folders[1])
+        assert results(llm) == expected[0]
+
+
+def test_a_head_that_is_the_table_is_taken_once(tmp_path):
+    model = write_model(tmp_path / "tied", tie_word_embeddings=True)
+    table = model.model.embed_tokens.weight.detach() * 0.5
+    settings = SETTINGS
+    with LLM(str(tmp_path / "tied"), config=settings, max_model_len=128) as llm:
+        before = results(llm)
+        llm.update_weights({"model.embed_tokens.weight": table, "lm_head.weight": table})
+        assert results(llm) != before
+        with pytest.raises(ModelError, match="'lm_head.weight': the model's head is 'model.embed"):
+            llm.update_weights({"lm_head.weight": table * 2})
+
+
+def test_an_engine_starts_with_updates(folders, expected):
+    load = {"updates": [str(file_of(folders[1]))], "version": "7"}
+    with opened(folders[0], load=load) as llm:
+        assert results(llm) == expected[1]
+        assert runs(llm.generate([PROMPTS[0]], PARAMS)[0]) == [(0, "7", "7")]
+        assert llm.update_weights(folders[0]) == "8"
+
+
+def test_stored_blocks_of_earlier_weights_are_not_found(folders, expected):
+    stores = {"kv_connector": {"stores": ["memory"]}}
+    with opened(folders[0], **stores) as llm:
+        for _ in range(2):
+            assert results(llm) == expected[0]
+        with pytest.raises(RequestError, match="recompute: expected true: a kv_connector would"):
+            llm.update_weights(folders[1], recompute=False)
+        for folder, of in ((folders[1], expected[1]), (folders[0], expected[0])) * 2:
+            llm.update_weights(folder)
+            for _ in range(2):
+                assert results(llm) == of

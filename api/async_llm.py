@@ -40,9 +40,8 @@ from hardpoint.registry.references import handed_over
 from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
 from .open_model import OpenModel
-from .options import takes_options
 from .progress import ProgressDisplay
-from .requests import check_generates, make_extras
+from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]

@@ -32,9 +32,10 @@ from hardpoint.registry.references import handed_over
 from .adapters import SyncAdapterCalls
 from .chat import Chat, Messages
 from .open_model import PoolingCalls
-from .options import BatchOptions, ChatBatchOptions, takes_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
+    BatchOptions,
+    ChatBatchOptions,
     OpenCalls,
     OutputStream,
     Request,
@@ -43,6 +44,7 @@ from .requests import (
     make_extras,
     make_requests,
     prompt_list,
+    takes_options,
     with_output_kind,
 )
 from .weights import SyncWeightCalls

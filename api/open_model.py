@@ -19,8 +19,13 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 
-from .options import BatchOptions, takes_options
-from .requests import OpenCalls, make_pooling_requests, prompt_list
+from .requests import (
+    BatchOptions,
+    OpenCalls,
+    make_pooling_requests,
+    prompt_list,
+    takes_options,
+)
 
 __all__ = ["OpenModel", "PoolingCalls"]
 

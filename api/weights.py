@@ -17,19 +17,18 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from hardpoint import typed
 from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.weights.updated_weights import tensor_files, write_tensors
 from hardpoint.errors import shown, size_text
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
-from hardpoint.system.safetensors_files import tensor_files
 
 _MEMORY = Path("/dev/shm")
-_PREFIX = "hardpoint-weights-"
+_PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)
 """The shortest and the longest time between two questions whether weights are prepared."""
 
@@ -207,17 +206,14 @@ class WeightFiles:
         size = sum(tensor.nbytes for tensor in tensors.values())
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_place(size)))
         self._folders.add(folder)
-        # The library refuses tensors that share memory, as a head and its table do.
-        alone = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        alone = {name: tensor.clone() for name, tensor in alone.items()}
         try:
-            save_file(alone, folder / "weights.safetensors")
+            write_tensors(folder / _FILE, tensors)
         except Exception as cause:
             _remove([folder])
             raise HardpointError(
                 f"weights: {size_text(size)} cannot be written to {folder.parent}: {cause}"
             ) from cause
-        return str(folder / "weights.safetensors")
+        return str(folder / _FILE)
 
 
 def _place(size: int) -> Path | None:

@@ -23,7 +23,8 @@ class CheckedAttention:
     """An attention backend whose sizes, caches and outputs are checked.
 
     Attributes:
-        source: source of the backend.
+        backend: the backend of all layers.
+        source: source of it.
         specs: one per attention layer.
         groups: groups of the layers.
         group_of: index of the group, by layer.
@@ -61,7 +62,7 @@ class CheckedAttention:
                 f"softcaps = False), and layer {capped[0]} has the soft cap "
                 f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
             )
-        self._backend = backend
+        self.backend = backend
         self.source = source
         self._rotate = None if _rotates(backend) else rotate
         self.specs = specs
@@ -91,7 +92,7 @@ class CheckedAttention:
         Args:
             steps: one per group.
         """
-        plans = [self._backend.plan(step) for step in steps]
+        plans = [self.backend.plan(step) for step in steps]
         return [plans[group] for group in self.group_of]
 
     def allocate(self, num_blocks: int) -> list[Any]:
@@ -103,7 +104,7 @@ class CheckedAttention:
         caches = {}
         for index, layer in self._layer_of.items():
             spec, size = self.specs[layer], self._sizes[layer]
-            cache = self._backend.allocate(spec, num_blocks)
+            cache = self.backend.allocate(spec, num_blocks)
             if (taken := _num_bytes(cache)) > size * num_blocks + _CACHE_EXTRA:
                 raise PluginFaultError(
                     f"{self.source}: its allocate() took {taken} bytes for {num_blocks} blocks, "
@@ -131,7 +132,7 @@ class CheckedAttention:
         result = []
         for cache, size in zip(caches, self._sizes, strict=True):
             try:
-                views = list(self._backend.block_views(cache))
+                views = list(self.backend.block_views(cache))
             except NotImplementedError:
                 raise ConfigError(
                     f"{user} moves blocks of the KV cache, and {self.source} has no block_views()"
@@ -184,15 +185,15 @@ class CheckedAttention:
         """
         q, spec, method = qkv[0], self.specs[layer], "attend"
         if angles is None:
-            out = self._backend.attend(spec, cache, plan, *qkv)
+            out = self.backend.attend(spec, cache, plan, *qkv)
         elif self._rotate is None:
             method = "rotate_and_attend"
-            out = self._backend.rotate_and_attend(spec, cache, plan, *qkv, angles)
+            out = self.backend.rotate_and_attend(spec, cache, plan, *qkv, angles)
         else:
             size = angles.shape[1]
             for x in qkv[:2]:
                 self._rotate(x if size == spec.head_size else x[..., :size], angles)
-            out = self._backend.attend(spec, cache, plan, *qkv)
+            out = self.backend.attend(spec, cache, plan, *qkv)
         if not (
             isinstance(out, torch.Tensor)
             and out.shape == q.shape

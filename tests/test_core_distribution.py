@@ -52,6 +52,7 @@ WHOLE = (
 # What core, contract, registry and kit import in functions that components call which are left out.
 ON_USE = {
     ("hardpoint.toolkit.layers.rotary", "transformers"),  # reports what to install
+    ("hardpoint.core.weights.updated_weights", "safetensors"),
     ("hardpoint.features.adapters.files", "safetensors"),
     ("hardpoint.features.pooling.worker", "safetensors"),
     ("hardpoint.registry.hooks", "starlette"),

@@ -109,8 +109,8 @@ class EngineCoreParts:
         self.step_parts.add_stats(stats)
         if self.step_cost is not None:
             stats.step_cost_error = self.step_cost.current().error
-        if self.weights is not None:
-            stats.weight_version = self.weights.shown_version
+        if self.weights is not None and (version := self.weights.shown_version) is not None:
+            stats.weight_version = version
         if self.num_waits:
             stats.num_waits_for_results = dict(self.num_waits)
         return stats

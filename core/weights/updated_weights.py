@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +15,6 @@ from hardpoint.errors import shown
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.system.safetensors_files import open_tensors, read_tensor, tensor_files
 
 _HEAD = "lm_head.weight"
 _SHOWN = 3  # names in a message
@@ -82,7 +83,7 @@ class UpdatedWeights(WeightLoader):
         for name in shapes:
             if (file := self._where.get(name)) is None:
                 continue
-            tensor = read_tensor(file, name, cuts.get(name))
+            tensor = _tensor(file, name, cuts.get(name))
             if not bool(tensor.isfinite().all()):
                 raise ModelError(
                     f"{file}: {name!r} has numbers that are not finite, expected weights"
@@ -104,7 +105,7 @@ class UpdatedWeights(WeightLoader):
         found: dict[str, WeightFormat] = {}
         for file in dict.fromkeys(self._where.values()):
             names = [name for name, where in self._where.items() if where == file]
-            with open_tensors(file) as opened:
+            with _opened(file) as opened:
                 for name in names:
                     outline = opened.get_slice(name)
                     if name not in shapes:
@@ -131,10 +132,10 @@ class UpdatedWeights(WeightLoader):
             ModelError: it is not.
         """
         if name == _HEAD:
-            head = read_tensor(file, name, None)
+            head = _tensor(file, name, None)
             tables = [of for of, shape in shapes.items() if tuple(shape) == tuple(head.shape)]
             for table in (of for of in tables if of in self._where):
-                if torch.equal(read_tensor(self._where[table], table, None), head):
+                if torch.equal(_tensor(self._where[table], table, None), head):
                     return
             if tables:
                 raise ModelError(
@@ -159,3 +160,68 @@ class UpdatedWeights(WeightLoader):
     def close(self) -> None:
         """Close the other loader."""
         self.base.close()
+
+
+def tensor_files(path: str) -> dict[Path, list[str]]:
+    """Return the safetensors files at a path, with the names of their tensors.
+
+    Raises:
+        ModelError: there is none, one cannot be read, or two have the same tensor.
+    """
+    place = Path(path)
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files:
+        raise ModelError(f"{path}: expected a safetensors file, or a folder of them; it has none")
+    found: dict[Path, list[str]] = {}
+    seen: dict[str, Path] = {}
+    for file in files:
+        with _opened(file) as opened:
+            found[file] = list(opened.keys())
+        for name in found[file]:
+            if name in seen:
+                raise ModelError(f"{path}: {seen[name].name} and {file.name} both have {name!r}")
+            seen[name] = file
+    if not seen:
+        raise ModelError(f"{path}: expected tensors, it has none")
+    return found
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a file of tensors.
+
+    Raises:
+        ModelError: it is missing or broken.
+    """
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - hardpoint-core lacks it
+
+    try:
+        if not file.is_file():
+            raise ModelError(f"{file}: expected a safetensors file, there is none")
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as cause:
+        raise ModelError(f"{file}: expected a safetensors file; it cannot be read: {cause}") from (
+            cause
+        )
+
+
+def _tensor(file: Path, name: str, cut: Cut | None) -> torch.Tensor:
+    """Read a tensor, or the part of it that is needed."""
+    with _opened(file) as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor if cut is None else cut.of(tensor)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to a file.
+
+    Raises:
+        OSError: there is no room for it.
+        SafetensorError: the same.
+    """
+    from safetensors.torch import save_file  # noqa: PLC0415 - hardpoint-core lacks it
+
+    # The library refuses tensors that share memory, as a head and its table do.
+    alone = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file({name: tensor.clone() for name, tensor in alone.items()}, file)

@@ -59,7 +59,9 @@ class ModelRunner:
     """Runs the model over a plan's tokens, and samples for sequences whose end it reached.
 
     Attributes:
-        attention: backend of the model's layers.
+        model: model whose weights are loaded.
+        ops: operations of its layers.
+        attention: backend of them.
         parts: the worker halves of step parts.
         on_forward: see `WorkerLaunch`; step parts may wait for what they load, so that it is called
             before these begin.
@@ -88,7 +90,7 @@ class ModelRunner:
             processors: the logits processors' classes by name, for their arguments.
             device: device of the model.
         """
-        self._model = model
+        self.model = model
         self._calls = calls
         self.attention = attention
         self._sampling = sampling
@@ -97,7 +99,7 @@ class ModelRunner:
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
-        self._ops = ops
+        self.ops = ops
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -119,7 +121,7 @@ class ModelRunner:
     def use_parts(self, parts: WorkerParts) -> None:
         """Call the worker halves of step parts from now on."""
         self.parts = parts
-        self._around_model = parts.around_model(self._model.forward)
+        self._around_model = parts.around_model(self.model.forward)
 
     def block_views(self, user: str) -> list[list[torch.Tensor]]:
         """Return the views of each layer's cache, see `KVBlocks`; `user` needs them."""
@@ -181,7 +183,7 @@ class ModelRunner:
         step = batch.prepare(plan.num_scheduled_tokens, self._device, plan.draft_token_ids)
         before = None
         if self._are_many:
-            before = self._ranks.receive_hidden(self._model.empty_hidden(len(step.token_ids)))
+            before = self._ranks.receive_hidden(self.model.empty_hidden(len(step.token_ids)))
         routed = self._receive_experts(step) if self._has_experts else None
         hidden = self._forward(step, before, routed)
         if has_parts:
@@ -209,7 +211,7 @@ class ModelRunner:
         """
         if not self.parts.wants_layers:
             return self._run(step, before, routed, needs_model=routed is not None)
-        with self.parts.in_layers(self._model.hooks, step.requests, step.query_starts):
+        with self.parts.in_layers(self.model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 
     def _run(
@@ -223,7 +225,7 @@ class ModelRunner:
         """Run the model, or the function of a step part around it."""
         inputs = functools.partial(self._inputs, step, before, routed)
         if self._around_model is None:
-            return self._calls.run("forward", lambda: self._model.forward(inputs()))
+            return self._calls.run("forward", lambda: self.model.forward(inputs()))
         if self.on_forward is not None:
             self.on_forward()
         around = ForwardStep(inputs, step.packed, needs_model=needs_model)
@@ -248,7 +250,7 @@ class ModelRunner:
 
     def _receive_experts(self, step: StepInput) -> torch.Tensor | None:
         """Return the experts of the stages before, with room for this one's; None if not asked."""
-        size, ranks = self._model.routed_experts, self._ranks
+        size, ranks = self.model.routed_experts, self._ranks
         is_asked = any(request.params.routed_experts for request in step.requests)
         if size is None or not is_asked or ranks.parallel.tensor.rank:  # all ranks choose the same
             return None
@@ -304,7 +306,7 @@ class ModelRunner:
         if not self._is_last:
             return
         while (rows := self._ranks.asked_for_logits(self._device)) is not None:
-            self._calls.run("compute_logits", self._model.compute_logits, hidden[rows])
+            self._calls.run("compute_logits", self.model.compute_logits, hidden[rows])
         if self._ranks.shares_tokens:
             shared = self._ranks.shared_tokens(self._device)
             for request, tokens in zip(requests, shared, strict=True):
@@ -314,7 +316,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_dummy(self) -> None:
         """Run a step of one token without a cache."""
-        self._model.run_trial(1, 1)
+        self.model.run_trial(1, 1)
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the time and the faults of each logits processor so far, by name."""
@@ -342,7 +344,7 @@ class ModelRunner:
             self._with_parts(self._logits(hidden, last), requests),
             requests,
             lambda: self._new_logits(hidden, last, requests),
-            None if bitmask is None else GrammarMask(bitmask, requests, self._ops),
+            None if bitmask is None else GrammarMask(bitmask, requests, self.ops),
         )
         output.faults |= sampled.faults
         batch = self._batch
@@ -383,7 +385,7 @@ class ModelRunner:
         verified = step.verify(
             self._sampling,
             lambda: self._new_logits(hidden, step.rows, step.views),
-            None if bitmask is None else GrammarMask(bitmask, step.views, self._ops),
+            None if bitmask is None else GrammarMask(bitmask, step.views, self.ops),
         )
         step.keep(verified, self._sampling.pipeline, self._batch.append, output)
 
@@ -438,7 +440,7 @@ class ModelRunner:
             self._pooled.add(source.request_id)
         if self._sampling is None:
             return
-        if source.params.routed_experts and self._model.routed_experts is None:
+        if source.params.routed_experts and self.model.routed_experts is None:
             fault = fault or RequestFault("routed_experts: the model is no mixture of experts")
         fault = fault or self._sampling.pipeline.start(request)
         if fault is not None:
@@ -495,4 +497,4 @@ class ModelRunner:
             self._ranks.ask_for_logits(chosen)
         if len(chosen) < len(hidden):
             hidden = hidden[chosen]
-        return self._calls.run("compute_logits", self._model.compute_logits, hidden)
+        return self._calls.run("compute_logits", self.model.compute_logits, hidden)

@@ -138,10 +138,9 @@ class LocalWorker:
         ranks = self._ranks
         if not ranks.have_met:
             self._meet(spec)
-        self._plan = functools.partial(self._plan_model, ops=ops, backend=backend)
-        planned = self._plan(spec)
+        planned = self._plan_model(spec, ops, backend)
         model, attention = planned.model, planned.attention
-        self._checked = checked = planned.checked
+        checked = planned.checked
         self._bytes_per_block = attention.bytes_per_block
         self._estimate = planned.estimate
         with contextlib.closing(planned.quantized):
@@ -268,7 +267,7 @@ class LocalWorker:
             self._spec,
             self._ranks.parallel,
             runner.attention,
-            kv_variant=self._checked.kv_variant,
+            kv_variant=runner.model.kv_variant,
             weights=self._weights_hash,
             user=user,
         )
@@ -384,7 +383,9 @@ class LocalWorker:
         """Begin to read other weights, while the model runs with those that it has."""
         self.drop_weights()
         assert self._spec is not None
-        self._prepared = PreparedWeights(self._spec, updates, version, self._plan)
+        ops, backend = self.runner.ops, self.runner.attention.backend
+        plan = functools.partial(self._plan_model, ops=ops, backend=backend)
+        self._prepared = PreparedWeights(self._spec, updates, version, plan)
 
     def weights_prepared(self) -> tuple[bool, str | None, str]:
         """Return whether the other weights are read, and kind and text of what prevented it."""
@@ -398,7 +399,7 @@ class LocalWorker:
         assert prepared is not None, "prepare_weights() comes first"
         assert planned is not None, "the weights are still read"
         self._use_device()
-        earlier, self._spec = self._checked.become(planned.checked), prepared.spec
+        earlier, self._spec = self.runner.model.become(planned.checked), prepared.spec
         self.runner.parts.notify("weights_changed")
         self._components[self._components.index(earlier)] = planned.model
         if self.movable_weights is not None:

@@ -176,7 +176,7 @@ def test_closing_lets_go_of_everything(scripted):
     llm = LLM(config=scripted_config(scripted))
     llm.generate("say abc", GREEDY)
     core = core_of(llm.llm_engine)
-    held = [weakref.ref(core), weakref.ref(worker_of(llm.llm_engine).runner._model)]
+    held = [weakref.ref(core), weakref.ref(worker_of(llm.llm_engine).runner.model)]
     del core
     llm.close()
     llm.close()

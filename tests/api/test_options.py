@@ -12,12 +12,12 @@ from hardpoint import LLM
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.chat import Chat
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.options import BatchOptions, takes_options
 from hardpoint.plugins.request_options import (
     ChatOptions,
     ChatRequestOptions,
     RequestOptions,
 )
+from hardpoint.requests import BatchOptions, takes_options
 from hardpoint.typed.describing import attribute_docs
 
 REQUEST = set(RequestOptions.__annotations__)

@@ -28,7 +28,7 @@ def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
                 llm.generate(["Once", "The sea is"], SamplingParams(temperature=0, max_tokens=4))
                 opened.append(resident())
                 worker = worker_of(llm.llm_engine)
-                model = worker.runner._model
+                model = worker.runner.model
                 tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
                 largest = max(tensors, key=lambda t: t.numel() if t.device.type == "cpu" else 0)
                 assert largest.numel() > 20_000_000, largest.shape

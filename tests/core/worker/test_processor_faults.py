@@ -181,7 +181,7 @@ def test_a_faulty_sampler_ends_the_engine(scripted):
 
 def test_nan_from_the_model_names_the_model(scripted):
     engine = scripted_engine(scripted)
-    model = worker_of(engine).runner._model
+    model = worker_of(engine).runner.model
     original = model.compute_logits
     model.compute_logits = lambda hidden: original(hidden) * NAN
     final = run_all(engine, [("r", "x", SamplingParams())])["r"].outputs[0]

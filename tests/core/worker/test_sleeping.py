@@ -57,17 +57,17 @@ class TestMemory:
     def test_level_1_gives_the_cache_back_and_level_2_the_model_too(self, scripted):
         engine = scripted_engine(scripted)
         core, worker = core_of(engine), worker_of(engine)
-        model = worker.runner._model
+        model = worker.runner.model
         core.sleep(1).result(0)
         assert worker.runner._caches == []
-        assert worker.runner._model is model
+        assert worker.runner.model is model
         core.wake_up()
         assert len(worker.runner._caches) == 1
         core.sleep(2).result(0)
         with pytest.raises(RuntimeError, match="the worker has no model"):
             worker.runner  # noqa: B018 - asking is the test
         core.wake_up()
-        assert worker.runner._model is not model
+        assert worker.runner.model is not model
         engine.close()
 
     def test_after_level_2_weights_come_first(self, scripted, wanted):

@@ -7,6 +7,7 @@ the program's own `__main__`, arguments, `sys.path`, environment and working dir
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import socket
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 from support.installed_metadata import read_metadata_once
 from support.process.fork_server import (
     STARTS,
+    ForkServer,
     fork_on_request,
     import_builtins,
     one_thread,
@@ -34,6 +37,10 @@ _IMPORTED = (
     "hypothesis",
     "pytest",
 )
+
+
+Fork = Callable[[list[str], str, dict[str, str], list[int]], int]
+"""Starts a program with arguments, a folder, an environment and standard streams: its id."""
 
 
 class ForkedPython:
@@ -90,10 +97,10 @@ class ForkedPython:
         return _ForkedPopen(self, arguments, **options)
 
     def fork(
-        self, arguments: list[str], cwd: Path, environment: dict[str, str], streams: list[int]
+        self, arguments: list[str], cwd: str, environment: dict[str, str], streams: list[int]
     ) -> int:
         """Return the process id of a fork that runs a program with these standard streams."""
-        request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
+        request = {"arguments": arguments, "cwd": cwd, "environment": environment}
         return request_fork(self._control, request, streams)
 
 
@@ -105,15 +112,19 @@ class _ForkedPopen(subprocess.Popen):
         super().__init__([sys.executable, *arguments], **options)
 
     def _execute_child(self, args: list[str], *options: Any) -> None:
-        """Fork, where the base class starts a program; the options are those of that."""
-        cwd, environment, pipes = options[4], options[5], options[9:15]
-        stdin, _, _, stdout, _, stderr = pipes
-        given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
-        streams = [own if found == -1 else found for found, own in given]
-        environment = dict(os.environ if environment is None else environment)
-        self.pid = self._python.fork(args[1:], cwd or Path.cwd(), environment, streams)
-        self._child_created = True
-        self._close_pipe_fds(*pipes)
+        _fork(self, self._python.fork, args, *options)
+
+
+def _fork(process: subprocess.Popen, fork: Fork, args: list[str], *options: Any) -> None:
+    """Fork, where `Popen._execute_child` starts a program; the options are those of that."""
+    cwd, environment, pipes = options[4], options[5], options[9:15]
+    stdin, _, _, stdout, _, stderr = pipes
+    given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
+    streams = [own if found == -1 else found for found, own in given]
+    environment = dict(os.environ if environment is None else environment)
+    process.pid = fork(args[1:], str(cwd or Path.cwd()), environment, streams)
+    process._child_created = True
+    process._close_pipe_fds(*pipes)
 
 
 @cache
@@ -122,15 +133,19 @@ def forked_python() -> ForkedPython:
     return ForkedPython()
 
 
-def _serve(control: socket.socket) -> list[str]:
-    """Fork for each program; return its arguments in the forks alone."""
+def _serve(control: socket.socket) -> None:
+    """Fork for each program, and run it in the forks."""
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [path for path in sys.path[1:] if path not in added]
     for name in _IMPORTED:
         importlib.import_module(name)
     read_metadata_once()
     import_builtins()
-    request, descriptors = fork_on_request(control)
+    _run_request(base, *fork_on_request(control))
+
+
+def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int]) -> None:
+    """Be the program of a request; `base` is what ends `sys.path`."""
     for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -141,8 +156,23 @@ def _serve(control: socket.socket) -> list[str]:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [path for path in paths if path] + base
     importlib.invalidate_caches()
-    STARTS.fork_server()
-    return request["arguments"]
+    _fork_servers(STARTS.fork_server(functools.partial(_run_request, base)))
+    _run(request["arguments"])
+
+
+def _fork_servers(forks: ForkServer) -> None:
+    """Let this program start `hardpoint serve` by forks, as `hardpoint.testing.serve` does."""
+    start = subprocess.Popen._execute_child
+
+    def execute_child(self: subprocess.Popen, args: list[str], *options: Any) -> None:
+        environment = dict(os.environ if options[5] is None else options[5])
+        is_server = args[:4] == [sys.executable, "-m", "hardpoint", "serve"]
+        if is_server and forks.has_read(environment):
+            _fork(self, forks.fork_program, args, *options)
+        else:
+            start(self, args, *options)
+
+    subprocess.Popen._execute_child = execute_child
 
 
 def _open_streams(*, unbuffered: bool) -> None:
@@ -187,4 +217,4 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    _serve(socket.socket(fileno=int(sys.argv[1])))

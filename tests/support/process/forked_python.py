@@ -28,6 +28,7 @@ from support.process.fork_server import (
     import_builtins,
     one_thread,
     request_fork,
+    run_and_leave,
 )
 
 _IMPORTED = (
@@ -202,8 +203,7 @@ def _run(arguments: list[str]) -> None:
 
         sys.argv[:] = others
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
-        return
+        run_and_leave(lambda: runpy.run_module(others[0], run_name="__main__", alter_sys=True))
     if kind == "-c":
         text, file = others[0], "<string>"
         sys.argv[:] = ["-c", *others[1:]]

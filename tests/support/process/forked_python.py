@@ -77,7 +77,8 @@ class ForkedPython:
             files[0].write(stdin.encode())
             files[0].seek(0)
             streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
-            program = self.popen(arguments, cwd=cwd, env=environment, **streams)
+            fork = functools.partial(self.fork, is_torn_down=False)
+            program = _ForkedPopen(fork, arguments, cwd=cwd, env=environment, **streams)
             try:
                 code = program.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -95,25 +96,35 @@ class ForkedPython:
         Args:
             options: `cwd`, `env`, streams and their encoding, as of `subprocess.Popen`.
         """
-        return _ForkedPopen(self, arguments, **options)
+        return _ForkedPopen(self.fork, arguments, **options)
 
     def fork(
-        self, arguments: list[str], cwd: str, environment: dict[str, str], streams: list[int]
+        self,
+        arguments: list[str],
+        cwd: str,
+        environment: dict[str, str],
+        streams: list[int],
+        *,
+        is_torn_down: bool = True,
     ) -> int:
-        """Return the process id of a fork that runs a program with these standard streams."""
+        """Return the process id of a fork that runs a program with these standard streams.
+
+        `is_torn_down`: whether its modules are taken apart at its end.
+        """
         request = {"arguments": arguments, "cwd": cwd, "environment": environment}
+        request["is_torn_down"] = is_torn_down
         return request_fork(self._control, request, streams)
 
 
 class _ForkedPopen(subprocess.Popen):
     """A program that is a fork of the interpreter."""
 
-    def __init__(self, python: ForkedPython, arguments: list[str], **options: Any) -> None:
-        self._python = python
+    def __init__(self, fork: Fork, arguments: list[str], **options: Any) -> None:
+        self._fork = fork
         super().__init__([sys.executable, *arguments], **options)
 
     def _execute_child(self, args: list[str], *options: Any) -> None:
-        _fork(self, self._python.fork, args, *options)
+        _fork(self, self._fork, args, *options)
 
 
 def _fork(process: subprocess.Popen, fork: Fork, args: list[str], *options: Any) -> None:
@@ -158,7 +169,10 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
     sys.path[:] = [path for path in paths if path] + base
     importlib.invalidate_caches()
     _fork_servers(STARTS.fork_server(functools.partial(_run_request, base)))
-    _run(request["arguments"])
+    if request.get("is_torn_down"):
+        _run(request["arguments"])
+    else:
+        run_and_leave(functools.partial(_run, request["arguments"]))
 
 
 def _fork_servers(forks: ForkServer) -> None:
@@ -203,7 +217,8 @@ def _run(arguments: list[str]) -> None:
 
         sys.argv[:] = others
         sys.path.insert(0, os.getcwd())
-        run_and_leave(lambda: runpy.run_module(others[0], run_name="__main__", alter_sys=True))
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+        return
     if kind == "-c":
         text, file = others[0], "<string>"
         sys.argv[:] = ["-c", *others[1:]]

@@ -52,7 +52,9 @@ _CONTRACT = ("hardpoint.plugins", "hardpoint.toolkit")
 """Modules that define what components derive from, as prefixes."""
 
 _SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
-"""Of functions that were checked before, since each engine of a program checks the same classes."""
+_METHODS: WeakKeyDictionary[FunctionType, set[tuple[str, type, Any]]] = WeakKeyDictionary()
+"""Of functions that were checked before, since each engine of a program checks the same classes:
+their signatures, and as what they were found right: name, type of the member, what is expected."""
 
 
 @contextlib.contextmanager
@@ -328,25 +330,34 @@ def _check_members(target: type[Component], source: Source) -> None:
     ]:
         if isinstance(member, functools.partialmethod):
             member = member.__get__(None, target)  # the function that it makes
-        function = getattr(member, "__func__", member)
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise PluginContractError(
-                f"{source}: its {name} is async, which nothing awaits; expected a plain method "
-                f"(def {name})"
-            )
-        if (
-            inspect.isfunction(expected[name])
-            and not name.startswith("_")
-            and not callable(function)
-        ):
-            raise PluginContractError(f"{source}: its {name} must be a method, got {member!r}")
-        if isinstance(expected[name], property) and inspect.isfunction(function):
-            raise PluginContractError(
-                f"{source}: its {name} is a method; write @property above its def"
-            )
-        _check_call(name, expected[name], member, source)
-        if isinstance(expected[name], bool) and not isinstance(member, bool):
-            raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+        function, wanted = getattr(member, "__func__", member), expected[name]
+        if not (inspect.isfunction(function) and isinstance(wanted, FunctionType | classmethod)):
+            _check_member(name, wanted, member, source)
+        elif (place := (name, type(member), wanted)) not in _METHODS.get(function, ()):
+            _check_member(name, wanted, member, source)
+            _METHODS.setdefault(function, set()).add(place)
+
+
+def _check_member(name: str, expected: Any, member: Any, source: Source) -> None:
+    function = getattr(member, "__func__", member)
+    if callable(function) and _is_async(function):
+        raise PluginContractError(
+            f"{source}: its {name} is async, which nothing awaits; expected a plain method "
+            f"(def {name})"
+        )
+    if inspect.isfunction(expected) and not name.startswith("_") and not callable(function):
+        raise PluginContractError(f"{source}: its {name} must be a method, got {member!r}")
+    if isinstance(expected, property) and inspect.isfunction(function):
+        raise PluginContractError(
+            f"{source}: its {name} is a method; write @property above its def"
+        )
+    _check_call(name, expected, member, source)
+    if isinstance(expected, bool) and not isinstance(member, bool):
+        raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _check_call(name: str, expected: Any, member: Any, source: Source) -> None:

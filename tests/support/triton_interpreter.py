@@ -1,6 +1,6 @@
-"""Spares Triton's interpreter work whose result it drops: it takes half as long, with equal results.
+"""Spares Triton's interpreter work whose result it drops, which is half of its time.
 
-None of it is public; a version of Triton that has other names fails here, when tests are collected.
+None of it is public: with a version of Triton that has other names, no test is collected.
 """
 
 from __future__ import annotations

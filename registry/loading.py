@@ -322,8 +322,8 @@ def _check_arguments(target: type[ComponentWithArguments], source: Source) -> No
 
 def _check_members(target: type[Component], source: Source) -> None:
     """Check what the contract states of members and Python does not: no `async`, true bools."""
-    contract = [base for base in target.__mro__ if base.__module__.startswith(_CONTRACT)]
-    expected = {name: member for base in reversed(contract) for name, member in vars(base).items()}
+    contract = tuple(base for base in target.__mro__ if base.__module__.startswith(_CONTRACT))
+    expected = _members_of(contract)
     own = [base for base in target.__mro__ if base not in contract]
     for name, member in [
         item for base in own for item in vars(base).items() if item[0] in expected
@@ -336,6 +336,12 @@ def _check_members(target: type[Component], source: Source) -> None:
         elif (place := (name, type(member), wanted)) not in _METHODS.get(function, ()):
             _check_member(name, wanted, member, source)
             _METHODS.setdefault(function, set()).add(place)
+
+
+@functools.cache
+def _members_of(contract: tuple[type, ...]) -> dict[str, Any]:
+    """Return what classes of the contract have, in the order of a component's bases."""
+    return {name: member for base in reversed(contract) for name, member in vars(base).items()}
 
 
 def _check_member(name: str, expected: Any, member: Any, source: Source) -> None:

@@ -340,7 +340,7 @@ def _check_members(target: type[Component], source: Source) -> None:
 
 @functools.cache
 def _members_of(contract: tuple[type, ...]) -> dict[str, Any]:
-    """Return what classes of the contract have, in the order of a component's bases."""
+    """Return the members of the contract that the bases of a component have, by name."""
     return {name: member for base in reversed(contract) for name, member in vars(base).items()}
 
 

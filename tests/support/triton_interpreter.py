@@ -17,8 +17,8 @@ def speed_up() -> None:
     from triton.runtime import interpreter
 
     _pass_over_overflows(interpreter)
-    _patch_once(interpreter)
-    _keep_dtypes(interpreter)
+    _patch_once(vars(interpreter))
+    _keep_dtypes(vars(interpreter))
 
 
 def _pass_over_overflows(interpreter: Any) -> None:
@@ -35,18 +35,18 @@ def _pass_over_overflows(interpreter: Any) -> None:
         )
 
 
-def _patch_once(interpreter: Any) -> None:
+def _patch_once(interpreter: dict[str, Any]) -> None:
     """Let a launch replace the functions of a module of `triton.language` once.
 
     Each call of a function that a kernel uses would replace them again, by the same.
     """
-    patch, executor = interpreter._patch_lang, interpreter.GridExecutor
+    patch, executor = interpreter["_patch_lang"], interpreter["GridExecutor"]
     launch = executor.__call__
     patched: set[str] = set()
 
     @functools.cache
     def modules_of(function: Any) -> set[str]:
-        named = (interpreter.tl, interpreter.tl.core)
+        named = (interpreter["tl"], interpreter["tl"].core)
         found = filter(inspect.ismodule, function.__globals__.values())
         return {module.__name__ for module in found if module in named}
 
@@ -60,20 +60,20 @@ def _patch_once(interpreter: Any) -> None:
     def patch_first(function: Any) -> Any:
         modules = modules_of(function)
         if modules and modules <= patched:
-            return interpreter._LangPatchScope()
+            return interpreter["_LangPatchScope"]()
         patched.update(modules)
         return patch(function)
 
-    executor.__call__, interpreter._patch_lang = run, patch_first
+    executor.__call__, interpreter["_patch_lang"] = run, patch_first
 
 
-def _keep_dtypes(interpreter: Any) -> None:
+def _keep_dtypes(interpreter: dict[str, Any]) -> None:
     """Make the table of the dtypes of numpy once for each dtype of elements."""
-    of_elements = functools.cache(interpreter._get_np_dtype)
-    address = interpreter.np.dtype(interpreter.np.uint64)
+    of_elements = functools.cache(interpreter["_get_np_dtype"])
+    address = interpreter["np"].dtype("uint64")
 
     def dtype_of(triton_dtype: Any) -> Any:
         elements = triton_dtype.scalar
         return address if elements.is_ptr() else of_elements(elements)
 
-    interpreter._get_np_dtype = dtype_of
+    interpreter["_get_np_dtype"] = dtype_of

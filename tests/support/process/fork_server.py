@@ -296,8 +296,8 @@ def run_and_leave(run: Callable[[], object]) -> None:
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name)()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
             stream.flush()

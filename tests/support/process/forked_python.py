@@ -116,7 +116,22 @@ class ForkedPython:
         return request_fork(self._control, request, streams)
 
 
-class _ForkedPopen(subprocess.Popen):
+class _Forked(subprocess.Popen):
+    """A program that is a fork of the interpreter, or may be one."""
+
+    def fork(self, fork: Fork, args: list[str], *options: Any) -> None:
+        """Fork, where `_execute_child` starts a program; the options are those of that."""
+        cwd, environment, pipes = options[4], options[5], options[9:15]
+        stdin, _, _, stdout, _, stderr = pipes
+        given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
+        streams = [own if found == -1 else found for found, own in given]
+        environment = dict(os.environ if environment is None else environment)
+        self.pid = fork(args[1:], str(cwd or Path.cwd()), environment, streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+class _ForkedPopen(_Forked):
     """A program that is a fork of the interpreter."""
 
     def __init__(self, fork: Fork, arguments: list[str], **options: Any) -> None:
@@ -124,19 +139,7 @@ class _ForkedPopen(subprocess.Popen):
         super().__init__([sys.executable, *arguments], **options)
 
     def _execute_child(self, args: list[str], *options: Any) -> None:
-        _fork(self, self._fork, args, *options)
-
-
-def _fork(process: subprocess.Popen, fork: Fork, args: list[str], *options: Any) -> None:
-    """Fork, where `Popen._execute_child` starts a program; the options are those of that."""
-    cwd, environment, pipes = options[4], options[5], options[9:15]
-    stdin, _, _, stdout, _, stderr = pipes
-    given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
-    streams = [own if found == -1 else found for found, own in given]
-    environment = dict(os.environ if environment is None else environment)
-    process.pid = fork(args[1:], str(cwd or Path.cwd()), environment, streams)
-    process._child_created = True
-    process._close_pipe_fds(*pipes)
+        self.fork(self._fork, args, *options)
 
 
 @cache
@@ -177,17 +180,17 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
 
 def _fork_servers(forks: ForkServer) -> None:
     """Let this program start `hardpoint serve` by forks, as `hardpoint.testing.serve` does."""
-    start = subprocess.Popen._execute_child
 
-    def execute_child(self: subprocess.Popen, args: list[str], *options: Any) -> None:
-        environment = dict(os.environ if options[5] is None else options[5])
-        is_server = args[:4] == [sys.executable, "-m", "hardpoint", "serve"]
-        if is_server and forks.has_read(environment):
-            _fork(self, forks.fork_program, args, *options)
-        else:
-            start(self, args, *options)
+    class Popen(_Forked):
+        def _execute_child(self, args: list[str], *options: Any) -> None:
+            environment = dict(os.environ if options[5] is None else options[5])
+            is_server = args[:4] == [sys.executable, "-m", "hardpoint", "serve"]
+            if is_server and forks.has_read(environment):
+                self.fork(forks.fork_program, args, *options)
+            else:
+                super()._execute_child(args, *options)
 
-    subprocess.Popen._execute_child = execute_child
+    subprocess.Popen = Popen
 
 
 def _open_streams(*, unbuffered: bool) -> None:

@@ -52,7 +52,9 @@ _CONTRACT = ("hardpoint.plugins", "hardpoint.toolkit")
 """Modules that define what components derive from, as prefixes."""
 
 _SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
-"""Of functions that were checked before, since each engine of a program checks the same classes."""
+_METHODS: WeakKeyDictionary[FunctionType, set[tuple[str, type, Any]]] = WeakKeyDictionary()
+"""Of functions that were checked before, since each engine of a program checks the same classes:
+their signatures, and as what they were found right: name, type of the member, what is expected."""
 
 
 @contextlib.contextmanager
@@ -320,33 +322,48 @@ def _check_arguments(target: type[ComponentWithArguments], source: Source) -> No
 
 def _check_members(target: type[Component], source: Source) -> None:
     """Check what the contract states of members and Python does not: no `async`, true bools."""
-    contract = [base for base in target.__mro__ if base.__module__.startswith(_CONTRACT)]
-    expected = {name: member for base in reversed(contract) for name, member in vars(base).items()}
+    contract = tuple(base for base in target.__mro__ if base.__module__.startswith(_CONTRACT))
+    expected = _members_of(contract)
     own = [base for base in target.__mro__ if base not in contract]
     for name, member in [
         item for base in own for item in vars(base).items() if item[0] in expected
     ]:
         if isinstance(member, functools.partialmethod):
             member = member.__get__(None, target)  # the function that it makes
-        function = getattr(member, "__func__", member)
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise PluginContractError(
-                f"{source}: its {name} is async, which nothing awaits; expected a plain method "
-                f"(def {name})"
-            )
-        if (
-            inspect.isfunction(expected[name])
-            and not name.startswith("_")
-            and not callable(function)
-        ):
-            raise PluginContractError(f"{source}: its {name} must be a method, got {member!r}")
-        if isinstance(expected[name], property) and inspect.isfunction(function):
-            raise PluginContractError(
-                f"{source}: its {name} is a method; write @property above its def"
-            )
-        _check_call(name, expected[name], member, source)
-        if isinstance(expected[name], bool) and not isinstance(member, bool):
-            raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+        function, wanted = getattr(member, "__func__", member), expected[name]
+        if not (inspect.isfunction(function) and isinstance(wanted, FunctionType | classmethod)):
+            _check_member(name, wanted, member, source)
+        elif (place := (name, type(member), wanted)) not in _METHODS.get(function, ()):
+            _check_member(name, wanted, member, source)
+            _METHODS.setdefault(function, set()).add(place)
+
+
+@functools.cache
+def _members_of(contract: tuple[type, ...]) -> dict[str, Any]:
+    """Return the members of the contract that the bases of a component have, by name."""
+    return {name: member for base in reversed(contract) for name, member in vars(base).items()}
+
+
+def _check_member(name: str, expected: Any, member: Any, source: Source) -> None:
+    function = getattr(member, "__func__", member)
+    if callable(function) and _is_async(function):
+        raise PluginContractError(
+            f"{source}: its {name} is async, which nothing awaits; expected a plain method "
+            f"(def {name})"
+        )
+    if inspect.isfunction(expected) and not name.startswith("_") and not callable(function):
+        raise PluginContractError(f"{source}: its {name} must be a method, got {member!r}")
+    if isinstance(expected, property) and inspect.isfunction(function):
+        raise PluginContractError(
+            f"{source}: its {name} is a method; write @property above its def"
+        )
+    _check_call(name, expected, member, source)
+    if isinstance(expected, bool) and not isinstance(member, bool):
+        raise PluginContractError(f"{source}: its {name} must be True or False, got {member!r}")
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _check_call(name: str, expected: Any, member: Any, source: Source) -> None:

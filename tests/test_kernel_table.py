@@ -39,7 +39,7 @@ VARIANTS = [Variant("few columns", subtract_max, TYPES, {"SIZE": 512})]
 """
 BROKEN = """
 VARIANTS += [
-    Variant("a large row", subtract_max, TYPES, {"SIZE": 16384}, num_warps=1),
+    Variant("a large row", subtract_max, TYPES, {"SIZE": 8192}, num_warps=1),
     Variant("a lost size", subtract_max, TYPES),
 ]
 """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 
 import numpy as np
 import pytest
+from support.process.forked_python import forked_python
 from support.scripted_folder import write_config
 
 from hardpoint import LLM
@@ -27,9 +27,9 @@ def vectors(scripted):
         return dict(zip(texts, (o.outputs for o in llm.embed(texts)), strict=True))
 
 
-def embed(folder, *arguments, status=0, **more):
-    command = [sys.executable, "-m", "hardpoint", "-q", "embed", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, **more)
+def embed(folder, *arguments, status=0, stdin=""):
+    command = ["-m", "hardpoint", "-q", "embed", *arguments]
+    done = forked_python().run(command, folder, dict(os.environ), stdin=stdin)
     assert done.returncode == status, done.stderr
     return done.stdout if status == 0 else done.stderr
 
@@ -59,7 +59,7 @@ def test_vectors_of_a_file(folder, scripted, vectors):
 
 def test_many_lines_of_text(folder, vectors):
     text = "one\ntwo\n" * 300
-    lines = embed(folder, "--file", "-", "--format", "text", input=text).splitlines()
+    lines = embed(folder, "--file", "-", "--format", "text", stdin=text).splitlines()
     assert [json.loads(line)["id"] for line in lines] == list(range(1, 601))
     np.testing.assert_allclose(json.loads(lines[-1])["embedding"], vectors["two"], atol=1e-6)
 

@@ -149,7 +149,7 @@ def test_a_broken_eviction_policy_fails_its_rule(cls, test, rule, pattern):
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, attributes_of(attribute, cls)) == {}
+    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": 0.2}) == {}
 
 
 @pytest.mark.parametrize(

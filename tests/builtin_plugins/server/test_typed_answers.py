@@ -125,8 +125,8 @@ def test_the_same_on_a_real_model():
         cpu.load()
     except cpu.KernelsUnavailableError as cause:
         pytest.skip(f"torch gives other last bits in other batches, and the kernels: {cause}")
-    state = "The parcel came late. 'The worst shop ever, I want my money back!' " * 12
-    questions = many(9)
+    state = "The parcel came late. 'The worst shop ever, I want my money back!' " * 6
+    questions = many(6)
     tables = {"server": {"port": 0, "access_log": "off"}, "stats": {"sinks": []}}
     llm = AsyncLLM("smollm2", dtype="bfloat16", max_model_len=1024, config=tables)
     with running(llm) as server:

@@ -9,6 +9,8 @@ tests marked `fresh_process`, the engine process is started as always.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ _ABOVE = 2048  # the descriptors of any test
 # Torch and scikit-learn, which sentence-transformers imports, set theirs when they are imported;
 # engine processes do not import these.
 _CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
+
+RunProgram = Callable[[dict[str, Any], list[int]], None]
 
 _ONE_REQUEST = threading.Lock()
 """Held while this process adopts a fork, of whichever server."""
@@ -50,12 +54,13 @@ class ForkedProcess(subprocess.Popen):
 class ForkServer:
     """The test's side of the fork server."""
 
-    def __init__(self, *, by_fork: bool = False) -> None:
+    def __init__(self, run_program: RunProgram | None = None) -> None:
         """Start the server; it ends with this process.
 
         Args:
-            by_fork: whether it is a fork of this process, which has no threads and has imported
-                what engine processes need.
+            run_program: makes the server a fork of this process, which has no threads and has
+                imported what engine processes need; it is called in forks that are to be
+                programs, with the request and its descriptors.
         """
         from hardpoint.system.process import process
         from hardpoint.system.process.launch import Interpreter
@@ -65,8 +70,8 @@ class ForkServer:
         self._environment = _fixed(os.environ)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.set_inheritable(False)
-        if by_fork:
-            self._popen: subprocess.Popen = self._fork_server(theirs)
+        if run_program is not None:
+            self._popen: subprocess.Popen = self._fork_server(theirs, run_program)
         else:
             self._popen = subprocess.Popen(
                 [*interpreter.command, __file__, str(theirs.fileno())],
@@ -79,8 +84,10 @@ class ForkServer:
             self._control.send(json.dumps(interpreter.path).encode())
         theirs.close()
 
-    def _fork_server(self, control: socket.socket) -> ForkedProcess:
-        """Fork this process; the fork serves, and its own forks are engine processes."""
+    def _fork_server(self, control: socket.socket, run_program: RunProgram) -> ForkedProcess:
+        """Fork this process; the fork serves, and its own forks are engine processes, or programs
+        that the requests name.
+        """
         if pid := os.fork():
             return ForkedProcess([], pid)
         self._control.close()
@@ -91,9 +98,24 @@ class ForkServer:
         for standard in (0, 1, 2):
             os.dup2(nothing, standard)
         os.close(nothing)
-        _become(*fork_on_request(control))
-        _run_child()
+        request, descriptors = fork_on_request(control)
+        if "arguments" in request:
+            run_program(request, descriptors)
+        else:
+            _become(request, descriptors)
+            _run_child()
         sys.exit()
+
+    def has_read(self, environment: Mapping[str, str]) -> bool:
+        """Whether a process with this environment would have imported the same.
+
+        Forks get the `sys.path` that they ask for.
+        """
+        found, known = (
+            {name: value for name, value in _fixed(one).items() if name != "PYTHONPATH"}
+            for one in (environment, self._environment)
+        )
+        return found == known and self._popen.poll() is None
 
     def serves(self, command: list[str], options: dict[str, Any]) -> bool:
         """Whether a fork is the same as what these arguments of `Popen` start."""
@@ -118,6 +140,13 @@ class ForkServer:
         streams = [1, 2 if stderr is None else stderr]
         pid = request_fork(self._control, request, [*streams, *passed])
         return ForkedProcess(command, pid)
+
+    def fork_program(
+        self, arguments: list[str], cwd: str, environment: dict[str, str], streams: list[int]
+    ) -> int:
+        """Return the process id of a fork that runs `python *arguments`."""
+        request = {"arguments": arguments, "cwd": cwd, "environment": environment}
+        return request_fork(self._control, request, streams)
 
 
 class EngineStarts:
@@ -147,11 +176,12 @@ class EngineStarts:
         with self._lock:
             self._server = self._server or ForkServer()
 
-    def fork_server(self) -> None:
+    def fork_server(self, run_program: RunProgram) -> ForkServer:
         """Let this process, which has no threads yet, start its engine processes by forks."""
-        self._server = ForkServer(by_fork=True)
+        self._server = ForkServer(run_program)
         self.forks = True
         self.install()
+        return self._server
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.Popen:
         if self.forks:
@@ -249,7 +279,29 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 def _run_child() -> None:
     from hardpoint.system.process.__main__ import main
 
-    main()
+    run_and_leave(main)
+
+
+def run_and_leave(run: Callable[[], object]) -> None:
+    """Run a program, and end as an interpreter does, but leave its modules as they are.
+
+    To take apart what a fork shares with its parent copies all of it, which takes 0.2 to 0.3
+    seconds of processor time. An exception ends the process as ever.
+    """
+    code: object = None
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    for module, name in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(module, name)()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the program's own `__main__`, arguments, `sys.path`, environment and working dir
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import socket
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,12 @@ from typing import Any
 from support.installed_metadata import read_metadata_once
 from support.process.fork_server import (
     STARTS,
+    ForkServer,
     fork_on_request,
     import_builtins,
     one_thread,
     request_fork,
+    run_and_leave,
 )
 
 _IMPORTED = (
@@ -34,6 +38,10 @@ _IMPORTED = (
     "hypothesis",
     "pytest",
 )
+
+
+Fork = Callable[[list[str], str, dict[str, str], list[int]], int]
+"""Starts a program with arguments, a folder, an environment and standard streams: its id."""
 
 
 class ForkedPython:
@@ -69,7 +77,8 @@ class ForkedPython:
             files[0].write(stdin.encode())
             files[0].seek(0)
             streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
-            program = self.popen(arguments, cwd=cwd, env=environment, **streams)
+            fork = functools.partial(self.fork, is_torn_down=False)
+            program = _ForkedPopen(fork, arguments, cwd=cwd, env=environment, **streams)
             try:
                 code = program.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -87,33 +96,50 @@ class ForkedPython:
         Args:
             options: `cwd`, `env`, streams and their encoding, as of `subprocess.Popen`.
         """
-        return _ForkedPopen(self, arguments, **options)
+        return _ForkedPopen(self.fork, arguments, **options)
 
     def fork(
-        self, arguments: list[str], cwd: Path, environment: dict[str, str], streams: list[int]
+        self,
+        arguments: list[str],
+        cwd: str,
+        environment: dict[str, str],
+        streams: list[int],
+        *,
+        is_torn_down: bool = True,
     ) -> int:
-        """Return the process id of a fork that runs a program with these standard streams."""
-        request = {"arguments": arguments, "cwd": str(cwd), "environment": environment}
+        """Return the process id of a fork that runs a program with these standard streams.
+
+        `is_torn_down`: whether its modules are taken apart at its end.
+        """
+        request = {"arguments": arguments, "cwd": cwd, "environment": environment}
+        request["is_torn_down"] = is_torn_down
         return request_fork(self._control, request, streams)
 
 
-class _ForkedPopen(subprocess.Popen):
-    """A program that is a fork of the interpreter."""
+class _Forked(subprocess.Popen):
+    """A program that is a fork of the interpreter, or may be one."""
 
-    def __init__(self, python: ForkedPython, arguments: list[str], **options: Any) -> None:
-        self._python = python
-        super().__init__([sys.executable, *arguments], **options)
-
-    def _execute_child(self, args: list[str], *options: Any) -> None:
-        """Fork, where the base class starts a program; the options are those of that."""
+    def fork(self, fork: Fork, args: list[str], *options: Any) -> None:
+        """Fork, where `_execute_child` starts a program; the options are those of that."""
         cwd, environment, pipes = options[4], options[5], options[9:15]
         stdin, _, _, stdout, _, stderr = pipes
         given = zip((stdin, stdout, stderr), (0, 1, 2), strict=True)
         streams = [own if found == -1 else found for found, own in given]
         environment = dict(os.environ if environment is None else environment)
-        self.pid = self._python.fork(args[1:], cwd or Path.cwd(), environment, streams)
+        self.pid = fork(args[1:], str(cwd or Path.cwd()), environment, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+class _ForkedPopen(_Forked):
+    """A program that is a fork of the interpreter."""
+
+    def __init__(self, fork: Fork, arguments: list[str], **options: Any) -> None:
+        self._fork = fork
+        super().__init__([sys.executable, *arguments], **options)
+
+    def _execute_child(self, args: list[str], *options: Any) -> None:
+        self.fork(self._fork, args, *options)
 
 
 @cache
@@ -122,15 +148,19 @@ def forked_python() -> ForkedPython:
     return ForkedPython()
 
 
-def _serve(control: socket.socket) -> list[str]:
-    """Fork for each program; return its arguments in the forks alone."""
+def _serve(control: socket.socket) -> None:
+    """Fork for each program, and run it in the forks."""
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [path for path in sys.path[1:] if path not in added]
     for name in _IMPORTED:
         importlib.import_module(name)
     read_metadata_once()
     import_builtins()
-    request, descriptors = fork_on_request(control)
+    _run_request(base, *fork_on_request(control))
+
+
+def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int]) -> None:
+    """Be the program of a request; `base` is what ends `sys.path`."""
     for descriptor, standard in zip(descriptors, (0, 1, 2), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -141,8 +171,26 @@ def _serve(control: socket.socket) -> list[str]:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [path for path in paths if path] + base
     importlib.invalidate_caches()
-    STARTS.fork_server()
-    return request["arguments"]
+    _fork_servers(STARTS.fork_server(functools.partial(_run_request, base)))
+    if request.get("is_torn_down"):
+        _run(request["arguments"])
+    else:
+        run_and_leave(functools.partial(_run, request["arguments"]))
+
+
+def _fork_servers(forks: ForkServer) -> None:
+    """Let this program start `hardpoint serve` by forks, as `hardpoint.testing.serve` does."""
+
+    class Popen(_Forked):
+        def _execute_child(self, args: list[str], *options: Any) -> None:
+            environment = dict(os.environ if options[5] is None else options[5])
+            is_server = args[:4] == [sys.executable, "-m", "hardpoint", "serve"]
+            if is_server and forks.has_read(environment):
+                self.fork(forks.fork_program, args, *options)
+            else:
+                super()._execute_child(args, *options)
+
+    subprocess.Popen = Popen
 
 
 def _open_streams(*, unbuffered: bool) -> None:
@@ -187,4 +235,4 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -76,6 +76,16 @@ def test_planning_ahead(tmp_path):
     assert found["ahead"] > 2
 
 
+@pytest.mark.nightly
+def test_update_weights(tmp_path):
+    script = str(ROOT / "benchmarks" / "update_weights.py")
+    run(sys.executable, script, "--streams", "4", "--rounds", "1", "--json", "f.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["tokens"].keys() == {"0", "1", "2"}
+    for figures in found["updates"].values():
+        assert all(value > 0 for times in figures.values() for value in times)
+
+
 def speculation(tmp_path, *arguments):
     """Return the measurements of the benchmark of speculation."""
     script = str(ROOT / "benchmarks" / "speculation.py")

@@ -13,10 +13,9 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import torch
 
 from hardpoint import typed
 from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
@@ -27,12 +26,15 @@ from hardpoint.errors import shown, size_text
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
 
+if TYPE_CHECKING:
+    import torch
+
 _MEMORY = Path("/dev/shm")
 _PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)
 """The shortest and the longest time between two questions whether weights are prepared."""
 
-Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor]
+Weights: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor]"
 """Path of a safetensors file or a folder of them; or tensors by their names in the checkpoint."""
 
 
@@ -195,6 +197,8 @@ class WeightFiles:
             RequestError: they are no tensors by their names.
             HardpointError: there is no room for them.
         """
+        import torch  # noqa: PLC0415 - LLM and AsyncLLM are imported without it
+
         if not tensors:
             raise RequestError("weights: expected tensors by their names, got none")
         for name, tensor in tensors.items():

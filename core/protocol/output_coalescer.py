@@ -100,6 +100,7 @@ _SET_ONCE = (
     "kv_transfer_params",
     "pooling_output",
     "trace_headers",
+    "weight_runs",
 )
 
 

@@ -6,15 +6,15 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hardpoint.boundary.checked_model import cut_weights
 from hardpoint.errors import shown
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedWeight
+
+if TYPE_CHECKING:
+    import torch
 
 _HEAD = "lm_head.weight"
 _SHOWN = 3  # names in a message
@@ -74,6 +74,8 @@ class UpdatedWeights(WeightLoader):
         Raises:
             ModelError: a tensor has numbers that are not finite.
         """
+        from hardpoint.boundary.checked_model import cut_weights  # noqa: PLC0415 - it imports torch
+
         rest = {name: tuple(shape) for name, shape in shapes.items() if name not in self._where}
         if rest:
             of_rest = {name: cut for name, cut in cuts.items() if name in rest}
@@ -102,6 +104,8 @@ class UpdatedWeights(WeightLoader):
 
     def _check(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         """Check the tensors of the files; return how they are stored."""
+        import torch  # noqa: PLC0415 - engines are imported without it
+
         found: dict[str, WeightFormat] = {}
         for file in dict.fromkeys(self._where.values()):
             names = [name for name, where in self._where.items() if where == file]
@@ -131,6 +135,8 @@ class UpdatedWeights(WeightLoader):
         Raises:
             ModelError: it is not.
         """
+        import torch  # noqa: PLC0415 - engines are imported without it
+
         if name == _HEAD:
             head = _tensor(file, name, None)
             tables = [of for of, shape in shapes.items() if tuple(shape) == tuple(head.shape)]

@@ -97,7 +97,7 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.finish_reason, held.stop_reason = new.finish_reason, new.stop_reason
     held.error, held.error_kind = new.error, new.error_kind
     held.metrics = new.metrics
-    held.part_figures = new.part_figures
+    held.part_figures, held.weight_runs = new.part_figures, new.weight_runs
     held.routed_experts = new.routed_experts
 
 

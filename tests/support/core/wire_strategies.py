@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
-from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
+from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs, WeightRun
 from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
 from hardpoint.plugins.structured import AnyTextFormat, StructuralTag, StructuredOutputs
 
@@ -178,6 +178,8 @@ OUTPUTS = whole(
     routed_experts=PLAIN,
     trace_headers=HEADERS,
     part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
+    weight_runs=st.none()
+    | st.lists(whole(WeightRun, start=COUNT, version=TEXT, kv_version=TEXT), max_size=2),
 )
 CACHE_STATS = whole(PrefixCacheStats, requests=COUNT, queried_tokens=COUNT, hit_tokens=COUNT)
 TIER_STATS = whole(
@@ -211,6 +213,7 @@ STATS = whole(
     step_cost_error=st.none() | st.floats(0, 8),
     num_waits_for_results=st.dictionaries(TEXT, COUNT, max_size=2),
     num_requests_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
+    weight_version=MAYBE_TEXT,
 )
 BATCHES = whole(
     EngineCoreOutputs,

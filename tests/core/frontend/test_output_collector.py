@@ -12,7 +12,7 @@ from support.searching import examples
 
 from hardpoint import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from hardpoint.core.frontend.outputs.output_collector import RequestOutputCollector
-from hardpoint.plugins.requests import ToolCall
+from hardpoint.plugins.requests import ToolCall, WeightRun
 from hardpoint.plugins.stats import RequestMetrics
 
 DELTA, CUMULATIVE, FINAL_ONLY = (
@@ -90,6 +90,15 @@ class TestDeltas:
         assert [list(entry) for entry in merged.logprobs] == [[1], [2], [3]]
         assert (merged.finish_reason, merged.stop_reason) == ("stop", "c")
         assert held.metrics is merged.metrics is two.metrics
+
+    def test_the_newest_versions_and_figures_stand(self):
+        collector = RequestOutputCollector(DELTA)
+        runs = [WeightRun(0, "0", "0"), WeightRun(1, "1", "1")]
+        collector.put(output(completion(weight_runs=runs[:1], part_figures={"a": {"x": 1}})))
+        collector.put(output(completion(weight_runs=runs, part_figures={"a": {"x": 2}})))
+        (merged,) = collector.get_nowait().outputs
+        assert merged.weight_runs == runs
+        assert merged.part_figures == {"a": {"x": 2}}
 
     def test_each_completion_by_itself(self):
         collector = RequestOutputCollector(DELTA)

@@ -37,9 +37,8 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
-from .open_model import OpenModel
+from .io_processing import AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls
@@ -47,7 +46,7 @@ from .weights import AsyncWeightCalls
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, AsyncWeightCalls):
+class AsyncLLM(AsyncProcessorCalls, AsyncControlCalls, AsyncWeightCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the

@@ -13,7 +13,6 @@ import msgspec
 
 from hardpoint.core.build import build_async_engine
 from hardpoint.core.engine.utility_calls import AsyncControlCalls
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (

@@ -1,4 +1,4 @@
-"""IO processors: make prompts of other inputs, and other outputs of what the model makes of them."""
+"""IO processors: make prompts of other inputs, and other outputs of what the model makes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class IOProcessorContext(Context["IOProcessor"]):
 
     Attributes:
         model_config: configuration of the model.
-        max_model_len: most tokens of a prompt. With `max_model_len = "auto"`, memory may allow less.
+        max_model_len: most tokens of a prompt; with `max_model_len = "auto"`, memory may allow
+            less.
         tokenizer: loads a tokenizer for this processor alone, and returns it; the engine closes it.
     """
 
@@ -110,16 +111,14 @@ class IOProcessor(Component):
             data: any object in a program; from HTTP, what JSON has. It must not be changed.
 
         Raises:
-            RequestError: it is wrong; begins with the path of what is wrong, such as `data.rows[3]`.
+            RequestError: it is wrong; begins with the path of what is, such as `data.rows[3]`.
         """
         assert self.Request is not None
         return typed.convert(data, self.Request, path="data", error=RequestError)
 
     @returns(PROMPTS, raises=(RequestError,))
     @abstractmethod
-    def pre_process(
-        self, request: Any
-    ) -> Sequence[tuple[Prompt, PoolingParams | SamplingParams]]:
+    def pre_process(self, request: Any) -> Sequence[tuple[Prompt, PoolingParams | SamplingParams]]:
         """Return the prompts of a request, each with its parameters; there may be none.
 
         A prompt is text, token ids or a mapping, as `LLM.generate` takes it. One that the engine

@@ -85,7 +85,7 @@ _STRANGE = (
 class IOProcessorSuite(ComponentSuite):
     """Base class of a test class, which sets `processor`, `samples` and `refused`.
 
-    The model is a fake: its vectors depend on the tokens of each prompt, its texts are `completion`.
+    The model is a fake: its vectors depend on the tokens of each prompt, `completion` is its text.
 
     Attributes:
         processor: the class under test.
@@ -241,15 +241,11 @@ class IOProcessorSuite(ComponentSuite):
 
     def _finished(self, processor: IOProcessor, request: Any, prompts: list[Any]) -> Any:
         """Return the answer to a request, decoded from JSON."""
-        return self._response(
-            processor, processor.post_process(request, self._outputs(prompts))
-        )
+        return self._response(processor, processor.post_process(request, self._outputs(prompts)))
 
     def _response(self, processor: IOProcessor, output: Any) -> Any:
         response = processor.output_to_response(output)
-        encoded = declared_result(
-            RESPONSE, IOProcessor, "output_to_response", response, (output,)
-        )
+        encoded = declared_result(RESPONSE, IOProcessor, "output_to_response", response, (output,))
         return json.loads(encoded)
 
     def _refusal(self, processor: IOProcessor, data: Any) -> RequestError | None:

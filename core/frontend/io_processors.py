@@ -1,4 +1,4 @@
-"""The enabled IO processors: found by name, called by one thread at a time, their faults counted."""
+"""The enabled IO processors: found by name, called by one thread at a time, faults counted."""
 
 from __future__ import annotations
 

@@ -225,28 +225,38 @@ def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
     assert len(found) == 2
 
 
-class TestAnEventLoop:
-    def test_calls_run_beside_each_other_and_cancelling_aborts(self, scripted):
-        async def main():
-            settings = {"engine": {"in_process": False}}
-            async with AsyncLLM(config=config(scripted, Nearest, Harmful, **settings)) as llm:
-                assert llm.io_processor_schemas().keys() == {"nearest", "harmful"}
-                assert llm.io_processor_schemas()["harmful"] == {}
-                await results(llm)
-                await refusals(llm)
-                await cancelled(llm)
-                await others_go_on(llm)
-            with pytest.raises(EngineClosedError):
-                await llm.process({}, "harmful")
+@pytest.fixture(scope="module")
+def run(scripted):
+    """Runs a coroutine function with a model of an event loop."""
+    tables = {"engine": {"in_process": False}, "plugins": {"quarantine_after": 0}}
+    with asyncio.Runner() as runner:
+        llm = AsyncLLM(config=config(scripted, Nearest, Harmful, **tables))
+        yield lambda main: runner.run(asyncio.wait_for(main(llm), 60))
+        runner.run(llm.aclose())
 
-        async def results(llm):
+
+class TestAnEventLoop:
+    def test_calls_run_beside_each_other(self, run):
+        async def main(llm):
             calls = [llm.process({"rows": [[sign, sign]]}, "nearest") for sign in (1.0, -1.0) * 8]
             found = await asyncio.gather(*calls)
             assert [name for ((name, _),) in found] == ["high", "low"] * 8
             answer = await llm.process({"rows": []}, "nearest", as_json=True)
             assert json.loads(answer) == {"names": [], "vectors": None}
 
-        async def refusals(llm):
+        run(main)
+
+    def test_schemas_of_inputs(self, run):
+        async def main(llm):
+            schemas = llm.io_processor_schemas()
+            assert schemas.keys() == {"nearest", "harmful"}
+            assert schemas["harmful"] == {}
+            assert "rows" in schemas["nearest"]["$defs"]["Measurements"]["properties"]
+
+        run(main)
+
+    def test_errors_are_those_of_a_program(self, run):
+        async def main(llm):
             with pytest.raises(RequestError, match=r"^data.rows\[0\]\[0\]: expected .*got 3"):
                 await llm.process({"rows": [[3]]}, "nearest")
             bad = [([1], PoolingParams()), ([9999], PoolingParams()), ([1], PoolingParams())]
@@ -256,8 +266,14 @@ class TestAnEventLoop:
             with pytest.raises(PluginFaultError, match="'harmful'.*KeyError: 'missing'"):
                 await llm.process({"post_process": "fails"}, "harmful")
             assert (await llm.health()).faults == {"harmful": 1}
+            with pytest.raises(RequestEndedError) as ended:
+                await llm.process({}, "harmful", timeout=1e-9)
+            assert ended.value.finish_reason == "timeout"
 
-        async def cancelled(llm):
+        run(main)
+
+    def test_cancelling_ends_its_requests(self, run):
+        async def main(llm):
             endless = SamplingParams(max_tokens=400, ignore_eos=True)
             call = asyncio.create_task(llm.process({"params": endless, "prompts": 3}, "harmful"))
             while len(await llm.live_requests()) < 3:
@@ -268,8 +284,10 @@ class TestAnEventLoop:
             while await llm.live_requests():
                 await asyncio.sleep(0.005)
 
-        async def others_go_on(llm):
-            GO_ON.clear()
+        run(main)
+
+    def test_one_that_waits_delays_no_other(self, run):
+        async def main(llm):
             call = asyncio.create_task(llm.process({"parse_request": "waits"}, "harmful"))
             try:
                 assert await asyncio.to_thread(WAITING.wait, 20)
@@ -279,8 +297,17 @@ class TestAnEventLoop:
                 GO_ON.set()
             assert await call == {"parse_request": "waits"}
 
+        GO_ON.clear()
         WAITING.clear()
-        asyncio.run(asyncio.wait_for(main(), 60))
+        run(main)
+
+    def test_a_closed_engine_processes_nothing(self, run):
+        async def main(llm):
+            await llm.aclose()
+            with pytest.raises(EngineClosedError, match="the engine is closed"):
+                await llm.process({}, "harmful")
+
+        run(main)
 
 
 def test_tokenizers_of_processors_are_their_own_and_are_closed(scripted):

@@ -51,7 +51,7 @@ class Named(Strict):
 class Nearest(IOProcessor):
     """Names rows of numbers by the nearest of some prototypes: no text goes in, none comes out.
 
-    A number is a token, one of 101 from -1 to 1; prototypes are rows that are computed with each call.
+    A number is a token, one of 101 from -1 to 1; prototypes are rows that each call computes.
     """
 
     contract = 1

@@ -37,7 +37,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
-from .io_processing import AsyncProcessorCalls
+from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls

@@ -30,7 +30,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
-from .io_processing import ProcessorCalls
+from .open_model import ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,

@@ -12,7 +12,6 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from hardpoint.core.build import build_async_engine
-from hardpoint.core.engine.utility_calls import AsyncControlCalls
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -45,7 +44,7 @@ from .weights import AsyncWeightCalls
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(AsyncProcessorCalls, AsyncControlCalls, AsyncWeightCalls):
+class AsyncLLM(AsyncProcessorCalls, AsyncWeightCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the

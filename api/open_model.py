@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, Unpack
 import msgspec
 import numpy as np
 
-from hardpoint.core.engine.utility_calls import SyncControlCalls
+from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.io_processors import OpenIOProcessor, ProcessorCall
 from hardpoint.core.frontend.llm_engine import LLMEngine
@@ -261,7 +261,7 @@ class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
         as_json: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Any:
-        """Return what an enabled IO processor makes of an input, by requests to the model.
+        """Return the output of an IO processor for an input, by requests to the model.
 
         Args:
             data: the input, which the processor checks; any object that it takes.
@@ -302,7 +302,7 @@ class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
         return [found[request_id] for request_id in ids]
 
 
-class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncAdapterCalls):
+class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
     """The calls of IO processors of a program that runs an event loop."""
 
     @takes_options
@@ -314,7 +314,7 @@ class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncAdapterCalls):
         as_json: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Any:
-        """Return what an enabled IO processor makes of an input, by requests to the model.
+        """Return the output of an IO processor for an input, by requests to the model.
 
         The processor is called in a thread of its own. Cancelling the task aborts its requests.
 

@@ -7,6 +7,8 @@ from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
+_QUARANTINED = ("logits_processors", "io_processors")
+
 
 class PluginHealth:
     """Counts the requests that each plugin ended; quarantines third-party plugins of some kinds.
@@ -22,12 +24,8 @@ class PluginHealth:
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
         """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
-        self._dispensable = {
-            entry.name
-            for kind in ("logits_processors", "io_processors")
-            for entry in plugins.entries(kind)
-            if is_third_party(entry)
-        }
+        entries = (e for kind in _QUARANTINED for e in plugins.entries(kind))
+        self._dispensable = {entry.name for entry in entries if is_third_party(entry)}
         self._quarantine_after = quarantine_after
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
@@ -43,10 +41,7 @@ class PluginHealth:
         self.deadly[plugin] = message
 
     def check(self, plugin: str, path: str = "") -> None:
-        """Refuse a request that uses a quarantined plugin.
-
-        Args:
-            path: where the request names it, if not by its arguments.
+        """Refuse a request that uses a quarantined plugin, by `path` if not by arguments.
 
         Raises:
             RequestError: naming the plugin and its first fault.

@@ -76,7 +76,7 @@ JSON = Returned("plain data, structs or arrays, of finite numbers", _as_json)
 
 
 class IOProcessor(Component):
-    """Makes prompts of an input that is none, and an output of what the model makes of these.
+    """Makes prompts of an input of another kind, and an output of what the model makes of them.
 
     A call is `parse_request`, `pre_process`, the requests to the engine, `post_process`, and for an
     answer over HTTP `output_to_response`. One thread at a time calls a processor, and none that

@@ -118,7 +118,7 @@ class AsyncGenerator(Protocol):
         as_json: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Any:
-        """Return what an enabled IO processor makes of an input; its JSON with `as_json`.
+        """Return the output of an IO processor for an input; its JSON with `as_json`.
 
         Args:
             io_processor: its name; None is the only one.

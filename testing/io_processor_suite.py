@@ -59,7 +59,7 @@ RESPONSE = Rule(
     "return lists, tables with texts as keys, texts, finite numbers, structs or arrays",
 )
 
-_STRANGE = (
+_STRANGE: tuple[Any, ...] = (
     None,
     True,
     0,

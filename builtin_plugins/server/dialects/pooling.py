@@ -68,7 +68,7 @@ class PooledText(msgspec.Struct):
 
 
 class PooledResult(msgspec.Struct, omit_defaults=True):
-    """What an IO processor answers; or the results of texts.
+    """The answer of an IO processor, or the results of texts.
 
     Attributes:
         data: the answer of the processor, of any form; or the result of each text.
@@ -110,7 +110,7 @@ class PoolingRoute:
         ]
 
     async def pool(self, request: Request) -> Response:
-        """Return what an IO processor answers, or the results of texts."""
+        """Return the answer of an IO processor, or the results of texts."""
         call, asked = await self._service.read(request, PoolingRequest)
         model = self._service.base_model(asked.model)
         _check(asked)

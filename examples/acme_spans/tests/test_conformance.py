@@ -17,7 +17,7 @@ class TestSpans(IOProcessorSuite):
     ]
     refused = [
         {"text": ""},
-        {"text": "many words " * 100},
+        {"text": "many parts " * 100},
         {"text": "a", "query": "a query that is too long " * 20},
         {"text": "a", "top_n": 0},
     ]

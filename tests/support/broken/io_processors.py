@@ -89,7 +89,7 @@ class Trusts(Rows):
 
 
 class Lenient(Rows):
-    """Takes what the suite says that it refuses."""
+    """Takes what it has to refuse."""
 
     contract = 1
 

@@ -41,7 +41,7 @@ class Named(Strict):
     """The names of rows.
 
     Attributes:
-        names: of each row, the name of the nearest prototype.
+        names: names of the nearest prototypes, by row.
     """
 
     names: list[str]
@@ -116,7 +116,7 @@ class Writes(IOProcessor):
         return [(text, SamplingParams(max_tokens=4, temperature=0.0)) for text in request]
 
     def post_process(self, request: list[str], outputs: Sequence[Any]) -> dict[str, str]:
-        """Return what the model wrote, by text."""
+        """Return the completions, by text."""
         texts = (output.outputs[0].text for output in outputs)
         return dict(zip(request, texts, strict=True))
 
@@ -126,7 +126,7 @@ WAITING = threading.Event()
 
 
 class Harmful(IOProcessor):
-    """Does what its input says, in the method that it names."""
+    """Does what its input asks for, in the method that it names."""
 
     contract = 1
 
@@ -152,7 +152,7 @@ class Harmful(IOProcessor):
         return "done" if answer is None else answer
 
     def act(self, request: Any, method: str) -> Any:
-        """Do what a request says for a method."""
+        """Do what a request asks for in a method."""
         match request.get(method):
             case "waits":
                 WAITING.set()

@@ -22,7 +22,7 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Frame:
-        """Return what a tokenizer puts around each text."""
+        """Return the special tokens that a tokenizer puts around each text."""
         inner = tokenizer.encode("a", add_special_tokens=False)
         whole = tokenizer.encode("a")
         for begin in range(len(whole) - len(inner) + 1):

@@ -17,7 +17,7 @@ from .behaviour import LONG, Returned, UnusableError, returns, unusable
 from .component import Component, Context
 from .loader import ModelConfig
 from .params import PoolingParams, SamplingParams
-from .requests import PoolingRequestOutput, Prompt, RequestOutput
+from .requests import Prompt
 from .tokenizer import Tokenizer
 
 __all__ = ["IOProcessor", "IOProcessorContext"]
@@ -133,14 +133,13 @@ class IOProcessor(Component):
 
     @returns(ANYTHING)
     @abstractmethod
-    def post_process(
-        self, request: Any, outputs: Sequence[PoolingRequestOutput | RequestOutput]
-    ) -> Any:
+    def post_process(self, request: Any, outputs: Sequence[Any]) -> Any:
         """Return the output of a request, given those of its prompts.
 
         Args:
             request: what `parse_request` returned.
-            outputs: in the order of the prompts; each is finished. They must not be changed.
+            outputs: `PoolingRequestOutput` or `RequestOutput`, in the order of the prompts; each is
+                finished. They must not be changed.
         """
 
     @returns(JSON)

@@ -16,14 +16,19 @@ from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineClosedError, PluginFaultError, shown
-from hardpoint.plugins import IOProcessor, IOProcessorContext, RequestError, Tokenizer
+from hardpoint.plugins import (
+    IOProcessor,
+    IOProcessorContext,
+    RequestError,
+    SamplingParams,
+    Tokenizer,
+)
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput, Prompt, RequestOutput
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.engine_lock import OwnerProcess
 from hardpoint.typed import json_schema, suggest
-
-from .outputs.request_state import AnyOutput
-from .requests.prompts import Params, Prompt
 
 KIND = "io_processors"
 _FIELD = "io_processor"
@@ -48,7 +53,7 @@ class ProcessorCall:
 
     number: str
     request: Any
-    prompts: Sequence[tuple[Prompt, Params]]
+    prompts: Sequence[tuple[Prompt, PoolingParams | SamplingParams]]
 
 
 class OpenIOProcessor:
@@ -100,7 +105,11 @@ class OpenIOProcessor:
         return self._counted(number, run)
 
     def finish(
-        self, call: ProcessorCall, outputs: Sequence[AnyOutput], *, as_json: bool = False
+        self,
+        call: ProcessorCall,
+        outputs: Sequence[PoolingRequestOutput | RequestOutput],
+        *,
+        as_json: bool = False,
     ) -> Any:
         """Return the output of a call, given those of its prompts.
 

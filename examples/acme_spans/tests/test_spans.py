@@ -48,9 +48,11 @@ def test_what_is_wrong_is_named(model):
     with LLM(config=config(model, spans=3, size=50)) as llm:
         with pytest.raises(RequestError, match=r"^data.text: expected at most 3 spans, got \d+$"):
             llm.process({"text": TEXT})
-        with pytest.raises(RequestError, match=r"^data: missing|^data.text: "):
+        with pytest.raises(RequestError, match="^data.text: missing, and it has no default$"):
             llm.process({"query": "x"})
-        with pytest.raises(RequestError, match="^data.query: expected 1 to 512 tokens, got 1440"):
+        with pytest.raises(
+            RequestError, match=r"^data.query: expected 1 to 512 tokens, got \d{4}$"
+        ):
             llm.process({"text": "a", "query": TEXT})
         assert llm.health().faults == {}
     with pytest.raises(ConfigError, match=r"plugin\.spans\.size: expected 17 to 512 tokens"):
@@ -62,7 +64,7 @@ def test_over_http():
         body = {"data": {"text": TEXT, "query": "document", "top_n": 1}, "io_processor": "spans"}
         answer = server.ask("/pooling", body).json()["data"]
         assert answer["spans"][0]["text"] in TEXT
-        assert answer["spans"][0]["num_tokens"] == 256
+        assert answer["spans"][0]["num_tokens"] <= 256
         wrong = server.ask("/pooling", {"data": {"text": ""}})
         assert wrong.status == 400
         assert wrong.json()["error"]["param"] == "data.text"

@@ -12,8 +12,6 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from hardpoint.core.build import build_async_engine
-from hardpoint.core.engine.utility_calls import AsyncControlCalls
-from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -37,9 +35,8 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
-from .open_model import OpenModel
+from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls
@@ -47,7 +44,7 @@ from .weights import AsyncWeightCalls
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, AsyncWeightCalls):
+class AsyncLLM(AsyncProcessorCalls, AsyncWeightCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the

@@ -13,6 +13,7 @@ HardpointError
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   ├── OverloadedError         too many requests wait; try again later
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
+├── RequestEndedError       it ended without a result, by its timeout for example
 ├── EngineClosedError       the engine was closed before the call
 ├── EnginePausedError       the call would wait for ever, since the engine is paused
 ├── EngineTimeoutError      the engine did not answer a utility call in time; it may be busy
@@ -44,6 +45,7 @@ __all__ = [
     "PluginLoadError",
     "PluginNotFoundError",
     "PromptTooLongError",
+    "RequestEndedError",
     "RequestError",
     "reason_of",
     "shown",
@@ -132,6 +134,16 @@ class EnginePausedError(HardpointError):
 
 class EngineTimeoutError(HardpointError, TimeoutError):
     """The engine did not answer a utility call in time; it may be busy, or hang."""
+
+
+class RequestEndedError(HardpointError):
+    """A request ended without a result: by its timeout, or because it was aborted.
+
+    Attributes:
+        finish_reason: "timeout" or "abort".
+    """
+
+    finish_reason: str = ""
 
 
 class CommunicationAbortedError(HardpointError):

@@ -29,9 +29,8 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .adapters import SyncAdapterCalls
 from .chat import Chat, Messages
-from .open_model import PoolingCalls
+from .open_model import ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
@@ -52,7 +51,7 @@ from .weights import SyncWeightCalls
 __all__ = ["LLM"]
 
 
-class LLM(PoolingCalls, SyncAdapterCalls, SyncWeightCalls):
+class LLM(ProcessorCalls, SyncWeightCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;

@@ -7,9 +7,11 @@ from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
+_QUARANTINED = ("logits_processors", "io_processors")
+
 
 class PluginHealth:
-    """Counts the requests that each plugin ended; quarantines third-party logits processors.
+    """Counts the requests that each plugin ended; quarantines third-party plugins of some kinds.
 
     A built-in is never quarantined: arguments that contradict one another end their own request,
     and a client could have a built-in refused to all others by a few of these. Nor is a plugin that
@@ -22,9 +24,8 @@ class PluginHealth:
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
         """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
-        self._dispensable = {
-            entry.name for entry in plugins.entries("logits_processors") if is_third_party(entry)
-        }
+        entries = (e for kind in _QUARANTINED for e in plugins.entries(kind))
+        self._dispensable = {entry.name for entry in entries if is_third_party(entry)}
         self._quarantine_after = quarantine_after
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
@@ -39,20 +40,19 @@ class PluginHealth:
         """Quarantine a plugin that ran when the engine died; `message` names it."""
         self.deadly[plugin] = message
 
-    def check(self, plugin: str) -> None:
-        """Refuse a request that uses a quarantined plugin.
+    def check(self, plugin: str, path: str = "") -> None:
+        """Refuse a request that uses a quarantined plugin, by `path` if not by arguments.
 
         Raises:
             RequestError: naming the plugin and its first fault.
         """
+        where = f"{path}: {plugin!r} is" if path else f"plugin_args.{plugin}: the plugin is"
         if plugin in self.deadly:
-            raise RequestError(
-                f"plugin_args.{plugin}: the plugin is quarantined: {self.deadly[plugin]}"
-            )
+            raise RequestError(f"{where} quarantined: {self.deadly[plugin]}")
         if self._quarantined(plugin):
             raise RequestError(
-                f"plugin_args.{plugin}: the plugin is quarantined, for it ended "
-                f"{len(self.ended[plugin])} requests; the first: {self._first[plugin]}"
+                f"{where} quarantined, for it ended {len(self.ended[plugin])} requests; the first: "
+                f"{self._first[plugin]}"
             )
 
     def report(

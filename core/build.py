@@ -24,6 +24,7 @@ from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import EngineParts
+from hardpoint.core.frontend.io_processors import IOProcessors, open_io_processors
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
@@ -190,12 +191,14 @@ class _Prepared:
     statistics: Statistics | None
     step_parts: FrontendParts
     adapter_resolvers: AdapterResolvers
+    io_processors: IOProcessors
     vocabulary: Vocabulary | None
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
-        """Close the step parts, the statistics and the adapter resolvers if the body fails."""
+        """Close the plugins of the frontend if the body fails."""
         with contextlib.ExitStack() as undo:
+            undo.callback(self.io_processors.close)
             undo.callback(self.adapter_resolvers.close)
             if self.statistics is not None:
                 undo.callback(self.statistics.close)
@@ -234,6 +237,7 @@ class _Prepared:
             statistics=self.statistics,
             step_parts=self.step_parts,
             adapter_resolvers=self.adapter_resolvers,
+            io_processors=self.io_processors,
         )
 
 
@@ -254,7 +258,12 @@ def _prepare(
     hooks = plugins.hooks()
     with naming_plugin(plugins):
         spec = prepare_worker(config.without_tables(), plugins, config_sources, progress)
-    tokenizer = _tokenizer(config, plugins, spec.loader.context.files, spec.model_config.vocab_size)
+
+    def new_tokenizer() -> Tokenizer:
+        files, vocab_size = spec.loader.context.files, spec.model_config.vocab_size
+        return _tokenizer(config, plugins, files, vocab_size)
+
+    tokenizer = new_tokenizer()
     parsers = _output_parsers(config, plugins, tokenizer, spec.model_config.vocab_size)
     vocabulary = _AskedVocabulary(tokenizer)
     with naming_plugin(plugins):
@@ -265,6 +274,9 @@ def _prepare(
         undo.callback(step_parts.close)
         adapter_resolvers = AdapterResolvers(plugins, config)
         undo.callback(adapter_resolvers.close)
+        of_model = {"model_config": spec.model_config, "max_model_len": spec.max_model_len}
+        io_processors = open_io_processors(plugins, of_model, new_tokenizer)
+        undo.callback(io_processors.close)
         statistics = open_statistics(config, plugins, clock)
         undo.pop_all()
     return _Prepared(
@@ -278,6 +290,7 @@ def _prepare(
         statistics,
         step_parts,
         adapter_resolvers,
+        io_processors,
         vocabulary.found,
     )
 

@@ -26,6 +26,7 @@ from .executor import Executor, ExecutorContext, WorkerInfo
 from .frontend_half import FrontendHalf
 from .grammars import GrammarBackend, GrammarContext
 from .hooks import HookContext, hookimpl
+from .io_processor import IOProcessor, IOProcessorContext
 from .kv_cache import (
     AllBlocksCleared,
     BlockHistory,
@@ -255,6 +256,9 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     # Adapter resolvers: provisional
     "AdapterResolver",
     "AdapterResolverContext",
+    # IO processors: provisional
+    "IOProcessor",
+    "IOProcessorContext",
     # Stat sinks: stable
     "IterationStats",
     "PluginReport",

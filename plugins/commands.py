@@ -86,6 +86,8 @@ class ComponentDetails:
         options_schema: JSON Schema of the options.
         arguments_schema: JSON Schema of the arguments.
         problem: why loading refuses it, if it is not enabled; empty if it passes every check.
+        input_fields: declared input of an IO processor; None where the kind has none.
+        input_schema: JSON Schema of the input.
         others: the other components of its kind that have its name.
     """
 
@@ -107,6 +109,8 @@ class ComponentDetails:
     arguments_schema: Mapping[str, Any] | None
     problem: str = ""
     others: Sequence[ComponentInfo] = ()
+    input_fields: Sequence[FieldDoc] | None = None
+    input_schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

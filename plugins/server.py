@@ -110,6 +110,28 @@ class AsyncGenerator(Protocol):
     ) -> c.AsyncGenerator[PoolingRequestOutput, None]:
         """Pool a prompt; yield one output. Errors are those of `generate`."""
 
+    async def process(
+        self,
+        data: Any,
+        io_processor: str | None = None,
+        *,
+        as_json: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
+        """Return the output of an IO processor for an input; its JSON with `as_json`.
+
+        Args:
+            io_processor: its name; None is the only one.
+
+        Raises:
+            RequestError: the input is wrong, or there is no such processor.
+            RequestEndedError: a request to the model ended without a result.
+            PluginFaultError: the processor failed.
+        """
+
+    def io_processor_schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the JSON schema of the inputs of each enabled IO processor, by name."""
+
     async def call_part(
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any:

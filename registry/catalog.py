@@ -105,6 +105,8 @@ class Catalog:
             arguments_schema=_schema(target, "Arguments"),
             problem="" if info.enabled else self._problem(kind, info),
             others=others,
+            input_fields=_fields(target, "Request"),
+            input_schema=_schema(target, "Request"),
         )
 
     def _problem(self, kind: Kind, info: ComponentInfo) -> str:
@@ -256,7 +258,7 @@ def _has_options(target: Any) -> bool:
 
 
 def _declared(target: Any, attribute: str) -> type[msgspec.Struct] | None:
-    """Return the `Options` or `Arguments` of a class; modules and objects have none."""
+    """Return `Options`, `Arguments` or `Request` of a class; modules and objects have none."""
     return getattr(target, attribute, None) if inspect.isclass(target) else None
 
 

@@ -11,6 +11,7 @@ from hardpoint.plugins.attention import AttentionBackend
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.grammars import GrammarBackend
+from hardpoint.plugins.io_processor import IOProcessor
 from hardpoint.plugins.kv_cache import EvictionPolicy, KVEventPublisher
 from hardpoint.plugins.kv_connector import KVConnector
 from hardpoint.plugins.kv_store import KVStore
@@ -370,6 +371,15 @@ KINDS: dict[str, Kind] = {
             chosen_by="adapters.resolvers",
             summary="Find the files of an adapter that a request names.",
             suite="AdapterResolverSuite",
+        ),
+        Kind(
+            name="io_processors",
+            interface=IOProcessor,
+            number=Number.BY_NAME,
+            processes=(Process.FRONTEND,),
+            fault_scope=FaultScope.REQUEST,
+            summary="Make prompts of other inputs, and other outputs of what the model makes.",
+            suite="IOProcessorSuite",
         ),
         Kind(
             name="stat_sinks",

@@ -28,6 +28,7 @@ from .scripted import (
 if TYPE_CHECKING:
     from hardpoint.testing.adapter_resolver_suite import AdapterResolverSuite
     from hardpoint.testing.engine_access import load_ops
+    from hardpoint.testing.io_processor_suite import IOProcessorSuite
     from hardpoint.testing.kv.connector_suite import KVConnectorSuite
     from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
     from hardpoint.testing.kv.store_suite import KVStoreSuite
@@ -73,6 +74,7 @@ __all__ = [
     "GrammarSuite",
     "HistoryAttention",
     "HookSuite",
+    "IOProcessorSuite",
     "KVConnectorSuite",
     "KVEventPublisherSuite",
     "KVStoreSuite",
@@ -125,6 +127,7 @@ _LAZY = {
     "GrammarSample": "text.grammar_suite",
     "GrammarSuite": "text.grammar_suite",
     "HookSuite": "running.hook_suite",
+    "IOProcessorSuite": "io_processor_suite",
     "KVConnectorSuite": "kv.connector_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "KVStoreSuite": "kv.store_suite",

@@ -108,6 +108,7 @@ def _details_json(details: ComponentDetails) -> dict[str, Any]:
         "options": without_userinfo(dict(details.options)),
         "options_schema": details.options_schema,
         "arguments_schema": details.arguments_schema,
+        "input_schema": details.input_schema,
         "problem": details.problem,
         "others": [_as_json(other) for other in details.others],
     }
@@ -144,6 +145,9 @@ def _details_text(details: ComponentDetails) -> str:
     if details.argument_fields is not None:
         lines += ["", f'arguments of a request, under plugin_args["{info.name}"]']
         lines += _field_lines(details.argument_fields, {})
+    if details.input_fields is not None:
+        lines += ["", "input of a call, `data` over HTTP"]
+        lines += _field_lines(details.input_fields, {})
     return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ from .config import ServerConfig
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionDialect
 from .dialects.messages import MessagesDialect
+from .dialects.pooling import PoolingRoute
 from .dialects.responses import ResponsesDialect
 from .dialects.tokens import TokenRoutes
 from .dialects.vectors import VectorRoutes
@@ -66,6 +67,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
     Args:
         page: those of the web page.
     """
+    vectors = VectorRoutes(service)
     return [
         *page,
         *StatusRoutes(service).routes(),
@@ -75,7 +77,8 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *ResponsesDialect(service).routes(),
         *MessagesDialect(service).routes(),
         *TokenRoutes(service).routes(),
-        *VectorRoutes(service).routes(),
+        *vectors.routes(),
+        *PoolingRoute(service, vectors).routes(),
     ]
 
 

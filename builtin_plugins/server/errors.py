@@ -20,6 +20,7 @@ from hardpoint.errors import (
     EngineTimeoutError,
     PluginFaultError,
     PromptTooLongError,
+    RequestEndedError,
 )
 from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.typed import suggest
@@ -159,6 +160,9 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
             found = _PATH.match(message)
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
             return AnswerError(400, message, param=found[0] if found else None, code=code)
+        case RequestEndedError(finish_reason=reason):
+            status = 408 if reason == "timeout" else 503
+            return AnswerError(status, for_clients(str(error)), code=reason or None)
         case EngineDeadError():
             return unavailable("the engine has ended; send the request again later")
         case EngineClosedError() | EnginePausedError() | EngineTimeoutError():

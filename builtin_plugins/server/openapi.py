@@ -71,6 +71,7 @@ class OpenAPIRoute:
             service.routes,
             version=service.version,
             arguments=service.engine.argument_schemas(),
+            inputs=service.engine.io_processor_schemas(),
             open_routes=service.settings.open_routes if service.has_keys else None,
         )
 
@@ -80,6 +81,7 @@ def openapi_document(
     *,
     version: str,
     arguments: Mapping[str, Mapping[str, Any]],
+    inputs: Mapping[str, Mapping[str, Any]],
     open_routes: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of some routes.
@@ -87,6 +89,7 @@ def openapi_document(
     Args:
         version: version of Hardpoint.
         arguments: JSON schemas of `plugin_args`, by the names of the plugins.
+        inputs: JSON schemas of the inputs of IO processors, by their names.
         open_routes: paths that need no key; None if none needs one.
     """
     names, schemas = schema_components(_types(routes), _REF)
@@ -98,7 +101,19 @@ def openapi_document(
         _add_treatment(schemas[name], type_)
     untagged = {_REF + n for type_, n in names.items() if getattr(type_, "tag_is_optional", False)}
     _drop_discriminators(schemas, untagged)
-    schemas["PluginArgs"] = _plugin_args(arguments, schemas)
+    schemas["PluginArgs"] = {
+        "type": "object",
+        "description": "Arguments of plugins by name; those of output parsers are not listed.",
+        "properties": _of_plugins("PluginArgs", arguments, schemas),
+    }
+    schemas["IOProcessorData"] = {
+        "description": "Input of an IO processor, one of those that are enabled.",
+        "anyOf": [
+            {"title": plugin, **schema}
+            for plugin, schema in _of_plugins("IOProcessorData", inputs, schemas).items()
+        ]
+        or [{}],
+    }
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Hardpoint", "version": version, "description": _INTRODUCTION},
@@ -169,23 +184,23 @@ def _drop_discriminators(value: Any, untagged: Set[str]) -> None:
             _drop_discriminators(item, untagged)
 
 
-def _plugin_args(
-    arguments: Mapping[str, Mapping[str, Any]], schemas: dict[str, Any]
+def _of_plugins(
+    what: str, by_plugin: Mapping[str, Mapping[str, Any]], schemas: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the schema of `plugin_args`; types that it refers to are put into `schemas`."""
-    properties: dict[str, Any] = {}
-    for plugin, given in arguments.items():
+    """Return schemas by plugin; types that they refer to are put into `schemas`.
+
+    Args:
+        what: beginning of the names of these types.
+    """
+    moved: dict[str, Any] = {}
+    for plugin, given in by_plugin.items():
         schema = copy.deepcopy(dict(given))
-        prefix = f"PluginArgs_{re.sub(r'[^A-Za-z0-9_-]', '_', plugin)}_"
+        prefix = f"{what}_{re.sub(r'[^A-Za-z0-9_-]', '_', plugin)}_"
         definitions = schema.pop("$defs", {})
         for name, definition in definitions.items():
             schemas[prefix + name] = _moved(definition, prefix)
-        properties[plugin] = _moved(schema, prefix)
-    return {
-        "type": "object",
-        "description": "Arguments of plugins by name; those of output parsers are not listed.",
-        "properties": properties,
-    }
+        moved[plugin] = _moved(schema, prefix)
+    return moved
 
 
 def _moved(value: Any, prefix: str) -> Any:

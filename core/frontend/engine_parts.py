@@ -26,6 +26,7 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
 from .adapter_resolvers import AdapterResolvers
+from .io_processors import IOProcessors
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
 
@@ -44,6 +45,7 @@ class EngineParts:
         statistics: closed with the engine; None if they are off.
         step_parts: frontend halves of step parts; closed with the engine.
         adapter_resolvers: closed with the engine; None if there is none.
+        io_processors: closed with the engine.
     """
 
     config: EngineConfig
@@ -60,6 +62,7 @@ class EngineParts:
     statistics: Statistics | None = None
     step_parts: FrontendParts = field(default_factory=FrontendParts)
     adapter_resolvers: AdapterResolvers | None = None
+    io_processors: IOProcessors = field(default_factory=IOProcessors)
 
     def with_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]

@@ -70,8 +70,10 @@ class Frontend:
         self._hooks = parts.hooks
         self._components = parts.components
         self._step_parts, self._resolvers = parts.step_parts, parts.adapter_resolvers
+        self._io_processors = parts.io_processors
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
         parts.step_parts.report_to(self._health.record)
+        parts.io_processors.report_to(self._health)
         self._arguments = PluginArguments(
             parts.plugins,
             self._health,
@@ -242,6 +244,7 @@ class Frontend:
         with contextlib.ExitStack() as stack:
             stack.callback(close_all, self._components)
             stack.callback(self._step_parts.close)
+            stack.callback(self._io_processors.close)
             if self._resolvers is not None:
                 stack.callback(self._resolvers.close)
             stack.callback(self._arguments.close)

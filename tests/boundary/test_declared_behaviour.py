@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.plugins.io_processors import Nearest
 from support.plugins.policies import LOAD, request
 
 import hardpoint
@@ -26,12 +27,14 @@ from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.engine.policy import guarded_policy
 from hardpoint.core.frontend.adapter_resolvers import guarded_resolver
+from hardpoint.core.frontend.io_processors import guarded_processor
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     AdapterResolver,
     DraftRequest,
     EvictionContext,
     EvictionPolicy,
+    IOProcessor,
     KVEventPublisher,
     OutputParser,
     PolicyContext,
@@ -177,7 +180,9 @@ def test_the_table_has_every_declared_method():
     }
     # A parser of tools has the interface of one of reasoning.
     declared = {(k.replace("tool_", "reasoning_"), method) for k, method in declared}
-    assert declared == {(kind, method) for kind, method, *_ in [*CALLS, *RAISING, *CHECKED]}
+    assert declared == {
+        (kind, method) for kind, method, *_ in [*CALLS, *RAISING, *RETURNING_ANYTHING, *CHECKED]
+    }
 
 
 @cases
@@ -276,8 +281,20 @@ RAISING = [
         "returned 'y', expected a Path, a LoRAReque",
     ),
     ("reasoning_parsers", "open", (None,), "x", "failed: AttributeError: 'str' object has no att"),
+    ("io_processors", "pre_process", (None,), "y", "returned 'y', expected a list of pairs of a"),
+    ("io_processors", "output_to_response", (None,), 1j, "returned 1j, which is no JSON: NotImpl"),
 ]
+RETURNING_ANYTHING = [
+    ("io_processors", "parse_request", (None,)),
+    ("io_processors", "post_process", (None, [])),
+]
+"""Kind, method and arguments: no value is wrong."""
 GUARDS = {
+    "io_processors": (
+        IOProcessor,
+        Nearest,
+        lambda processor, source, vocab_size: guarded_processor(processor, source),
+    ),
     "adapter_resolvers": (
         AdapterResolver,
         Folder,
@@ -334,16 +351,19 @@ def fault_class(case):
 
 
 named_cases = pytest.mark.parametrize("case", RAISING, ids=lambda case: f"{case[0]}-{case[1]}")
+failing_cases = pytest.mark.parametrize(
+    "case", [*RAISING, *RETURNING_ANYTHING], ids=lambda case: f"{case[0]}-{case[1]}"
+)
 
 
-@named_cases
+@failing_cases
 @pytest.mark.parametrize("error", [KeyError("oh"), KeyboardInterrupt("oh"), SystemExit(3)])
 def test_it_raises_and_the_call_fails(case, error):
     expected = f"its {case[1]} failed: {type(error).__name__}: {error}"
     assert error_of(case, raising(error)) == (fault_class(case), expected)
 
 
-@named_cases
+@failing_cases
 def test_it_raises_what_is_meant_for_the_caller(case):
     for error in (RequestError("no"), NotImplementedError("no")):
         cls, words = error_of(case, raising(error))
@@ -352,7 +372,7 @@ def test_it_raises_what_is_meant_for_the_caller(case):
         assert (words == "no") is passes
 
 
-@named_cases
+@failing_cases
 def test_an_interrupt_of_the_user_passes_a_call_that_fails(case):
     for built_in in (False, True):
         interrupted = named(case, lambda *_, **__: signal.raise_signal(2), built_in=built_in)
@@ -386,7 +406,7 @@ def test_what_fails_late_is_a_fault_of_the_method_that_gave_it(case):
     assert message.startswith(f"its {case[1]} ")
 
 
-@named_cases
+@failing_cases
 def test_a_call_that_fails_is_timed(case, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(activity.time, "perf_counter", lambda: now[0])

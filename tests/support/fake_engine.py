@@ -62,6 +62,7 @@ class FakeEngine:
         extensions: (plugin, extension) pairs that plugins add.
         hooks: objects with hooks, which the engine's own loader takes.
         arguments: JSON schemas of the arguments of plugins, by name.
+        inputs: JSON schemas of the inputs of IO processors, by name.
         transfer: `kv_transfer_params` of last outputs.
     """
 
@@ -92,6 +93,7 @@ class FakeEngine:
         default_factory=lambda: Manifest(hardpoint="9.9", entries=())
     )
     arguments: dict = dataclasses.field(default_factory=dict)
+    inputs: dict = dataclasses.field(default_factory=lambda: {"fake": {}})
     hooks: tuple = ()
     transfer: dict | None = None
 
@@ -127,6 +129,16 @@ class FakeEngine:
             finished=True,
             finish_reason="stop",
         )
+
+    async def process(self, data, io_processor=None, *, as_json=False, **extras):
+        self.asked.append((data, io_processor, extras))
+        if self.error is not None:
+            raise self.error
+        answer = {"of": data}
+        return msgspec.json.encode(answer) if as_json else answer
+
+    def io_processor_schemas(self):
+        return self.inputs
 
     async def call_part(self, part, method, arguments=None):
         return "" if method == "prompt" else {"labels": ["no", "yes"]}

@@ -366,6 +366,17 @@ class VectorRoutes:
 
         return await self._service.answer(request, call, work)
 
+    async def results(
+        self, call: Call, asked: PooledFields, given: Any, params: PoolingParams
+    ) -> list[PoolingRequestOutput]:
+        """Return the results of a request's `input`, in its order, for a route of another file.
+
+        Raises:
+            RequestError: a text is wrong or refused; the message has its place.
+            AnswerError: one ended without a result.
+        """
+        return await self._pooled(call, asked, _texts(given, "input"), params)
+
     async def _prefix(self, texts: dict[str, Any], kind: str, name: str | None) -> None:
         """Put the model's prompt before texts; token ids are left as they are.
 

@@ -1,0 +1,343 @@
+"""The conformance suite for IO processors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hardpoint import typed
+from hardpoint.plugins import (
+    CompletionOutput,
+    IOProcessor,
+    IOProcessorContext,
+    ModelConfig,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Tokenizer,
+)
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import PoolingRequestOutput
+
+from .component_suite import ComponentSuite
+from .declared import declared_result
+from .scripted_tokenizer import ByteTokenizer
+from .snapshots import snapshot
+from .suite import Rule, Violation, checks, short_repr
+
+SAMPLES = Rule(
+    "samples: each input of `samples` is taken, and has an answer",
+    "handle it, or leave it out of `samples`",
+)
+REFUSED = Rule(
+    "refused: an input is taken, or refused by a RequestError, whatever it is",
+    "declare a class Request of the input, or check each value before you use it",
+)
+NAMED = Rule(
+    "named: the message of a RequestError begins with the path of what is wrong",
+    "begin it with `data`, and what is wrong inside: `data.rows[3]: expected 4 numbers, got 2`",
+)
+PROMPTS = Rule(
+    "prompts: pre_process gives pairs of a prompt that the model can read, and its parameters",
+    "cut what is too long, or refuse it by a RequestError; take token ids of the vocabulary alone",
+)
+OVERLAPPING = Rule(
+    "overlapping: a call has the same answer while others are under way, and after them",
+    "keep all that belongs to a call in what parse_request returns",
+)
+READS_ONLY = Rule(
+    "reads only: inputs and outputs of the model belong to others, too",
+    "copy what you want to change",
+)
+RESPONSE = Rule(
+    "response: output_to_response gives what JSON has",
+    "return lists, tables with texts as keys, texts, finite numbers, structs or arrays",
+)
+
+_STRANGE: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1.5,
+    1e308,
+    2**70,
+    "",
+    "text",
+    "\udcff",
+    [],
+    [None],
+    [[]],
+    [1, "a", {}],
+    {},
+    {"": {}},
+    {"unknown": [1, 2]},
+    {"data": {"data": {}}},
+    float("nan"),
+    object(),
+)
+
+
+class IOProcessorSuite(ComponentSuite):
+    """Base class of a test class, which sets `processor`, `samples` and `refused`.
+
+    The model is a fake: its vectors depend on the tokens of each prompt, `completion` is its text.
+
+    Attributes:
+        processor: the class under test.
+        samples: inputs that it takes, at least two.
+        refused: inputs that it refuses; without any, wrong ones are made up.
+        vocab_size, hidden_size, num_classes, max_model_len: sizes of the model.
+        completion: the text that it generates.
+    """
+
+    kind = "io_processors"
+    processor: ClassVar[type[IOProcessor]]
+    samples: ClassVar[Sequence[Any]] = ()
+    refused: ClassVar[Sequence[Any]] = ()
+    vocab_size: ClassVar[int] = 257
+    hidden_size: ClassVar[int] = 8
+    num_classes: ClassVar[int] = 3
+    max_model_len: ClassVar[int] = 128
+    completion: ClassVar[str] = "a completion"
+
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the context; by default a token is a byte."""
+        return ByteTokenizer()
+
+    def _component(self) -> type[Component]:
+        return self.processor
+
+    def _make(self) -> IOProcessor:
+        config = ModelConfig(
+            architecture="ScriptedModel",
+            hf={},
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_model_len,
+        )
+        processor: IOProcessor = self._build(
+            IOProcessorContext,
+            model_config=config,
+            max_model_len=self.max_model_len,
+            tokenizer=self.make_tokenizer,
+        )
+        return processor
+
+    @checks(SAMPLES)
+    def test_samples(self) -> None:
+        """Each sample is taken and has an answer; a struct of an input is taken as its data is."""
+        if len(self.samples) < 2:
+            raise SAMPLES.violation(
+                f"`samples` has {len(self.samples)} inputs", "set `samples` to at least two"
+            )
+        for sample in self.samples:
+            processor = self._make()
+            answer = self._answer(processor, sample)
+            declared = self.processor.Request
+            is_converted = self.processor.parse_request is IOProcessor.parse_request
+            if declared is not None and is_converted:
+                same = typed.convert(sample, declared, path="data")
+                if self._answer(processor, same) != answer:
+                    raise SAMPLES.violation(
+                        f"{short_repr(sample)} has another answer as a {declared.__qualname__}"
+                    )
+            processor.close()
+
+    @checks(REFUSED)
+    def test_refused(self) -> None:
+        """Wrong inputs are refused by a RequestError that names what is wrong; nothing else."""
+        processor = self._make()
+        for data in self.refused:
+            if self._refusal(processor, data) is None:
+                raise REFUSED.violation(f"{short_repr(data)} of `refused` was taken")
+        for data in _STRANGE:
+            self._refusal(processor, data)
+        for data in self._damaged():
+            self._refusal(processor, data)
+        self._answer(processor, self.samples[0])
+
+    @checks(PROMPTS)
+    def test_prompts(self) -> None:
+        """Prompts are not empty, of the vocabulary, and no longer than the model reads."""
+        processor, tokenizer = self._make(), self.make_tokenizer()
+        for sample in self.samples:
+            _, prompts = self._begun(processor, sample)
+            for place, (prompt, params) in enumerate(prompts):
+                tokens = self._tokens(tokenizer, prompt)
+                room = self.max_model_len
+                if isinstance(params, SamplingParams):
+                    room -= 1
+                if not 1 <= len(tokens) <= room:
+                    raise PROMPTS.violation(
+                        f"prompt {place} of {short_repr(sample)} has {len(tokens)} tokens, the "
+                        f"model reads 1 to {room}"
+                    )
+                wrong = [t for t in tokens if type(t) is not int or not 0 <= t < self.vocab_size]
+                if wrong:
+                    raise PROMPTS.violation(
+                        f"prompt {place} of {short_repr(sample)} has {short_repr(wrong[0])}, "
+                        f"expected token ids from 0 to {self.vocab_size - 1}"
+                    )
+
+    @checks(OVERLAPPING)
+    def test_overlapping(self) -> None:
+        """Calls that begin before others end have the answers that each has alone."""
+        alone = [self._answer(self._make(), sample) for sample in self.samples]
+        processor = self._make()
+        order = [*range(len(self.samples)), *range(len(self.samples))]
+        begun = [self._begun(processor, self.samples[index]) for index in order]
+        for position in (*range(0, len(order), 2), *range(1, len(order), 2)):
+            index, (request, prompts) = order[position], begun[position]
+            found = self._finished(processor, request, prompts)
+            if found != alone[index]:
+                raise OVERLAPPING.violation(
+                    f"with {len(order)} calls under way, {short_repr(self.samples[index])} has "
+                    f"another answer than alone"
+                )
+
+    @checks(READS_ONLY)
+    def test_reads_only(self) -> None:
+        """It changes neither an input nor the outputs of the model."""
+        processor = self._make()
+        for sample in self.samples:
+            before = snapshot(sample)
+            request, prompts = self._begun(processor, sample)
+            outputs = self._outputs(prompts)
+            given = snapshot(outputs)
+            self._response(processor, processor.post_process(request, outputs))
+            for what, changed in (
+                ("the input", snapshot(sample) != before),
+                ("an output of the model", snapshot(outputs) != given),
+            ):
+                if changed:
+                    raise READS_ONLY.violation(f"{short_repr(sample)}: {what} was changed")
+
+    @checks(RESPONSE)
+    def test_response(self) -> None:
+        """Answers come back from JSON as they were, twice the same."""
+        processor = self._make()
+        for sample in self.samples:
+            if self._answer(processor, sample) != self._answer(processor, sample):
+                raise RESPONSE.violation(f"{short_repr(sample)} has two different answers")
+
+    def _answer(self, processor: IOProcessor, data: Any) -> Any:
+        """Return the answer to an input, decoded from JSON."""
+        try:
+            request, prompts = self._begun(processor, data)
+        except RequestError as refused:
+            raise SAMPLES.violation(f"{short_repr(data)} is refused: {refused}") from refused
+        return self._finished(processor, request, prompts)
+
+    def _begun(self, processor: IOProcessor, data: Any) -> tuple[Any, list[Any]]:
+        """Return the request and the prompts of an input."""
+        request = processor.parse_request(data)
+        prompts = processor.pre_process(request)
+        found = declared_result(PROMPTS, IOProcessor, "pre_process", prompts, (request,))
+        return request, found
+
+    def _finished(self, processor: IOProcessor, request: Any, prompts: list[Any]) -> Any:
+        """Return the answer to a request, decoded from JSON."""
+        return self._response(processor, processor.post_process(request, self._outputs(prompts)))
+
+    def _response(self, processor: IOProcessor, output: Any) -> Any:
+        response = processor.output_to_response(output)
+        encoded = declared_result(RESPONSE, IOProcessor, "output_to_response", response, (output,))
+        return json.loads(encoded)
+
+    def _refusal(self, processor: IOProcessor, data: Any) -> RequestError | None:
+        """Return the error that refuses an input; None if it is taken."""
+        taken = False
+        try:
+            request, prompts = self._begun(processor, data)
+            taken = True
+            self._finished(processor, request, prompts)
+        except Violation:
+            raise
+        except Exception as cause:
+            if taken or not isinstance(cause, RequestError):
+                raise REFUSED.violation(
+                    f"{short_repr(data)} raised {type(cause).__name__}: {cause}"
+                ) from cause
+            if not str(cause).startswith("data") or ": " not in str(cause):
+                raise NAMED.violation(
+                    f"{short_repr(data)} is refused by {short_repr(str(cause))}"
+                ) from cause
+            return cause
+        return None
+
+    def _damaged(self) -> list[Any]:
+        """Return samples of which one member is something else, or is missing."""
+        damaged: list[Any] = []
+        for sample in self.samples:
+            if isinstance(sample, dict):
+                for name in sample:
+                    damaged += [{**sample, name: other} for other in _STRANGE]
+                    damaged.append({key: sample[key] for key in sample if key != name})
+            elif isinstance(sample, list):
+                damaged += [[*sample, other] for other in _STRANGE]
+        return damaged
+
+    def _tokens(self, tokenizer: Tokenizer, prompt: Any) -> Sequence[int]:
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _outputs(self, prompts: list[Any]) -> list[PoolingRequestOutput | RequestOutput]:
+        """Return outputs of the model, which depend on the tokens of each prompt alone."""
+        tokenizer = self.make_tokenizer()
+        made: list[PoolingRequestOutput | RequestOutput] = []
+        for place, (prompt, params) in enumerate(prompts):
+            tokens = list(self._tokens(tokenizer, prompt))
+            made.append(
+                self._pooled(str(place), tokens, params)
+                if isinstance(params, PoolingParams)
+                else self._generated(str(place), tokens, params)
+            )
+        return made
+
+    def _pooled(self, name: str, tokens: list[int], params: PoolingParams) -> PoolingRequestOutput:
+        sizes: dict[str, Callable[[], tuple[int, ...]]] = {
+            "embed": lambda: (params.dimensions or self.hidden_size,),
+            "token_embed": lambda: (len(tokens), params.dimensions or self.hidden_size),
+            "classify": lambda: (self.num_classes,),
+            "score": lambda: (1,),
+        }
+        shape = sizes[params.task]()
+        seed = sum((place + 1) * (int(token) + 1) for place, token in enumerate(tokens))
+        numbers = np.random.default_rng(seed % 2**32).random(math.prod(shape), np.float32)
+        result: Any = numbers.reshape(shape)
+        if params.task == "classify":
+            result = result / result.sum()
+        elif params.task == "score":
+            result = float(result[0])
+        elif params.normalize is not False:
+            result = result / np.linalg.norm(result, axis=-1, keepdims=True)
+        return PoolingRequestOutput(
+            request_id=name,
+            outputs=result,
+            prompt_token_ids=tokens,
+            finished=True,
+            finish_reason="stop",
+        )
+
+    def _generated(self, name: str, tokens: list[int], params: SamplingParams) -> RequestOutput:
+        completions = [
+            CompletionOutput(
+                index=index,
+                text=self.completion,
+                token_ids=self.make_tokenizer().encode(self.completion),
+                finish_reason="stop",
+            )
+            for index in range(params.n)
+        ]
+        return RequestOutput(
+            request_id=name,
+            prompt=None,
+            prompt_token_ids=tokens,
+            outputs=completions,
+            finished=True,
+        )

@@ -1,0 +1,320 @@
+"""IO processors in LLM and AsyncLLM: other inputs, other outputs, and who is told what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+from support.plugins.io_processors import GO_ON, WAITING, Harmful, Measurements, Nearest, Writes
+
+from hardpoint import LLM, AsyncLLM, PoolingParams, SamplingParams
+from hardpoint.errors import (
+    ConfigError,
+    EngineClosedError,
+    PluginFaultError,
+    PluginLoadError,
+    PromptTooLongError,
+    RequestEndedError,
+    RequestError,
+)
+from hardpoint.plugins import IOProcessor
+from hardpoint.testing import IOProcessorSuite, scripted_config
+
+ROWS = {"rows": [[0.9, 0.8], [-0.7, -1.0, -0.9], [1.0]]}
+
+
+class TestNearest(IOProcessorSuite):
+    processor = Nearest
+    samples = [ROWS, {"rows": []}, {"rows": [[0.0] * 64], "vectors": True}]
+    refused = [{"rows": [[]]}, {"rows": [[2.0]]}, {"rows": [[0.0] * 65]}]
+
+
+class TestWrites(IOProcessorSuite):
+    processor = Writes
+    samples = [["a", "b"], ["say abc"]]
+    refused = ["a", [1], {"a": "b"}]
+
+
+def config(scripted, *processors, **tables):
+    """Return a configuration with processors, by class."""
+    names = [f"{one.__module__}:{one.__qualname__}" for one in processors]
+    enabled = [*scripted_config(scripted)["plugins"]["enable"], *names]
+    plugins = {"enable": enabled, **tables.pop("plugins", {})}
+    return scripted_config(scripted, {"plugins": plugins, **tables})
+
+
+@pytest.fixture(scope="module")
+def llm(scripted):
+    """A model with three processors, none of which is quarantined."""
+    tables = {"plugins": {"quarantine_after": 0}}
+    with LLM(config=config(scripted, Nearest, Writes, Harmful, **tables)) as llm:
+        yield llm
+
+
+class Undeclared(IOProcessor):
+    contract = 1
+
+    def pre_process(self, request):
+        return []
+
+    def post_process(self, request, outputs):
+        return outputs
+
+
+class Tokenises(Writes):
+    contract = 1
+    opened = []
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.opened.append((context, context.tokenizer(), context.tokenizer()))
+
+
+class TestAProgram:
+    def test_rows_of_numbers_become_names(self, llm):
+        found = llm.process(ROWS | {"vectors": True}, "nearest")
+        prompts = [[round(50 * n) + 50 for n in row] for row in ROWS["rows"]]
+        expected = llm.embed(prompts, PoolingParams(pooler="mean"))
+        for (_, vector), output in zip(found, expected, strict=True):
+            assert np.array_equal(vector, output.outputs)
+        assert llm.process(Measurements(rows=[[1.0, 1.0]]), "nearest") == [("high", None)]
+        assert llm.process({"rows": [[-1.0, -1.0]]}, io_processor="nearest") == [("low", None)]
+
+    def test_its_answer_as_json(self, llm):
+        answer = llm.process({"rows": [[1.0, 1.0]]}, "nearest", as_json=True)
+        assert json.loads(answer) == {"names": ["high"], "vectors": None}
+
+    def test_the_model_may_write(self, llm):
+        texts = ["say abc", "emoji", "say abc "]
+        expected = llm.generate(texts, SamplingParams(max_tokens=4, temperature=0.0))
+        found = llm.process(texts, "writes")
+        assert list(found.values()) == [output.outputs[0].text for output in expected]
+
+    def test_no_prompts_no_requests(self, llm):
+        assert llm.process([], "writes") == {}
+
+    def test_options_are_those_of_each_request(self, llm):
+        with pytest.raises(RequestError, match=r"prompts\[0\]: priority: expected a whole number"):
+            llm.process(["a"], "writes", priority="x")
+        with pytest.raises(TypeError, match="unexpected keyword argument 'prority'"):
+            llm.process(["a"], "writes", prority=1)
+        with pytest.raises(RequestEndedError, match=r"writes': prompts\[0\]: .* \"timeout\"$"):
+            llm.process(["a"], "writes", timeout=1e-9)
+        assert llm.llm_engine.has_unfinished_requests() is False
+
+
+class TestWhatIsWrong:
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            (None, "data: expected a table, got None"),
+            ({}, "data.rows: missing"),
+            ({"rows": [[0.5], [0.1, 7]]}, r"data.rows\[1\]\[1\]: expected a number <= 1.*got 7"),
+            ({"rows": [], "row": 1}, r"data.row: unknown field \(did you mean 'rows'\?\)|data.row"),
+        ],
+    )
+    def test_an_input_is_refused_by_its_path(self, llm, data, message):
+        with pytest.raises(RequestError, match=f"^{message}"):
+            llm.process(data, "nearest")
+        assert llm.health().faults == {}
+
+    def test_a_prompt_that_is_refused_is_named(self, llm):
+        expected = r"^data: the IO processor 'writes': prompts\[1\]: prompt: the prompt is too long"
+        with pytest.raises(PromptTooLongError, match=expected):
+            llm.process(["a", "b" * 2000], "writes")
+        assert llm.llm_engine.has_unfinished_requests() is False
+
+    def test_names(self, llm):
+        known = "^io_processor: expected one of harmful, nearest, writes, got "
+        with pytest.raises(RequestError, match=rf"{known}'nearst' \(did you mean 'nearest'\?\)"):
+            llm.process(ROWS, "nearst")
+        with pytest.raises(RequestError, match=f"{known}none$"):
+            llm.process(ROWS)
+        with pytest.raises(RequestError, match=f"{known}7$"):
+            llm.process(ROWS, 7)
+
+    def test_none_is_enabled(self, scripted):
+        with LLM(config=scripted_config(scripted)) as llm:
+            with pytest.raises(RequestError, match="^data: expected none, for no IO processor is"):
+                llm.process(ROWS)
+            expected = "^io_processor: expected none, for no .*enabled.*, got 'spans'"
+            with pytest.raises(RequestError, match=expected):
+                llm.process(ROWS, "spans")
+
+
+class TestFaults:
+    @pytest.mark.parametrize("method", ["parse_request", "pre_process", "post_process"])
+    def test_one_that_raises_is_named(self, llm, method):
+        with pytest.raises(PluginFaultError, match=rf"'harmful'.*{method} failed: KeyError: 'mis"):
+            llm.process({method: "fails"}, "harmful")
+        assert llm.process({"rows": []}, "nearest") == []
+
+    @pytest.mark.parametrize(
+        ("request_", "message"),
+        [
+            ({"pre_process": "x"}, "pre_process returned 'x', expected a list of pairs"),
+            ({"pre_process": [1]}, r"pre_process returned 1 at \[0\], expected a pair of a prompt"),
+            ({"pre_process": [("x", 1)]}, r"pre_process returned .* at \[0\], expected a pair"),
+            ({"post_process": "refuses"}, "post_process failed: .*RequestError: data.x"),
+            ({"output_to_response": object()}, "output_to_response returned .*which is no JSON"),
+            ({"output_to_response": [np.nan]}, "output_to_response returned .*which is no JSON"),
+        ],
+    )
+    def test_one_that_returns_what_cannot_be_used_is_named(self, llm, request_, message):
+        with pytest.raises(PluginFaultError, match=rf"'harmful'.*{message}"):
+            llm.process(request_, "harmful", as_json=True)
+
+    def test_a_refusal_is_no_fault(self, scripted):
+        with LLM(config=config(scripted, Harmful)) as llm:
+            for method in ("parse_request", "pre_process"):
+                with pytest.raises(RequestError, match=r"^data\.x: expected another one$"):
+                    llm.process({method: "refuses"})
+            assert llm.health().faults == {}
+
+    def test_one_that_fails_for_several_requests_is_quarantined(self, scripted):
+        tables = {"plugins": {"quarantine_after": 2}}
+        with LLM(config=config(scripted, Harmful, Writes, **tables)) as llm:
+            for _ in range(2):
+                with pytest.raises(PluginFaultError):
+                    llm.process({"post_process": "fails"}, "harmful")
+            assert llm.health().faults == {"harmful": 2}
+            assert "KeyError" in llm.health().quarantined["harmful"]
+            expected = "^io_processor: 'harmful' is quarantined, for it ended 2 requests; the first"
+            with pytest.raises(RequestError, match=expected):
+                llm.process({}, "harmful")
+            assert llm.process([], "writes") == {}
+
+    def test_one_that_cannot_be_built_stops_the_start(self, scripted):
+        with pytest.raises(PluginLoadError, match="'undeclared'.*expected a class `Request`"):
+            LLM(config=scripted_config(scripted), plugins=[Undeclared])
+        tables = {"plugin": {"nearest": {"prototypes": {}}}}
+        with pytest.raises(ConfigError, match="^plugin.nearest.prototypes: expected at least one"):
+            LLM(config=config(scripted, Nearest, **tables))
+
+    def test_a_closed_engine_processes_nothing(self, scripted):
+        with LLM(config=config(scripted, Writes)) as llm:
+            llm.process([])
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            llm.process([])
+
+
+def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
+    GO_ON.clear()
+    WAITING.clear()
+    found = []
+
+    def call(data):
+        found.append(llm.process(data, "harmful"))
+
+    threads = [
+        threading.Thread(target=call, args=(data,)) for data in ({"parse_request": "waits"}, {})
+    ]
+    threads[0].start()
+    try:
+        assert WAITING.wait(20)
+        threads[1].start()
+        assert llm.process({"rows": [[1.0, 1.0]]}, "nearest") == [("high", None)]
+        assert found == []
+    finally:
+        GO_ON.set()
+        for thread in threads:
+            thread.join(20)
+    assert len(found) == 2
+
+
+@pytest.fixture(scope="module")
+def run(scripted):
+    """Runs a coroutine function with a model of an event loop."""
+    tables = {"engine": {"in_process": False}, "plugins": {"quarantine_after": 0}}
+    with asyncio.Runner() as runner:
+        llm = AsyncLLM(config=config(scripted, Nearest, Harmful, **tables))
+        yield lambda main: runner.run(asyncio.wait_for(main(llm), 60))
+        runner.run(llm.aclose())
+
+
+class TestAnEventLoop:
+    def test_calls_run_beside_each_other(self, run):
+        async def main(llm):
+            calls = [llm.process({"rows": [[sign, sign]]}, "nearest") for sign in (1.0, -1.0) * 8]
+            found = await asyncio.gather(*calls)
+            assert [name for ((name, _),) in found] == ["high", "low"] * 8
+            answer = await llm.process({"rows": []}, "nearest", as_json=True)
+            assert json.loads(answer) == {"names": [], "vectors": None}
+
+        run(main)
+
+    def test_schemas_of_inputs(self, run):
+        async def main(llm):
+            schemas = llm.io_processor_schemas()
+            assert schemas.keys() == {"nearest", "harmful"}
+            assert schemas["harmful"] == {}
+            assert "rows" in schemas["nearest"]["$defs"]["Measurements"]["properties"]
+
+        run(main)
+
+    def test_errors_are_those_of_a_program(self, run):
+        async def main(llm):
+            with pytest.raises(RequestError, match=r"^data.rows\[0\]\[0\]: expected .*got 3"):
+                await llm.process({"rows": [[3]]}, "nearest")
+            bad = [([1], PoolingParams()), ([9999], PoolingParams()), ([1], PoolingParams())]
+            expected = r"^data: the IO processor 'harmful': prompts\[1\]: prompt_token_ids\[0\]"
+            with pytest.raises(RequestError, match=expected):
+                await llm.process({"pre_process": bad}, "harmful")
+            with pytest.raises(PluginFaultError, match="'harmful'.*KeyError: 'missing'"):
+                await llm.process({"post_process": "fails"}, "harmful")
+            assert (await llm.health()).faults == {"harmful": 1}
+            with pytest.raises(RequestEndedError) as ended:
+                await llm.process({}, "harmful", timeout=1e-9)
+            assert ended.value.finish_reason == "timeout"
+
+        run(main)
+
+    def test_cancelling_ends_its_requests(self, run):
+        async def main(llm):
+            endless = SamplingParams(max_tokens=400, ignore_eos=True)
+            call = asyncio.create_task(llm.process({"params": endless, "prompts": 3}, "harmful"))
+            while len(await llm.live_requests()) < 3:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            while await llm.live_requests():
+                await asyncio.sleep(0.005)
+
+        run(main)
+
+    def test_one_that_waits_delays_no_other(self, run):
+        async def main(llm):
+            call = asyncio.create_task(llm.process({"parse_request": "waits"}, "harmful"))
+            try:
+                assert await asyncio.to_thread(WAITING.wait, 20)
+                assert await llm.process({"rows": []}, "nearest") == []
+                assert not call.done()
+            finally:
+                GO_ON.set()
+            assert await call == {"parse_request": "waits"}
+
+        GO_ON.clear()
+        WAITING.clear()
+        run(main)
+
+    def test_a_closed_engine_processes_nothing(self, run):
+        async def main(llm):
+            await llm.aclose()
+            with pytest.raises(EngineClosedError, match="the engine is closed"):
+                await llm.process({}, "harmful")
+
+        run(main)
+
+
+def test_tokenizers_of_processors_are_their_own_and_are_closed(scripted):
+    Tokenises.opened.clear()
+    with LLM(config=scripted_config(scripted), plugins=[Tokenises]) as llm:
+        ((context, one, other),) = Tokenises.opened
+        assert context.max_model_len == llm.config.max_model_len
+        assert context.model_config.vocab_size == 257
+        assert one.encode("abc") == other.encode("abc") == llm.tokenizer.encode("abc")
+        assert len({id(one), id(other), id(llm.tokenizer)}) == 3

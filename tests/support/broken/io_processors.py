@@ -1,0 +1,192 @@
+"""IO processors with one mistake each, and right ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hardpoint import SamplingParams
+from hardpoint.plugins import Annotated, IOProcessor, Meta, RequestError
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.typed import Strict, convert
+
+SAMPLES = ({"rows": [[1.0, 2.0], [3.0]]}, {"rows": [[0.5] * 9], "name": "half"})
+REFUSED = ({"rows": []}, {"rows": [[]]}, {"rows": [[1.0]], "nmae": "x"})
+
+Row = Annotated[list[Annotated[float, Meta(ge=0, le=100)]], Meta(min_length=1, max_length=99)]
+
+
+class Request(Strict):
+    rows: Annotated[list[Row], Meta(min_length=1)]
+    name: str = ""
+
+
+class Rows(IOProcessor):
+    """Right: a token per number, a vector per row."""
+
+    contract = 1
+    Request = Request
+
+    def pre_process(self, request):
+        return [([int(number) for number in row], PoolingParams()) for row in request.rows]
+
+    def post_process(self, request, outputs):
+        return {"name": request.name, "vectors": np.stack([output.outputs for output in outputs])}
+
+
+class ByHand(Rows):
+    """Right: checks by hand, and lets the model write; an empty list needs no prompt."""
+
+    contract = 1
+    Request = None
+
+    def parse_request(self, data):
+        rows = data.get("rows") if isinstance(data, dict) and data.keys() <= {"rows", "name"} else 0
+        if not isinstance(rows, list) or not rows:
+            raise RequestError("data.rows: expected a list of rows")
+        for place, row in enumerate(rows):
+            if not isinstance(row, list) or not row or not set(map(type, row)) <= {float}:
+                raise RequestError(f"data.rows[{place}]: expected a list of numbers")
+        return [" ".join(f"{number:.3g}" for number in row) for row in rows]
+
+    def pre_process(self, request):
+        return [(text, SamplingParams(max_tokens=8, n=2)) for text in request]
+
+    def post_process(self, request, outputs):
+        return [completion.text for output in outputs for completion in output.outputs]
+
+
+class NoContract(Rows):
+    pass
+
+
+class NoRequest(IOProcessor):
+    """Neither declares its input nor parses it."""
+
+    contract = 1
+
+    def pre_process(self, request):
+        return []
+
+    def post_process(self, request, outputs):
+        return outputs
+
+
+class NoAnswer(Rows):
+    contract = 1
+
+    def post_process(self, request, outputs):
+        return {"vectors": outputs[1].outputs}
+
+
+class Trusts(Rows):
+    """Believes that an input is what it should be."""
+
+    contract = 1
+    Request = None
+
+    def parse_request(self, data):
+        return Request(rows=data["rows"], name=data.get("name", ""))
+
+
+class Lenient(Rows):
+    """Takes what it has to refuse."""
+
+    contract = 1
+
+    class Request(Request, kw_only=True):
+        nmae: str = ""
+
+
+class Vague(Rows):
+    contract = 1
+
+    def parse_request(self, data):
+        try:
+            return super().parse_request(data)
+        except RequestError:
+            raise RequestError("this is wrong") from None
+
+
+class Texts(Rows):
+    """Returns prompts without parameters."""
+
+    contract = 1
+
+    def pre_process(self, request):
+        return ["a text" for _ in request.rows]
+
+
+class TooLong(Rows):
+    contract = 1
+
+    def pre_process(self, request):
+        return [([1] * 40 * len(row), PoolingParams()) for row in request.rows]
+
+
+class OutOfVocabulary(Rows):
+    contract = 1
+
+    def pre_process(self, request):
+        return [([200 + int(100 * n) for n in row], PoolingParams()) for row in request.rows]
+
+
+class KeepsTheName(Rows):
+    """Keeps in itself what belongs to a call."""
+
+    contract = 1
+
+    def pre_process(self, request):
+        self.request = request
+        return super().pre_process(request)
+
+    def post_process(self, request, outputs):
+        return super().post_process(self.request, outputs)
+
+
+class Counts(Rows):
+    """Has another answer each time."""
+
+    contract = 1
+    count = 0
+
+    def post_process(self, request, outputs):
+        self.count += 1
+        return {"count": self.count}
+
+
+class Sorts(Rows):
+    """Changes the input."""
+
+    contract = 1
+    Request = None
+
+    def parse_request(self, data):
+        request = convert(data, Request, path="data", error=RequestError)
+        data["rows"].sort()
+        data["rows"].reverse()
+        return request
+
+
+class Scales(Rows):
+    """Changes the outputs of the model."""
+
+    contract = 1
+
+    def post_process(self, request, outputs):
+        for output in outputs:
+            output.outputs *= 2
+        return super().post_process(request, outputs)
+
+
+class Objects(Rows):
+    contract = 1
+
+    def output_to_response(self, output):
+        return {"answer": object()}
+
+
+class NotANumber(Rows):
+    contract = 1
+
+    def post_process(self, request, outputs):
+        return {"mean": float("nan")}

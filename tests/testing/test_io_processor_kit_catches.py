@@ -1,0 +1,56 @@
+"""IO processors with one mistake each fail the rule that they break; right ones pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from support.broken import io_processors as broken
+from support.kit_suites import assert_fails, label, messages_of, suite_tests
+
+from hardpoint.testing import IOProcessorSuite
+
+# processor, test that it fails, rule, pattern of the message
+BROKEN = [
+    (broken.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
+    (broken.NoRequest, "contract", "contract", "expected a class `Request` of the input"),
+    (broken.NoAnswer, "samples", "exceptions", r"IndexError: .* \(in post_process"),
+    (broken.Trusts, "refused", "refused", r"\{'rows': \[\]\} raised ValueError: need at least"),
+    (broken.Lenient, "refused", "refused", "'nmae': 'x'} of `refused` was taken"),
+    (broken.Vague, "refused", "named", "is refused by 'this is wrong'"),
+    (broken.Texts, "prompts", "prompts", r"returned 'a text' at \[0\], expected a pair of"),
+    (broken.TooLong, "prompts", "prompts", r"has 360 tokens, the model reads 1 to 128"),
+    (broken.OutOfVocabulary, "prompts", "prompts", "has 300, expected token ids from 0 to 256"),
+    (broken.KeepsTheName, "overlapping", "overlapping", "with 4 calls under way, .* another"),
+    (broken.Sorts, "reads_only", "reads only", "the input was changed"),
+    (broken.Scales, "reads_only", "reads only", "an output of the model was changed"),
+    (broken.Counts, "response", "response", "has two different answers"),
+    (broken.Objects, "response", "response", "no JSON: NotImplementedError: a object is no plain"),
+    (broken.NotANumber, "response", "response", "which is no JSON: ValueError: Out of range float"),
+]
+
+
+def attributes(cls):
+    """Return the attributes of a suite for a processor, with samples of its own."""
+    samples = copy.deepcopy([broken.SAMPLES, broken.REFUSED])
+    return {"processor": cls, "samples": samples[0], "refused": samples[1]}
+
+
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+def test_a_broken_processor_fails_its_rule(cls, test, rule, pattern):
+    assert_fails(IOProcessorSuite, attributes(cls), test, rule, pattern)
+
+
+@pytest.mark.parametrize("cls", [broken.Rows, broken.ByHand], ids=label)
+def test_correct_components_pass(cls):
+    assert messages_of(IOProcessorSuite, attributes(cls)) == {}
+
+
+def test_a_suite_without_samples_tests_nothing():
+    message = messages_of(IOProcessorSuite, {"processor": broken.Rows}, ["samples"])["samples"]
+    assert "`samples` has 0 inputs" in message
+    assert "set `samples` to at least two" in message
+
+
+def test_every_test_catches_a_component():
+    assert {test for _, test, _, _ in BROKEN} == suite_tests(IOProcessorSuite)

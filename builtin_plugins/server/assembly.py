@@ -38,6 +38,7 @@ from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
+from .routes.sessions import SessionRoutes
 from .service import Service, call_of
 from .streaming import while_connected
 from .timing import without_limit
@@ -76,6 +77,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *MessagesDialect(service).routes(),
         *TokenRoutes(service).routes(),
         *VectorRoutes(service).routes(),
+        *SessionRoutes(service).routes(),
     ]
 
 

@@ -30,14 +30,12 @@ class _AsyncCaller(Protocol):
 class SyncSessionCalls:
     """The call for sessions of a program that waits for it."""
 
-    def release_session(
-        self: _Caller, session: str, *, cache_salt: str | None = None
-    ) -> Released:
-        """Let the blocks that a session retains be evicted as others; return what became of it.
+    def release_session(self: _Caller, session: str, *, cache_salt: str | None = None) -> Released:
+        """Let the blocks that a session retains be evicted as others; return the outcome.
 
         Args:
             session: as in the requests of the conversation, `RequestOptions`.
-            cache_salt: that of these requests.
+            cache_salt: salt of these requests.
 
         Returns:
             "accepted", or "missing" if no session with this salt retains anything.
@@ -56,9 +54,7 @@ class AsyncSessionCalls:
         self: _AsyncCaller, session: str, *, cache_salt: str | None = None
     ) -> Released:
         """Do what `LLM.release_session` does."""
-        released: Released = await self.call_part(
-            _PART, "release", _arguments(session, cache_salt)
-        )
+        released: Released = await self.call_part(_PART, "release", _arguments(session, cache_salt))
         return released
 
 

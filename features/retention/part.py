@@ -44,7 +44,7 @@ class Retention(StepPart):
         return ("retention",)
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:  # noqa: ARG002
-        """Return the half that makes requests answer what became of their wish."""
+        """Return the half that includes the outcome of a wish in the output."""
         return RetainingRequests(self.name)
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:

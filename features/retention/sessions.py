@@ -77,8 +77,8 @@ class _Session:
 
     Attributes:
         key: salt of its requests, and its name.
-        deadlines: of the blocks that it retains, by their hashes; infinite while one of its
-            requests runs.
+        deadlines: deadline of each block that it retains, by its hash; infinite while one of
+            its requests runs.
         num_live: its requests that have not ended.
     """
 
@@ -92,8 +92,8 @@ class _Live:
     """A request that has not ended.
 
     Attributes:
-        hashes: of its blocks that are computed.
-        num_refused: those of them that did not fit into the share.
+        hashes: hashes of its computed blocks.
+        num_refused: number of those that did not fit into the share.
     """
 
     request: Request
@@ -294,7 +294,7 @@ class RetainedSessions(EngineHalf):
         return "accepted"
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add how many blocks are retained, and what became of them."""
+        """Add how many blocks are retained, found and evicted."""
         self._expire()
         self._forget_lost()
         stats.num_retained_blocks = len(self._retained.deadlines)

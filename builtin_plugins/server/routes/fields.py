@@ -129,7 +129,7 @@ class GenerationFields(Strict):
         cache_salt: requests with different salts share no cached prompts.
         session: name of the conversation, for `retain_seconds`.
         retain_seconds: how long, from the end of the answer on, what was computed for it is to be
-            kept in the prefix cache; `part_figures` of the answer says what becomes of that.
+            kept in the prefix cache; the outcome is in `part_figures` of the answer.
         request_id: id of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.

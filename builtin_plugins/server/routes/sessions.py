@@ -18,14 +18,14 @@ class ReleaseRequest(Strict):
     """A session to release.
 
     Attributes:
-        cache_salt: that of the requests of the session.
+        cache_salt: salt of the requests of the session.
     """
 
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
 
 class ReleasedSession(msgspec.Struct):
-    """What became of the call.
+    """The outcome of a release.
 
     Attributes:
         outcome: "missing" if no session of that name, by requests with the same key and salt,

@@ -39,12 +39,13 @@ from .chat import Chat, Messages
 from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
+from .sessions import AsyncSessionCalls
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(AsyncProcessorCalls, AsyncWeightCalls):
+class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the

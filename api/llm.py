@@ -46,12 +46,13 @@ from .requests import (
     takes_options,
     with_output_kind,
 )
+from .sessions import SyncSessionCalls
 from .weights import SyncWeightCalls
 
 __all__ = ["LLM"]
 
 
-class LLM(ProcessorCalls, SyncWeightCalls):
+class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;

@@ -63,6 +63,8 @@ class BatchOptions(TypedDict, total=False):
     trace_headers: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
     truncate_prompt_tokens: int | Sequence[int | None] | None
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None
+    session: str | Sequence[str | None] | None
+    retain_seconds: float | Sequence[float | None] | None
 
 
 class ChatBatchOptions(ChatOptions, BatchOptions, total=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -31,6 +31,7 @@ __all__ = [
     "KVEventBatch",
     "KVEventPublisher",
     "PublisherContext",
+    "RetainedBlocks",
 ]
 
 BlockIds = Sequence[Sequence[int]]
@@ -243,6 +244,13 @@ class CachedBlocks(Protocol):
     def depth(self, block_id: int) -> int:
         """Return a cached block's position in its chain, in blocks from the start."""
 
+    def retained_until(self, block_id: int) -> float:
+        """Return until when a request wishes that a block is kept, on the context's clock.
+
+        0 is no wish. It may change while the block is a candidate. It binds no policy: where all
+        candidates are retained, some of them are evicted.
+        """
+
 
 class BlockHistory(Protocol):
     """History of cached blocks, by block id, for a policy that asks for it.
@@ -262,6 +270,28 @@ class BlockHistory(Protocol):
 
     def last_use(self, block_id: int) -> float:
         """Return when it was last cached, found or released, on the context's clock."""
+
+
+@dataclass
+class RetainedBlocks:
+    """Cached content that requests wish to be kept, by its hash, as `block_hashes` returns it.
+
+    A step part writes `deadlines`; eviction policies see them by `CachedBlocks.retained_until`.
+
+    Attributes:
+        deadlines: until when, on the engine's clock.
+        num_blocks: blocks that requests can use; 0 until the KV cache is sized.
+        num_hits: how often requests have found one that no other used.
+        num_evicted: how many were evicted before their deadline.
+        lost: those whose content is gone, evicted or dropped, since the part emptied the list; they
+            have no deadline any more.
+    """
+
+    deadlines: dict[bytes, float] = field(default_factory=dict)
+    num_blocks: int = 0
+    num_hits: int = 0
+    num_evicted: int = 0
+    lost: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

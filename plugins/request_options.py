@@ -32,6 +32,10 @@ class RequestOptions(TypedDict, total=False):
             room for `max_tokens`; None, the default, refuses a prompt that is too long.
         lora_request: the adapter that changes the model for this request; one that is not loaded
             yet is loaded from its `path`. None, the default, is the model itself.
+        session: name of the conversation that the request belongs to, for `retain_seconds`.
+        retain_seconds: how long, from its end on, what was computed for it is to be kept in the
+            prefix cache rather than other requests' blocks; see `CompletionOutput.part_figures`.
+            None, the default, is as others.
     """
 
     priority: int
@@ -42,6 +46,8 @@ class RequestOptions(TypedDict, total=False):
     trace_headers: Mapping[str, str] | None
     truncate_prompt_tokens: int | None
     lora_request: LoRARequest | None
+    session: str | None
+    retain_seconds: float | None
 
 
 class ChatOptions(TypedDict, total=False):

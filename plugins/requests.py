@@ -28,6 +28,7 @@ __all__ = [
     "PrefillStats",
     "Prompt",
     "RequestOutput",
+    "Retention",
     "TokenLogprobs",
     "ToolCall",
     "WeightRun",
@@ -68,6 +69,18 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     content_hash: str = ""
 
 
+class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A wish that what a request computes stays in the KV cache after its end.
+
+    Attributes:
+        session: name of the conversation that the request belongs to.
+        seconds: how long, from its end on.
+    """
+
+    session: str
+    seconds: float
+
+
 class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One image, sound or video of a prompt, which an encoder turns into embeddings.
 
@@ -105,6 +118,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         cache_salt: requests with different salts never share cached blocks.
         lora: its adapter.
         features: multimodal features, by offset.
+        retention: whether and how long its blocks are worth more than others after its end.
         kv_transfer_params: for the KV connector.
         external_req_id: the user's id; set by the frontend.
         data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
@@ -137,6 +151,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     cache_salt: str | None = None
     lora: LoRARequest | None = None
     features: Sequence[MultiModalFeature] = ()
+    retention: Retention | None = None
     kv_transfer_params: dict[str, Any] | None = None
     external_req_id: str | None = None
     data_parallel_rank: int | None = None

@@ -88,6 +88,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
             step before were in, by name of the step part that needs these.
         num_requests_by_adapter: requests that run with each loaded adapter, by its name.
         weight_version: version of the weights, once they have one; see `update_weights`.
+        num_retained_blocks: cached blocks that requests wish to be kept (`retain_seconds`).
+        num_retained_hits: how often requests found such a block that no other used.
+        num_retained_evictions: such blocks that were evicted before their time.
     """
 
     num_running: int
@@ -106,6 +109,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     num_waits_for_results: dict[str, int] = {}
     num_requests_by_adapter: dict[str, int] = {}
     weight_version: str | None = None
+    num_retained_blocks: int = 0
+    num_retained_hits: int = 0
+    num_retained_evictions: int = 0
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):

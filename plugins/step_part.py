@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hardpoint.errors import RequestError
@@ -20,7 +20,7 @@ from .component import Component, Context
 from .config import EngineConfig
 from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
-from .kv_cache import BlockIds, KVEvent
+from .kv_cache import BlockIds, KVEvent, RetainedBlocks
 from .loader import ModelConfig, ModelFiles
 from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 
-REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
+REQUEST_FIELDS = frozenset(
+    {"lora", "pooling_params", "prompt_embeds", "features", "resumable", "retention"}
+)
 """Optional fields of `EngineCoreRequest` that only step parts make use of."""
 
 
@@ -81,6 +83,7 @@ class EngineHalfContext:
         block_hashes: `block_hashes(request, n)` returns the hashes of at least the first n blocks
             of a request, which its known tokens must fill. They are chained, and include its salt.
         publish: publishes events of the KV cache.
+        retained: the cached blocks that eviction policies are to keep, if they can.
         step_cost: returns what a step takes, as far as is known by now; it is measured if
             `scheduler.step_milliseconds` is set or a part drafts.
         call_workers: returns what `WorkerHalf.call` answers in each rank, in rank order, after the
@@ -98,6 +101,7 @@ class EngineHalfContext:
     world_size: int
     block_hashes: Callable[[Request, int], Sequence[bytes]]
     publish: Callable[[Sequence[KVEvent]], None]
+    retained: RetainedBlocks = field(default_factory=RetainedBlocks)
     step_cost: Callable[[], StepCost] = StepCost
     call_workers: Callable[[bytes], Sequence[bytes]] = _without_workers
 
@@ -271,7 +275,10 @@ class EngineHalf:
         """
         return {}
 
-    def figures(self, request_id: str) -> Mapping[str, float | Sequence[float]]:  # noqa: ARG002
+    def figures(
+        self,
+        request_id: str,  # noqa: ARG002
+    ) -> Mapping[str, float | str | Sequence[float]]:
         """Return figures of a request so far, by name.
 
         Called with each output of a request whose `SamplingParams.include` names the part, after

@@ -151,13 +151,16 @@ def figures_defect(figures: Any) -> str | None:
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float)
 
+    def is_figure(value: Any) -> bool:
+        if isinstance(value, list):
+            return all(map(is_number, value))
+        return is_number(value) or isinstance(value, str)
+
     if isinstance(figures, Mapping) and all(
-        isinstance(name, str)
-        and (is_number(value) or (isinstance(value, list) and all(map(is_number, value))))
-        for name, value in figures.items()
+        isinstance(name, str) and is_figure(value) for name, value in figures.items()
     ):
         return None
-    return f"gave {shown(figures)}, expected numbers, or lists of numbers, by name"
+    return f"gave {shown(figures)}, expected numbers, lists of numbers, or texts, by name"
 
 
 def reason_defect(reason: Any) -> str | None:

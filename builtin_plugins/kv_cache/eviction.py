@@ -9,7 +9,11 @@ from hardpoint.plugins import EvictionContext, EvictionPolicy
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """Evicts the block that was released longest ago, in constant time per block."""
+    """Evicts the block that was released longest ago, in constant time per block.
+
+    Retained blocks come last: those whose time is over are evicted as the others, and the other
+    ones only where nothing else is left, those released first at first.
+    """
 
     contract = 2
 
@@ -18,6 +22,7 @@ class LeastRecentlyUsed(EvictionPolicy):
         super().__init__(context)
         # In a plain dict, finding the first key takes linear time after many were removed.
         self._order: OrderedDict[int, None] = OrderedDict()
+        self._retained: OrderedDict[int, None] = OrderedDict()  # found to be so when evicting
 
     def released(self, block_ids: Sequence[int]) -> None:
         """Append new candidates."""
@@ -27,10 +32,28 @@ class LeastRecentlyUsed(EvictionPolicy):
     def taken(self, block_ids: Sequence[int]) -> None:
         """Remove candidates that are in use again."""
         for block in block_ids:
-            del self._order[block]
+            if block in self._order:
+                del self._order[block]
+            else:
+                del self._retained[block]
 
     dropped = taken
 
     def evict(self, count: int) -> Sequence[int]:
-        """Remove and return the `count` oldest candidates."""
-        return [self._order.popitem(last=False)[0] for _ in range(count)]
+        """Remove and return `count` candidates, the oldest of those that are not retained first."""
+        until, now = self.context.blocks.retained_until, self.context.clock()
+        chosen: list[int] = []
+        while self._retained and len(chosen) < count:
+            oldest = next(iter(self._retained))
+            if until(oldest) > now:
+                break
+            chosen.append(self._retained.popitem(last=False)[0])
+        while self._order and len(chosen) < count:
+            block = self._order.popitem(last=False)[0]
+            if until(block) > now:
+                self._retained[block] = None
+            else:
+                chosen.append(block)
+        while len(chosen) < count:
+            chosen.append(self._retained.popitem(last=False)[0])
+        return chosen

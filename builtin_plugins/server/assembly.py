@@ -39,6 +39,7 @@ from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
+from .routes.sessions import SessionRoutes
 from .service import Service, call_of
 from .streaming import while_connected
 from .timing import without_limit
@@ -79,6 +80,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *TokenRoutes(service).routes(),
         *vectors.routes(),
         *PoolingRoute(service, vectors).routes(),
+        *SessionRoutes(service).routes(),
     ]
 
 

@@ -390,12 +390,14 @@ class Service:
             self._check_kv_transfer(client)
         tags = {**dict(getattr(asked, "tags", None) or {}), **client.tags}
         last = getattr(asked, "truncate_prompt_tokens", None)
+        retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
         trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
         return {
             **({} if transfer is None else {"kv_transfer_params": transfer}),
             **({"trace_headers": trace} if trace else {}),
             **({} if adapter is None else {"lora_request": adapter}),
             **({} if last is None else {"truncate_prompt_tokens": last}),
+            **{name: value for name, value in retained.items() if value is not None},
             "priority": priority,
             "timeout": self._timeout(client, getattr(asked, "timeout", None)),
             "tags": tags or None,

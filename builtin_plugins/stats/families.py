@@ -268,6 +268,28 @@ WEIGHT_FAMILIES = (
 )
 """Metrics of engines whose weights have versions, under the own prefix only."""
 
+RETENTION_FAMILIES = (
+    Family(
+        "retained_blocks",
+        _G,
+        "Cached blocks that requests wish to be kept.",
+        lambda e: e.scheduler.num_retained_blocks,
+    ),
+    Family(
+        "retained_block_hits",
+        _C,
+        "Retained blocks that requests found and no other used.",
+        lambda e: e.retained_hits.value,
+    ),
+    Family(
+        "retained_block_evictions",
+        _C,
+        "Retained blocks that were evicted before their time.",
+        lambda e: e.retained_evictions.value,
+    ),
+)
+"""Metrics of engines with requests that retain blocks, under the own prefix only."""
+
 ALIAS_FAMILIES = (replace(_STEP_TOKENS, name="iteration_tokens_total"),)
 """The same, as dashboards for the aliases name them."""
 
@@ -349,6 +371,8 @@ def engine_families(
         exported.append((ADAPTER_FAMILIES, (OWN,)))
     if any(figures.scheduler.weight_version is not None for figures in engines.values()):
         exported.append((WEIGHT_FAMILIES, (OWN,)))
+    if any(figures.retains for figures in engines.values()):
+        exported.append((RETENTION_FAMILIES, (OWN,)))
     if any(figures.tiers for figures in engines.values()):
         exported += [(TIER_FAMILIES, (OWN,)), (OFFLOAD_FAMILIES, aliases)]
     for families, names in exported:

@@ -136,6 +136,7 @@ class EngineFigures:
         scheduler: its state; its totals are followed by other attributes.
         sleep_level: 0 is awake.
         tiers: figures of the KV connector's tiers.
+        retains: whether requests have asked for blocks to be kept (`retain_seconds`).
     """
 
     def __init__(self) -> None:
@@ -154,6 +155,8 @@ class EngineFigures:
         self.drafts, self.draft_tokens, self.accepted_tokens = Total(), Total(), Total()
         self.accepted_by_position: list[Total] = []
         self.waits_for_results: defaultdict[str, Total] = defaultdict(Total)
+        self.retained_hits, self.retained_evictions = Total(), Total()
+        self.retains = False
         self.iteration_tokens = Histogram(_STEP_TOKENS)
         self.time_to_first_token = Histogram(_FIRST_TOKEN)
         self.inter_token_latency = Histogram(_NEXT_TOKEN)
@@ -190,6 +193,9 @@ class EngineFigures:
         self.drafts.follow(scheduler.num_verified_drafts)
         self.draft_tokens.follow(scheduler.num_drafts)
         self.accepted_tokens.follow(scheduler.num_accepted_drafts)
+        self.retained_hits.follow(scheduler.num_retained_hits)
+        self.retained_evictions.follow(scheduler.num_retained_evictions)
+        self.retains = self.retains or scheduler.num_retained_blocks > 0
         by_position = scheduler.num_accepted_by_position
         waits = scheduler.num_waits_for_results
         for part in waits.keys() | self.waits_for_results.keys():

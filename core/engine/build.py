@@ -219,6 +219,7 @@ def _open_plugins(
         world_size=spec.config.parallel.world_size,
         block_hashes=block_hashes,
         publish=kv_events.publish,
+        retained=blocks.retained,
         step_cost=step_cost,
     )
     step_parts = open_parts(spec.plugins, spec.for_parts, context, faults)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
+from hardpoint.plugins.kv_cache import RetainedBlocks
+
 
 class BlockMetadata:
     """Hash, group and depth of each block; implements `CachedBlocks` of the contract.
@@ -17,11 +19,13 @@ class BlockMetadata:
         hashes: by block id; None without cached content.
         groups, depths: by block id, of the cached content.
         history: None unless the eviction policy asked for it.
+        retained: content that requests wish to be kept.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Describe no block yet; `clock` is in seconds."""
         self.clock = clock
+        self.retained = RetainedBlocks()
         self.num_blocks = 0
         self.hashes: list[bytes | None] = []
         self.groups = array("i")
@@ -32,7 +36,7 @@ class BlockMetadata:
     def allocate(self, num_blocks: int, num_usable: int, num_groups: int) -> None:
         """Describe `num_blocks` blocks without content."""
         self._allocated = True
-        self.num_blocks = num_usable
+        self.num_blocks = self.retained.num_blocks = num_usable
         self.hashes = [None] * num_blocks
         self.groups = array("i", bytes(4 * num_blocks))
         self.depths = array("i", bytes(4 * num_blocks))
@@ -66,6 +70,11 @@ class BlockMetadata:
     def depth(self, block_id: int) -> int:
         """Return a cached block's position in its chain."""
         return self.depths[block_id]
+
+    def retained_until(self, block_id: int) -> float:
+        """Return until when a cached block is to be kept; 0 without a wish."""
+        key = self.hashes[block_id]
+        return 0.0 if key is None else self.retained.deadlines.get(key, 0.0)
 
 
 class BlockHistory:

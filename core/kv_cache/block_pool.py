@@ -120,6 +120,7 @@ class BlockPool:
         metadata.allocate(num_blocks, len(self.empty), num_groups)
         self._hashes, self._groups = metadata.hashes, metadata.groups
         self._depths, self._history = metadata.depths, metadata.history
+        self._retained, self._clock = metadata.retained, metadata.clock
         self._events = events
 
     @property
@@ -155,6 +156,9 @@ class BlockPool:
             ref_count[block] += 1
         if self._history is not None:
             self._history.found(block_ids)
+        if self._retained.deadlines:
+            deadlines, hashes = self._retained.deadlines, self._hashes
+            self._retained.num_hits += sum([hashes[block] in deadlines for block in taken])
         self._eviction.taken(taken)
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -221,6 +225,7 @@ class BlockPool:
         self._eviction.dropped(idle)
         if self._history is not None:
             self._history.uncached([block for index in self.index for block in index.values()])
+        self._lose([key for index in self.index for key in index])
         self.index = [{} for _ in self.index]
         self._hashes[:] = [None] * self.num_blocks
         self.candidates.clear()
@@ -232,8 +237,16 @@ class BlockPool:
         blocks = self._eviction.choose(count, self.candidates)
         for block in blocks:
             del self.candidates[block]
+        if deadlines := self._retained.deadlines:
+            now, keys = self._clock(), [self._hashes[block] or b"" for block in blocks]
+            self._retained.num_evicted += sum([deadlines.get(key, now) > now for key in keys])
         self._unregister(blocks)
         return blocks
+
+    def _lose(self, keys: Sequence[bytes]) -> None:
+        """Forget the wishes of requests for content that is gone."""
+        if deadlines := self._retained.deadlines:
+            self._retained.lost += [key for key in keys if deadlines.pop(key, None) is not None]
 
     def _unregister(self, blocks: Sequence[int]) -> None:
         """Remove blocks from the index; each is in it, and none is given twice."""
@@ -247,5 +260,8 @@ class BlockPool:
                 group = self._groups[block]
                 del self.index[group][key]
                 removed[group].append(key)
+        if self._retained.deadlines:
+            keys = [key for keys in removed for key in keys]
+            self._lose([key for key in keys if not any(key in index for index in self.index)])
         if self._events is not None:
             self._events.removed(removed)

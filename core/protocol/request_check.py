@@ -72,6 +72,8 @@ class RequestCheck:
                 f"lora: expected none, no worker of this engine holds adapters, got "
                 f"{request.lora.name!r}"
             )
+        if request.retention is not None and "retention" not in self._used:
+            raise RequestError("retention: expected none, no part of this engine keeps blocks")
         if request.resumable and "resumable" not in self._used:
             raise RequestError(
                 "resumable: expected false, this engine takes no prompts in parts, got true"

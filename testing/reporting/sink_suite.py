@@ -100,6 +100,9 @@ _SCHEDULERS = st.builds(
     num_waits_for_results=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
     num_requests_by_adapter=st.dictionaries(st.text(max_size=3), _COUNTS, max_size=2),
     weight_version=st.none() | st.text(max_size=3),
+    num_retained_blocks=_COUNTS,
+    num_retained_hits=_COUNTS,
+    num_retained_evictions=_COUNTS,
     external_prefix_cache=st.none() | st.builds(PrefixCacheStats, _COUNTS, _COUNTS, _COUNTS),
     kv_tiers=_TIERS,
 )

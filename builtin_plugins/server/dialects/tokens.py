@@ -82,6 +82,8 @@ _OUTSIDE = (
     "timeout",
     "tags",
     "cache_salt",
+    "session",
+    "retain_seconds",
     "request_id",
     "return_token_ids",
     "kv_transfer_params",
@@ -118,6 +120,8 @@ class GenerateRequest(Strict):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    retain_seconds: Annotated[float, Meta(gt=0)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -127,6 +127,9 @@ class GenerationFields(Strict):
         priority: smaller is more important; within the bounds of the key.
         tags: labels for policies and sinks; those of the key win.
         cache_salt: requests with different salts share no cached prompts.
+        session: name of the conversation, for `retain_seconds`.
+        retain_seconds: how long, from the end of the answer on, what was computed for it is to be
+            kept in the prefix cache; the outcome is in `part_figures` of the answer.
         request_id: id of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
@@ -161,6 +164,8 @@ class GenerationFields(Strict):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    retain_seconds: Annotated[float, Meta(gt=0)] | None = None
     request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     plugin_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None

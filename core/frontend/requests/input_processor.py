@@ -24,6 +24,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import Retention
 from hardpoint.typed.read_only import read_only
 
 from .plugin_arguments import CallRules, PluginArguments
@@ -55,6 +56,8 @@ class RequestExtras(typed.Strict):
         truncate_prompt_tokens: last tokens of the prompt that are kept; -1 keeps those that leave
             room for `max_tokens`; None keeps all.
         lora_request: its adapter, with the hash of its content.
+        session: conversation that it belongs to; needs `retain_seconds`.
+        retain_seconds: how long its blocks are worth more than others; needs `session`.
     """
 
     priority: int = 0
@@ -68,6 +71,24 @@ class RequestExtras(typed.Strict):
     kv_transfer_params: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     lora_request: LoRARequest | None = None
+    session: str | None = None
+    retain_seconds: float | None = None
+
+    @property
+    def retention(self) -> Retention | None:
+        """The wish that what is computed is kept.
+
+        Raises:
+            RequestError: one of the fields is there without the other.
+        """
+        if self.session is None and self.retain_seconds is None:
+            return None
+        if self.session is None or self.retain_seconds is None:
+            given, missing = "session", "retain_seconds"
+            if self.session is None:
+                given, missing = missing, given
+            raise RequestError(f"{missing}: expected a value with {given}, got none")
+        return Retention(self.session, self.retain_seconds)
 
 
 NO_EXTRAS = RequestExtras()
@@ -166,6 +187,7 @@ class InputProcessor:
             kv_transfer_params=extras.kv_transfer_params,
             pooling_params=pooling,
             lora=extras.lora_request,
+            retention=extras.retention,
         )
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.

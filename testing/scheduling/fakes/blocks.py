@@ -10,6 +10,11 @@ from hardpoint.testing.scripted import ScriptedClock
 _CHAIN = 8
 """Every eighth content begins a chain; each other one follows the content before it."""
 
+_RETAINED = 3
+"""Every third content is retained for a while after it was cached."""
+
+_RETAINED_SECONDS = 0.02
+
 
 class FakeBlocks:
     """Blocks whose contents are numbers; implements `CachedBlocks` and `BlockHistory`.
@@ -68,6 +73,14 @@ class FakeBlocks:
     def depth(self, block_id: int) -> int:
         """Return the position of a block's content in its chain."""
         return self.contents[block_id] % _CHAIN
+
+    def retained_until(self, block_id: int) -> float:
+        """Return until when a request wishes that a block is kept; the time of its last use counts.
+
+        Of evicted blocks, too, until the call returns.
+        """
+        content = self.contents.get(block_id, 1)
+        return 0.0 if content % _RETAINED else self._last_use[block_id] + _RETAINED_SECONDS
 
     def parent_hash(self, block_id: int) -> bytes | None:
         """Return the hash of the content before it."""

@@ -1,0 +1,5 @@
+"""Retention: blocks of conversations that are worth more than others for a while."""
+
+from .part import Retention
+
+__all__ = ["Retention"]

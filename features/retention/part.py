@@ -1,0 +1,54 @@
+"""Retention as a step part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated
+
+from hardpoint import plugins
+from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart
+from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+
+from .sessions import RetainedSessions, RetainingRequests
+
+
+class Retention(StepPart):
+    """Requests with `retain_seconds`, whose blocks eviction policies keep, if they can.
+
+    It is a wish, never a guarantee. A fault costs wishes, and no request.
+    """
+
+    contract = 1
+    fault_scope = "step"
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            max_seconds: the longest time for which a request may ask; longer ones are cut.
+            share: how much of the KV cache the requests of one salt, such as those of a client's
+                key, may have retained; the first blocks of each request count first.
+            max_sessions: sessions that are known at once; further ones get nothing.
+        """
+
+        max_seconds: Annotated[float, Meta(gt=0)] = 3600.0
+        share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+        max_sessions: Annotated[int, Meta(ge=1)] = 100_000
+
+    options: Options
+
+    @classmethod
+    def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
+        """Return the field of requests whose blocks are retained."""
+        return ("retention",)
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:  # noqa: ARG002
+        """Return the half that includes the outcome of a wish in the output."""
+        return RetainingRequests(self.name)
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+        """Return the half that knows the sessions."""
+        options, caching = self.options, self.context.config.kv_cache.prefix_caching
+        share = options.share if caching else 0.0
+        return RetainedSessions(context, options.max_seconds, share, options.max_sessions)

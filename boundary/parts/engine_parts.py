@@ -16,6 +16,7 @@ import msgspec
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
+    HardpointError,
     PluginConflictError,
     PluginFaultError,
     RequestError,
@@ -144,6 +145,27 @@ class EngineParts:
         for part in self._parts:
             if part.moves_blocks:
                 part.run("start_failed", cause)
+
+    def workers_started(self) -> dict[str, RequestFault]:
+        """Notify the parts that worker halves were built; return requests that end with an error.
+
+        Raises:
+            HardpointError: one cannot go on, or failed.
+        """
+        ended: dict[str, RequestFault] = {}
+        for part in self._parts:
+            if not part.overrides("workers_started"):
+                continue
+            name = f"{part.source}: its workers_started()"
+            with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+                found = part.run("workers_started")
+            if not isinstance(found, Mapping) or not all(
+                request_id in part.users and isinstance(fault, RequestFault)
+                for request_id, fault in found.items()
+            ):
+                raise PluginFaultError(f"{name} gave {shown(found)}, expected faults of its users")
+            ended = {**found, **ended}
+        return ended
 
     def __bool__(self) -> bool:
         """Return whether there are any parts."""

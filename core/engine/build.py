@@ -115,6 +115,7 @@ def build_core(
         opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
+        opened.step_parts.workers_started()
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,

@@ -19,6 +19,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.plugins.requests import AdapterScale
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.typed import Strict, shown
 
@@ -127,6 +128,7 @@ class GenerationFields(Strict):
         priority: smaller is more important; within the bounds of the key.
         tags: labels for policies and sinks; those of the key win.
         cache_salt: requests with different salts share no cached prompts.
+        lora_scale: factor of what the adapter changes that `model` names; 1.0 by default.
         request_id: id of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
@@ -161,6 +163,7 @@ class GenerationFields(Strict):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     tags: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    lora_scale: AdapterScale | None = None
     request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     plugin_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None

@@ -408,6 +408,7 @@ class RequestState:
             outputs=[shown],
             finished=False,
             num_cached_tokens=self._num_cached_tokens,
+            lora_request=self._request.lora,
         )
 
     def output(self) -> RequestOutput | None:
@@ -486,6 +487,7 @@ class RequestState:
             finished=finished,
             num_cached_tokens=self._num_cached_tokens,
             kv_transfer_params=self._kv_transfer_params,
+            lora_request=self._request.lora,
         )
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:

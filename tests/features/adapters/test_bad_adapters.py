@@ -231,7 +231,7 @@ def test_adapters_of_the_configuration(base, tmp_path):
     model, good = str(base / "model"), str(base / "good")
 
     def settings(**fields):
-        return {"adapters": {"max_loras": 1, **fields}, "kv_cache": {"num_blocks": 16}}
+        return {"adapters": {"max_loras": 1, **fields}, "kv_cache": {"num_blocks": 32}}
 
     with LLM(model, config=settings(paths={"good": good}), max_model_len=32) as llm:
         (loaded,) = llm.list_loras()

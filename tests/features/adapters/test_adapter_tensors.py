@@ -74,7 +74,8 @@ def test_tensors_are_found_again_and_freed(base, form):
             check(llm, "one", first)
         assert llm.remove_lora(2)
         assert not folders[1].exists()
-        again = llm.add_lora(lora("one", 1), third.tensors, third.config)  # replaces it
+        llm.generate([PROMPT], SamplingParams(max_tokens=1))  # whose plan reports the end of "one"
+        again = llm.add_lora(lora("one", 1), third.tensors, third.config)  # takes its place
         check(llm, "one", third)
         assert not folders[0].exists()
         assert llm.list_loras() == [again]
@@ -93,7 +94,7 @@ def test_a_request_keeps_removed_tensors_to_its_end(base):
         llm.wake_up()
         tokens = [token for output in stream for token in output.outputs[0].token_ids]
         assert len(tokens) == 8
-        llm.generate([PROMPT], SamplingParams(max_tokens=1))  # whose plan reports the end
+        llm.generate([PROMPT], SamplingParams(max_tokens=1))  # whose plan reports it
         assert not Path(one.path).exists()
 
 

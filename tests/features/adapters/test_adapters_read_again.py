@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from support.adapters import lora, write_adapter, write_model
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, LoRARequest, SamplingParams
+from hardpoint.features.adapters.engine_half import AdapterSlots
+from hardpoint.features.adapters.messages import Call, Progress
+from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins.config_tables import AdaptersConfig
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
 PROMPTS = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6, [1, 6, 1, 8, 0, 3]]
@@ -101,3 +108,49 @@ def test_a_folder_of_the_configuration_that_went_away_wakes_up(base, tmp_path):
         os.rename(tmp_path / "away", folder)
         after = llm.generate([PROMPTS[0]], PARAMS, lora_request=lora("poet", 1))
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
+
+
+class Ranks:
+    """The worker halves of two ranks, which answer what a test wants."""
+
+    def __init__(self):
+        self.progress = [Progress(is_done=True, content=CONTENT)] * 2
+        self.calls = []
+
+    def __call__(self, message):
+        call = msgspec.msgpack.decode(message, type=Call)
+        self.calls.append(type(call).__name__)
+        return [msgspec.msgpack.encode(answer) for answer in self.progress]
+
+
+CONTENT = "c" * 64
+
+
+def test_a_rank_alone_that_cannot_read_ends_the_requests_of_the_adapter(base):
+    ranks = Ranks()
+    config = SimpleNamespace(adapters=AdaptersConfig(max_loras=2, max_cpu_loras=2))
+    half = AdapterSlots(config, SimpleNamespace(clock=time.monotonic, call_workers=ranks))
+    assert half.workers_started() == {}
+    ticket = half.call("load", {"lora": {"name": "a", "id": 1, "path": str(base / "first")}})
+    assert half.call("poll", {"ticket": ticket})["content_hash"] == CONTENT
+    for name in ("x", "y"):
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=[1],
+            params=PARAMS,
+            lora=LoRARequest("a", 1, "", CONTENT),
+        )
+        half.check(request)
+        assert half.gate(SimpleNamespace(request_id=name)) is None
+    assert half.workers_started() == {}
+    ranks.progress[1] = Progress(is_done=True, error="a/adapter_config.json: cannot be read: why")
+    ranks.calls.clear()
+    ended = half.workers_started()
+    assert ended.keys() == {"x", "y"}
+    assert {fault.message for fault in ended.values()} == {f"lora: {ranks.progress[1].error}"}
+    assert ranks.calls == ["Read", "Ask", "Drop"]  # no rank keeps what one of them lacks
+    for name in ended:
+        half.ended(name)
+    ranks.progress[1] = ranks.progress[0]
+    assert [lora["name"] for lora in half.call("list", {})] == ["a"]
+    assert half.workers_started() == {}

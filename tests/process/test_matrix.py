@@ -42,6 +42,8 @@ OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 THINK = 257  # the token of the first tag
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
+SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
 REAL = {"attention": {"use": "native_cpu"}}
 ENGINE: dict[str, dict[str, Level]] = {
     "model": {
@@ -158,16 +160,18 @@ REFUSED = {
     )
 } | {
     (("model", "scripted"), ("adapter", name)): (
-        "step_parts plugin 'adapters'.*: it changes linear layers, and .* does not call"
+        "poet: the model has no linear layer model.layers.0.mlp.down_proj, .* the adapter changes"
     )
-    for name in REQUEST["adapter"]
-    if name != "none"
+    for name in SCALES
 }
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
     (("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"
-}
-"""Pairs whose sums are rounded otherwise than alone: `test_parallel_equality` compares them."""
+} | {(("ranks", "tensor"), ("adapter", name)) for name in SCALES}
+"""Pairs whose sums are rounded otherwise than alone.
+
+`test_parallel_equality` and `test_adapters_together` compare them.
+"""
 APART = REFUSED.keys() | NOT_COMPARED
 SHORT = 3  # one row in so many is in the short run
 
@@ -187,11 +191,17 @@ def matrix() -> list[dict[str, str]]:
         row: dict[str, str] = {}
         for pair in missing:
             grown = row | dict(pair)
-            if row.items() <= grown.items() and APART.isdisjoint(pairs_of(grown)):
+            if row.items() <= grown.items() and APART.isdisjoint(pairs_of(completed(grown))):
                 row = grown
-        first = {feature: next(iter(names)) for feature, names in ALL.items()}
-        rows.append(first | row)
+        rows.append(completed(row))
     return rows
+
+
+def completed(row: Mapping[str, str]) -> dict[str, str]:
+    """Return a row with the first level of each feature that it lacks; of models, a fitting one."""
+    first = {feature: next(iter(names)) for feature, names in ALL.items()}
+    model = {"model": "real"} if row.get("adapter") in SCALES else {}
+    return first | model | dict(row)
 
 
 def allowed_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
@@ -227,11 +237,6 @@ BASE = {
 }
 CANARY = {"debug": {"kv_canary": True}}  # of the engines that are compared with the plain one
 COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
-
-
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
-POET = LoRARequest("poet", 1)
-SCALES = {"one": 1.0, "scaled": -0.5}
 
 
 def requests_of(row: Mapping[str, str], number: int) -> list[Job]:
@@ -330,7 +335,7 @@ def write_poet(folder: Path) -> LoRARequest:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
     content = content_hash(*read_files(str(folder)))
-    return msgspec.structs.replace(POET, path=str(folder), content_hash=content)
+    return LoRARequest("poet", 1, str(folder), content)
 
 
 @pytest.fixture(scope="module")

@@ -229,9 +229,7 @@ def _check_on(config: EngineConfig, field: str) -> None:
         )
 
 
-def _load_arguments(
-    folders: TensorFolders, lora: Any, tensors: Any, config: Any
-) -> dict[str, Any]:
+def _load_arguments(folders: TensorFolders, lora: Any, tensors: Any, config: Any) -> dict[str, Any]:
     """Return the arguments of `load`; tensors are written to a folder.
 
     Raises:
@@ -266,7 +264,7 @@ def _encoded(config: Any) -> bytes:
     """Return the configuration of an adapter as JSON, equal ones as equal bytes.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is of another type, or has what JSON cannot hold.
     """
     expected = "config: expected the fields of adapter_config.json by their names"
     if not isinstance(config, Mapping):
@@ -298,7 +296,7 @@ def _placed(lora: LoRARequest) -> LoRARequest:
 
 
 def _unscaled(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return what a request says of an adapter, without its own scale."""
+    """Return the fields of an adapter with the scale of a loaded one."""
     return plain | {"scale": 1.0}
 
 

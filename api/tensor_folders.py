@@ -21,13 +21,13 @@ _MEMORY = Path("/dev/shm")
 
 
 class TensorFolders:
-    """Folders in shared memory, if it has room; they are removed with this object, if not before."""
+    """Folders in shared memory, if it has room; they go with this object, if not before."""
 
     def __init__(self, prefix: str, field: str) -> None:
         """Write nothing yet.
 
         Args:
-            prefix: of the names of folders.
+            prefix: start of the names of folders.
             field: names the tensors in messages.
         """
         self._prefix, self._field = prefix, field

@@ -154,7 +154,7 @@ class _Rows:
                 scaled += [slot] * count
                 places += range(start, end)
                 factors += [scale] * count
-        self._own = torch.tensor(own, dtype=torch.int64).to(device)
+        self._plain = torch.tensor(own, dtype=torch.int64).to(device)
         self._places = torch.tensor(places, dtype=torch.int64).to(device) if scaled else None
         self._scaled = torch.tensor(scaled, dtype=torch.int64).to(device)
         self._factors = torch.tensor(factors, dtype=torch.float32).unsqueeze(1).to(device)
@@ -169,7 +169,7 @@ class _Rows:
         scales: torch.Tensor,
     ) -> None:
         """Add what the adapters change to a product; arguments are those of `Ops.add_lora`."""
-        ops.add_lora(y, x, a, b, self._own, scales)
+        ops.add_lora(y, x, a, b, self._plain, scales)
         if self._places is None:
             return
         change = torch.zeros((len(self._places), y.shape[1]), dtype=torch.float32, device=y.device)

@@ -148,22 +148,26 @@ EXTRAS: dict[tuple[str, str], Level] = {
     ("priority", "its own"): {"priority": -1},
 }
 """What levels of a request are besides parameters."""
-REFUSED = {
-    (("speculator", name), ("processor", "of the batch")): (
-        "batch_bias.*does not declare supports_drafts.*speculation"
-    )
-    for name in ENGINE["speculator"]
-    if name != "none"
-} | {
-    (("model", "with windows"), ("stores", "memory")): (
-        r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
-    )
-} | {
-    (("model", "scripted"), ("adapter", name)): (
-        "poet: the model has no linear layer model.layers.0.mlp.down_proj, .* the adapter changes"
-    )
-    for name in SCALES
-}
+REFUSED = (
+    {
+        (("speculator", name), ("processor", "of the batch")): (
+            "batch_bias.*does not declare supports_drafts.*speculation"
+        )
+        for name in ENGINE["speculator"]
+        if name != "none"
+    }
+    | {
+        (("model", "with windows"), ("stores", "memory")): (
+            r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
+        )
+    }
+    | {
+        (("model", "scripted"), ("adapter", name)): (
+            "poet: the model has no linear layer model.layers.0.mlp.down_proj, .* which the adapter"
+        )
+        for name in SCALES
+    }
+)
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
     (("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"

@@ -303,7 +303,12 @@ ADAPTED = [
     (models.DropsTheChange, "adapters", "adapters", "hidden states differ by .* of the largest"),
     (models.CallsWithOtherNames, "adapters", "adapters", "hidden states differ by .* of the lar"),
     (models.NamesWithoutLayers, "adapters", "adapters", "got 'qkv' with .* no entry of hooks.mat"),
-    (models.NamesOtherShapes, "adapters", "adapters", r"'1.qkv.weight' \[24, 24\], and weight_shap"),
+    (
+        models.NamesOtherShapes,
+        "adapters",
+        "adapters",
+        r"'1.qkv.weight' \[24, 24\], and weight_shap",
+    ),
 ]
 
 QUANTIZED = [
@@ -388,7 +393,9 @@ def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invarianc
     assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED, ids=label)
+@pytest.mark.parametrize(
+    ("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED, ids=label
+)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)

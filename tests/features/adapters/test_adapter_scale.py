@@ -6,7 +6,6 @@ import math
 
 import msgspec
 import pytest
-import torch
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
 
 from hardpoint import LLM, LoRARequest, RequestError, SamplingParams
@@ -157,7 +156,9 @@ def llm(folders):
 def test_a_wrong_scale_names_field_and_value(llm, folders, case):
     scale, message = WRONG[case]
     with pytest.raises(RequestError, match=message):
-        llm.generate([PROMPT], SamplingParams(max_tokens=1), lora_request=of_scale(folders[1], scale))
+        llm.generate(
+            [PROMPT], SamplingParams(max_tokens=1), lora_request=of_scale(folders[1], scale)
+        )
     assert llm.list_loras() == []
 
 

@@ -167,7 +167,9 @@ class Adaptable(Tiny):
         return y if change is None else change([(name, y.shape[1])], x, y)
 
     def attended(self, batch, layer, x):
-        return self.product(f"{layer}.out", batch.attend(layer, *self.projected(layer, x)).flatten(1))
+        return self.product(
+            f"{layer}.out", batch.attend(layer, *self.projected(layer, x)).flatten(1)
+        )
 
     def projected(self, layer, x):
         qkv = self.product(f"{layer}.qkv", x).view(len(x), -1, SIZE)

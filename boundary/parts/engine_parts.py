@@ -19,7 +19,6 @@ from hardpoint.errors import (
     HardpointError,
     PluginConflictError,
     PluginFaultError,
-    RequestError,
     shown,
 )
 from hardpoint.plugins import (
@@ -42,9 +41,11 @@ from .bound_half import BoundPart, call_for, open_halves
 from .calls import PartCalls
 from .gates import PartGates, PartTransfers
 from .returns import (
+    asked_for_figures,
     combined_masks,
     draft_limits_defect,
     drafts_defect,
+    faults_defect,
     figures_defect,
     limit_defect,
     mask_defect,
@@ -159,11 +160,8 @@ class EngineParts:
             name = f"{part.source}: its workers_started()"
             with faults_as(PluginFaultError, name, passing=(HardpointError,)):
                 found = part.run("workers_started")
-            if not isinstance(found, Mapping) or not all(
-                request_id in part.users and isinstance(fault, RequestFault)
-                for request_id, fault in found.items()
-            ):
-                raise PluginFaultError(f"{name} gave {shown(found)}, expected faults of its users")
+            if (defect := faults_defect(found, part.users)) is not None:
+                raise PluginFaultError(f"{name} {defect}")
             ended = {**found, **ended}
         return ended
 
@@ -197,7 +195,7 @@ class EngineParts:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = _asked_for_figures(request, users)
+            asked = asked_for_figures(request, users)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -474,22 +472,6 @@ class EngineParts:
 
     def _find_active(self) -> None:
         self._active = [part for part in self._parts if part.users or part.every_plan]
-
-
-def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -> list[BoundPart]:
-    """Return the parts that a request includes figures of.
-
-    Raises:
-        RequestError: it uses no such part.
-    """
-    if not request.params.include:
-        return []
-    having = {part.name: part for part in users if part.overrides("figures")}
-    for name in request.params.include:
-        if name not in having:
-            found = " or ".join(sorted(map(repr, having))) or "none, as no part has any of it"
-            raise RequestError(f"include: expected {found}, got {name!r}")
-    return [having[name] for name in dict.fromkeys(request.params.include)]
 
 
 def open_parts(

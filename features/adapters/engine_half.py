@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,28 +25,15 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
-from .identity import content_hash, read_files, remove_files, without_layers
+from .identity import content_hash, read_files, remove_files
 from .leases import Leases
-from .messages import Ask, Drop, Keep, Progress, Read, Slot, StepAdapters
+from .messages import Slot, StepAdapters
+from .readings import Readings
 
 _UNASKED_SECONDS = 120.0
 """After this, a reading that no program asks for is forgotten."""
 
 _WAIT_SECONDS = 0.002
-
-
-class _Reading(msgspec.Struct):
-    """A reading under way.
-
-    Attributes:
-        asked: when its progress was asked for last, on the engine's clock.
-        path: folder of the files.
-        lora: what a program adds by it; None if a request waits for it.
-    """
-
-    asked: float
-    path: str
-    lora: LoRARequest | None
 
 
 class AdapterSlots(EngineHalf):
@@ -64,7 +50,6 @@ class AdapterSlots(EngineHalf):
             ModelError: files of one are missing.
         """
         self._config, self._clock = config.adapters, context.clock
-        self._call_workers = context.call_workers
         self._names: dict[str, LoRARequest] = {}
         self._paths: dict[str, str] = {}  # of each content that is known
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
@@ -74,11 +59,10 @@ class AdapterSlots(EngineHalf):
         self._scales: dict[str, float] = {}  # of requests, if they are not 1.0
         self._ending: set[str] = set()  # requests that a removal ends
         self._leaving: set[str] = set()  # contents that requests have and no name has any more
-        self._readings: dict[int, _Reading] = {}
+        self._readings = Readings(context.call_workers, context.clock)
         self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
         self._temporary: set[str] = set()  # folders that are removed when nothing needs them
         self._has_started = False
-        self._tickets = itertools.count(1)
         self._leases = Leases(self._config.max_loras, self._clock)
         self._methods: Mapping[str, Callable[..., Any]] = {
             "resolve": self._resolve,
@@ -187,7 +171,7 @@ class AdapterSlots(EngineHalf):
         if content is None:
             return
         if content in self._wanted and content not in self._requests.values():
-            self._drop(self._wanted.pop(content))
+            self._readings.drop(self._wanted.pop(content))
         if self._is_needed(content):
             return
         if content in self._leaving or content not in self._host:
@@ -308,11 +292,8 @@ class AdapterSlots(EngineHalf):
         self._check_id(new)
         if is_temporary:
             self._temporary.add(new.path)
-        now = self._clock()
-        for ticket, reading in list(self._readings.items()):
-            if reading.lora is not None and now - reading.asked > _UNASKED_SECONDS:
-                self._drop(ticket)
-        return self._begin_reading(new.path, new)
+        self._readings.drop_unasked(_UNASKED_SECONDS)
+        return self._readings.begin(new.path, new)
 
     def _check_id(self, new: LoRARequest) -> None:
         for name, lora in self._names.items():
@@ -332,7 +313,7 @@ class AdapterSlots(EngineHalf):
         if reading is None or reading.lora is None:
             raise RequestError(f"ticket: expected that of an adapter that is loaded, got {ticket}")
         reading.asked = self._clock()
-        content = self._progress(ticket)
+        content = self._readings.progress(ticket)
         if content is None:
             return None
         new = reading.lora
@@ -343,7 +324,7 @@ class AdapterSlots(EngineHalf):
                     f"{new.path}: lora.content_hash: expected {content}, got {new.content_hash}"
                 )
         except HardpointError:
-            self._drop(ticket)
+            self._readings.drop(ticket)
             raise
         lora = msgspec.structs.replace(new, content_hash=content)
         self._set_alias(lora)
@@ -428,12 +409,12 @@ class AdapterSlots(EngineHalf):
         """
         ticket = self._wanted.get(content)
         if ticket is None:
-            self._wanted[content] = self._begin_reading(self._paths[content], None)
+            self._wanted[content] = self._readings.begin(self._paths[content], None)
             return False
         try:
-            found = self._progress(ticket)
+            found = self._readings.progress(ticket)
             if found not in (None, content):
-                self._drop(ticket)
+                self._readings.drop(ticket)
                 raise ModelError(
                     f"{self._paths[content]}: its files have changed since the adapter was added"
                 )
@@ -446,37 +427,8 @@ class AdapterSlots(EngineHalf):
         self._keep(ticket, content)
         return True
 
-    def _begin_reading(self, path: str, lora: LoRARequest | None) -> int:
-        ticket = next(self._tickets)
-        self._readings[ticket] = _Reading(self._clock(), path, lora)
-        self._send(Read(ticket, path))
-        return ticket
-
-    def _progress(self, ticket: int) -> str | None:
-        """Return the content of a reading that all ranks have ended; None until then.
-
-        Raises:
-            ModelError: one of them failed, or they have read different files; all forget it.
-        """
-        answers = [
-            msgspec.msgpack.decode(answer, type=Progress) for answer in self._send(Ask(ticket))
-        ]
-        if any(a.is_lost for a in answers):
-            self._send(Read(ticket, self._readings[ticket].path))
-            return None
-        error = next((a.error for a in answers if a.error is not None), None)
-        if error is None:
-            if not all(a.is_done for a in answers):
-                return None
-            error = _defect(answers, self._readings[ticket])
-        if error is not None:
-            self._drop(ticket)
-            raise ModelError(error)
-        return answers[0].content
-
     def _keep(self, ticket: int, content: str) -> None:
         """Let workers keep what they have read, in the place of what was not used for longest."""
-        del self._readings[ticket]
         self._host[content] = self._clock()
         evictable = [
             other
@@ -484,15 +436,11 @@ class AdapterSlots(EngineHalf):
             if other != content and other not in self._pinned and not self._leases.has(other)
         ]
         forgotten = evictable[: max(len(self._host) - self._config.num_cpu_loras, 0)]
-        self._send(Keep(ticket, forgotten))
+        self._readings.keep(ticket, forgotten)
         self._forgotten(forgotten)
 
-    def _drop(self, ticket: int) -> None:
-        del self._readings[ticket]
-        self._send(Drop(ticket))
-
     def _forget(self, contents: list[str]) -> None:
-        self._send(Drop(0, contents))
+        self._readings.forget(contents)
         self._forgotten(contents)
 
     def _forgotten(self, contents: Sequence[str]) -> None:
@@ -506,13 +454,10 @@ class AdapterSlots(EngineHalf):
         if not self._temporary:
             return
         used = {*self._paths.values(), *(lora.path for lora in self._names.values())}
-        used.update(reading.path for reading in self._readings.values())
+        used.update(self._readings.paths)
         for path in self._temporary - used:
             remove_files(path)
         self._temporary &= used
-
-    def _send(self, call: Read | Ask | Keep | Drop) -> Sequence[bytes]:
-        return self._call_workers(msgspec.msgpack.encode(call))
 
 
 def _lora(given: Mapping[str, Any]) -> LoRARequest:
@@ -530,12 +475,3 @@ def _lora(given: Mapping[str, Any]) -> LoRARequest:
     if lora.id < 1:
         raise RequestError(f"lora.id: expected at least 1, got {lora.id}")
     return lora
-
-
-def _defect(answers: Sequence[Progress], reading: _Reading) -> str | None:
-    """Return the defect of an adapter that every rank has read; None if there is none."""
-    where = f"{reading.path if reading.lora is None else repr(reading.lora.name)}: "
-    if len({answer.content for answer in answers}) > 1:
-        return f"{where}its files changed while they were read, or ranks have different ones"
-    unknown = set.intersection(*(set(answer.unknown) for answer in answers))
-    return where + without_layers(sorted(unknown)) if unknown else None

@@ -15,12 +15,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.errors import (
-    HardpointError,
-    PluginConflictError,
-    PluginFaultError,
-    shown,
-)
+from hardpoint.errors import HardpointError, PluginConflictError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,

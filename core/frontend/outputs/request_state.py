@@ -435,12 +435,10 @@ class RequestState:
             completion.routed_experts = self._all_experts()
         if ended:
             self.close()
-        outputs, all_ended = self.parent.gather(
-            completion, ended=ended, final_only=self._final_only
-        )
+        outputs, is_last = self.parent.gather(completion, ended=ended, final_only=self._final_only)
         if not outputs:
             return None
-        shown = self._to_user(outputs, finished=all_ended)
+        shown = self._to_user(outputs, finished=is_last)
         if self._prompt_logprobs is not None:
             shown.prompt_logprobs = self._prompt_logprobs[self._sent_prompt if self._delta else 0 :]
             self._sent_prompt = len(self._prompt_logprobs)

@@ -18,8 +18,7 @@ from hardpoint.core.frontend.requests.prompts import is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
-
-from .tensor_folders import TensorFolders
+from hardpoint.system.tensor_files import TensorFolders
 
 __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 

@@ -23,8 +23,7 @@ from hardpoint.core.weights.updated_weights import tensor_files
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
-
-from .tensor_folders import TensorFolders
+from hardpoint.system.tensor_files import TensorFolders
 
 _PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)

@@ -21,6 +21,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.testing.adapted_model import ADAPTERS, AdaptedModel
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_ops
@@ -28,7 +29,6 @@ from hardpoint.testing.snapshots import count_elements, snapshot
 from hardpoint.testing.suite import Violation, checks, short_repr
 
 from . import model_rules as rules
-from .adapted_model import ADAPTERS, AdaptedModel
 from .divided_model import DividedModel
 from .model_sequences import ModelSequences, relative_difference, summary
 from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
+import torch
 
 from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
+from hardpoint.system.tensor_files import TensorFolders
 
 __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 
@@ -23,11 +28,19 @@ _PART = "adapters"
 _POLL_SECONDS = (0.002, 0.05)
 """The shortest and the longest time between two questions whether an adapter is read."""
 _OPTION = "lora_request"
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "hardpoint-adapter-"
+_TYPE = {"peft_type": "LORA"}
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 class _Engine(Protocol):
     @property
     def config(self) -> EngineConfig: ...
+
+    @property
+    def _adapter_folders(self) -> TensorFolders: ...
 
 
 class _Caller(_Engine, Protocol):
@@ -35,7 +48,12 @@ class _Caller(_Engine, Protocol):
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any: ...
 
-    def add_lora(self, lora: LoRARequest) -> LoRARequest: ...
+    def add_lora(
+        self,
+        lora: LoRARequest,
+        tensors: Tensors | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> LoRARequest: ...
 
 
 class _AsyncCaller(_Engine, Protocol):
@@ -43,13 +61,27 @@ class _AsyncCaller(_Engine, Protocol):
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any: ...
 
-    async def add_lora(self, lora: LoRARequest) -> LoRARequest: ...
+    async def add_lora(
+        self,
+        lora: LoRARequest,
+        tensors: Tensors | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> LoRARequest: ...
 
 
 class SyncAdapterCalls:
     """The calls for adapters of a program that waits for them."""
 
-    def add_lora(self: _Caller, lora: LoRARequest) -> LoRARequest:
+    @functools.cached_property
+    def _adapter_folders(self) -> TensorFolders:
+        return TensorFolders(_PREFIX, "tensors")
+
+    def add_lora(
+        self: _Caller,
+        lora: LoRARequest,
+        tensors: Tensors | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> LoRARequest:
         """Load an adapter, while requests go on; return it with the hash of its content.
 
         One of the same name is replaced for the requests that follow. Those that were admitted
@@ -59,18 +91,24 @@ class SyncAdapterCalls:
             lora: name, number and folder, which this program's directory and user complete if it is
                 relative or begins with "~"; the number identifies it in `remove_lora`. With a
                 `content_hash`, its files have to have that one.
+            tensors: the adapter itself, without a folder, as PEFT's `get_peft_model_state_dict`
+                returns it; copied to shared memory, where it stays as long as it is needed.
+            config: with `tensors`, what `adapter_config.json` would have.
 
         Raises:
-            RequestError: the number is another adapter's, or `adapters.max_loras` is 0.
+            RequestError: the number is another adapter's, or `adapters.max_loras` is 0; or there
+                are tensors and a folder, or one of tensors and `config` is missing or wrong.
             ModelError: its files are missing or broken, or are not for this model; names file,
                 field and value. Nothing has changed then.
         """
         _check_on(self.config, "lora")
-        ticket = self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
-        pause, longest = _POLL_SECONDS
-        while (added := self.call_part(_PART, "poll", {"ticket": ticket})) is None:
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        arguments = _load_arguments(self._adapter_folders, lora, tensors, config)
+        with _removed_if_failed(self._adapter_folders, arguments):
+            ticket = self.call_part(_PART, "load", arguments)
+            pause, longest = _POLL_SECONDS
+            while (added := self.call_part(_PART, "poll", {"ticket": ticket})) is None:
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
         return msgspec.convert(added, LoRARequest)
 
     def remove_lora(self: _Caller, lora_id: int, mode: RemoveMode = "drain") -> bool:
@@ -128,14 +166,26 @@ class SyncAdapterCalls:
 class AsyncAdapterCalls:
     """The calls for adapters of a program that runs an event loop."""
 
-    async def add_lora(self: _AsyncCaller, lora: LoRARequest) -> LoRARequest:
+    @functools.cached_property
+    def _adapter_folders(self) -> TensorFolders:
+        return TensorFolders(_PREFIX, "tensors")
+
+    async def add_lora(
+        self: _AsyncCaller,
+        lora: LoRARequest,
+        tensors: Tensors | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> LoRARequest:
         """Do what `LLM.add_lora` does."""
         _check_on(self.config, "lora")
-        ticket = await self.call_part(_PART, "load", {"lora": _plain(lora, "lora")})
-        pause, longest = _POLL_SECONDS
-        while (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is None:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
+        given = lora, tensors, config
+        arguments = await asyncio.to_thread(_load_arguments, self._adapter_folders, *given)
+        with _removed_if_failed(self._adapter_folders, arguments):
+            ticket = await self.call_part(_PART, "load", arguments)
+            pause, longest = _POLL_SECONDS
+            while (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is None:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, longest)
         return msgspec.convert(added, LoRARequest)
 
     async def remove_lora(self: _AsyncCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:
@@ -178,6 +228,52 @@ def _check_on(config: EngineConfig, field: str) -> None:
         )
 
 
+def _load_arguments(folders: TensorFolders, lora: Any, tensors: Any, config: Any) -> dict[str, Any]:
+    """Return the arguments of `load`; tensors are written to a folder.
+
+    Raises:
+        RequestError: arguments are wrong.
+        HardpointError: there is no room for the tensors.
+    """
+    plain = _plain(lora, "lora")
+    if tensors is None:
+        if config is not None:
+            raise RequestError("config: expected none without tensors, as the folder has its own")
+        return {"lora": plain}
+    if plain["path"]:
+        raise RequestError(
+            f"lora.path: expected an empty one, as tensors are given, got {plain['path']!r}"
+        )
+    folder = folders.write(_TENSORS, tensors, {_CONFIG: _encoded(config)})
+    return {"lora": plain | {"path": str(folder)}, "is_temporary": True}
+
+
+@contextlib.contextmanager
+def _removed_if_failed(folders: TensorFolders, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Remove the folder of tensors of `load` if the body fails."""
+    try:
+        yield
+    except BaseException:
+        if arguments.get("is_temporary"):
+            folders.remove([Path(arguments["lora"]["path"])])
+        raise
+
+
+def _encoded(config: Any) -> bytes:
+    """Return the configuration of an adapter as JSON, equal ones as equal bytes.
+
+    Raises:
+        RequestError: it is of another type, or has what JSON cannot hold.
+    """
+    expected = "config: expected the fields of adapter_config.json by their names"
+    if not isinstance(config, Mapping):
+        raise RequestError(f"{expected}, as tensors are given, got {shown(config)}")
+    try:
+        return msgspec.json.encode({**_TYPE, **config}, order="deterministic")
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise RequestError(f"{expected}: {error}") from None
+
+
 def _plain(lora: Any, field: str) -> dict[str, Any]:
     """Return an adapter as plain data, with an absolute path.
 
@@ -198,6 +294,11 @@ def _placed(lora: LoRARequest) -> LoRARequest:
     return msgspec.structs.replace(lora, path=absolute_path(lora.path))
 
 
+def _unscaled(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an adapter with the scale of a loaded one."""
+    return plain | {"scale": 1.0}
+
+
 def _number(lora_id: Any) -> dict[str, Any]:
     return {"lora_id": typed.convert(lora_id, int, path="lora_id", error=RequestError)}
 
@@ -208,7 +309,7 @@ def _adapters_in(options: Mapping[str, Any]) -> tuple[list[Any], list[dict[str, 
     loras: list[Any] = list(given or ()) if is_list(given) else [given]
     listed: list[dict[str, Any]] = []
     for lora in loras:
-        if lora is not None and (plain := _plain(lora, _OPTION)) not in listed:
+        if lora is not None and (plain := _unscaled(_plain(lora, _OPTION))) not in listed:
             listed.append(plain)
     return loras, listed
 
@@ -225,7 +326,7 @@ def _resolved(
         if lora is None:
             return None
         placed = _placed(lora)
-        content = contents[listed.index(msgspec.structs.asdict(placed))]
+        content = contents[listed.index(_unscaled(msgspec.structs.asdict(placed)))]
         return msgspec.structs.replace(placed, content_hash=content)
 
     loras = list(map(resolved, given))

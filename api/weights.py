@@ -6,11 +6,8 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,15 +18,15 @@ from hardpoint import typed
 from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.weights.updated_weights import tensor_files, write_tensors
-from hardpoint.errors import shown, size_text
+from hardpoint.core.weights.updated_weights import tensor_files
+from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
+from hardpoint.system.tensor_files import TensorFolders
 
 if TYPE_CHECKING:
     import torch
 
-_MEMORY = Path("/dev/shm")
 _PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)
 """The shortest and the longest time between two questions whether weights are prepared."""
@@ -154,8 +151,7 @@ class WeightFiles:
     def __init__(self) -> None:
         """Write nothing yet."""
         self.lock = threading.Lock()
-        self._folders: set[Path] = set()
-        weakref.finalize(self, _remove, self._folders)
+        self._folders = TensorFolders(_PREFIX, "weights")
 
     def after(self, config: EngineConfig, weights: Weights, version: str | None) -> LoadConfig:
         """Return how weights are read after an update; tensors are written to a file.
@@ -176,7 +172,10 @@ class WeightFiles:
         version = _following(load.version) if version is None else version
         plain = {"use": load.use, "updates": (), "version": version}
         load = typed.convert(plain, LoadConfig, path="", error=RequestError)
-        path = self._write(weights) if isinstance(weights, Mapping) else _path(weights)
+        if isinstance(weights, Mapping):
+            path = str(self._folders.write(_FILE, weights) / _FILE)
+        else:
+            path = _path(weights)
         later, updates = _names(path), [path]
         for earlier in reversed(config.load.updates):
             if not (names := _names(earlier)) <= later:
@@ -186,46 +185,7 @@ class WeightFiles:
 
     def keep(self, updates: Collection[str]) -> None:
         """Remove the files that were written and are none of these."""
-        unused = self._folders - {Path(path).parent for path in updates}
-        self._folders -= unused
-        _remove(unused)
-
-    def _write(self, tensors: Mapping[str, Any]) -> str:
-        """Write tensors to a file of their own; return its path.
-
-        Raises:
-            RequestError: they are no tensors by their names.
-            HardpointError: there is no room for them.
-        """
-        import torch  # noqa: PLC0415 - LLM and AsyncLLM are imported without it
-
-        if not tensors:
-            raise RequestError("weights: expected tensors by their names, got none")
-        for name, tensor in tensors.items():
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise RequestError(
-                    f"weights: expected tensors by their names, got {shown(tensor)} for "
-                    f"{shown(name)}"
-                )
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_place(size)))
-        self._folders.add(folder)
-        try:
-            write_tensors(folder / _FILE, tensors)
-        except Exception as cause:
-            _remove([folder])
-            raise HardpointError(
-                f"weights: {size_text(size)} cannot be written to {folder.parent}: {cause}"
-            ) from cause
-        return str(folder / _FILE)
-
-
-def _place(size: int) -> Path | None:
-    """Return the folder of shared memory if it has room; None is that of temporary files."""
-    with contextlib.suppress(OSError):
-        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > size:
-            return _MEMORY
-    return None
+        self._folders.keep({Path(path).parent for path in updates})
 
 
 def _path(weights: Any) -> str:
@@ -264,8 +224,3 @@ def _pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, longest)
-
-
-def _remove(folders: Collection[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

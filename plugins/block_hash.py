@@ -106,7 +106,11 @@ def block_key(
 
 
 def adapter_key(lora: LoRARequest) -> tuple[str | int, ...]:
-    """Return the identity of an adapter: its content, or without a hash of it, name and id."""
+    """Return the identity of an adapter: its content, or without a hash of it, name and id.
+
+    A scale other than 1.0 is part of it.
+    """
+    scale = () if lora.scale == 1.0 else (str(float(lora.scale)),)
     if lora.content_hash:
-        return ("content", lora.content_hash)
-    return ("name", lora.name, lora.id)
+        return ("content", lora.content_hash, *scale)
+    return ("name", lora.name, lora.id, *scale)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from .markers import ReasoningMarkers
 from .params import PoolingParams, SamplingParams
@@ -52,6 +53,10 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
+AdapterScale = Annotated[float, Meta(ge=-100.0, le=100.0)]
+"""A factor of what an adapter changes."""
+
+
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The LoRA adapter of a request.
 
@@ -61,12 +66,15 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
         path: folder of its files, as PEFT writes them; empty for one that was added by that name.
         content_hash: hash of the adapter's weights and configuration, part of the keys of cached
             blocks; without one, name and id are, which another adapter may have later.
+        scale: factor of what the adapter changes, for this request: 0.0 gives what the model gives
+            without it; also part of those keys, unless it is 1.0.
     """
 
     name: str
     id: int
     path: str = ""
     content_hash: str = ""
+    scale: AdapterScale = 1.0
 
 
 class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -404,6 +412,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
         finished: whether every completion has ended.
         num_cached_tokens: prompt tokens that were not computed; None until known.
         kv_transfer_params: in the last output, from the KV connector.
+        lora_request: its adapter, with the hash of the content that it has; None is the model
+            itself.
     """
 
     request_id: str
@@ -414,6 +424,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def metrics(self) -> RequestMetrics | None:

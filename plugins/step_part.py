@@ -143,6 +143,17 @@ class EngineHalf:
         """
         raise cause
 
+    def workers_started(self) -> Mapping[str, RequestFault]:
+        """Give the worker halves what they need, before the next step; none has any of it.
+
+        Called when the engine starts, and again when the worker halves were built again, after a
+        sleep that released the model. `EngineHalfContext.call_workers` reaches them.
+
+        Returns:
+            Requests that end with an error, of those that use the part.
+        """
+        return {}
+
     def uses(self, request: EngineCoreRequest) -> bool:  # noqa: ARG002
         """Return whether a new request uses the part; by default each one does."""
         return True

@@ -15,12 +15,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.errors import (
-    PluginConflictError,
-    PluginFaultError,
-    RequestError,
-    shown,
-)
+from hardpoint.errors import HardpointError, PluginConflictError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -41,9 +36,11 @@ from .bound_half import BoundPart, call_for, open_halves
 from .calls import PartCalls
 from .gates import PartGates, PartTransfers
 from .returns import (
+    asked_for_figures,
     combined_masks,
     draft_limits_defect,
     drafts_defect,
+    faults_defect,
     figures_defect,
     limit_defect,
     mask_defect,
@@ -145,6 +142,24 @@ class EngineParts:
             if part.moves_blocks:
                 part.run("start_failed", cause)
 
+    def workers_started(self) -> dict[str, RequestFault]:
+        """Notify the parts that worker halves were built; return requests that end with an error.
+
+        Raises:
+            HardpointError: one cannot go on, or failed.
+        """
+        ended: dict[str, RequestFault] = {}
+        for part in self._parts:
+            if not part.overrides("workers_started"):
+                continue
+            name = f"{part.source}: its workers_started()"
+            with faults_as(PluginFaultError, name, passing=(HardpointError,)):
+                found = part.run("workers_started")
+            if (defect := faults_defect(found, part.users)) is not None:
+                raise PluginFaultError(f"{name} {defect}")
+            ended = {**found, **ended}
+        return ended
+
     def __bool__(self) -> bool:
         """Return whether there are any parts."""
         return bool(self._parts)
@@ -175,7 +190,7 @@ class EngineParts:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = _asked_for_figures(request, users)
+            asked = asked_for_figures(request, users)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -452,22 +467,6 @@ class EngineParts:
 
     def _find_active(self) -> None:
         self._active = [part for part in self._parts if part.users or part.every_plan]
-
-
-def _asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -> list[BoundPart]:
-    """Return the parts that a request includes figures of.
-
-    Raises:
-        RequestError: it uses no such part.
-    """
-    if not request.params.include:
-        return []
-    having = {part.name: part for part in users if part.overrides("figures")}
-    for name in request.params.include:
-        if name not in having:
-            found = " or ".join(sorted(map(repr, having))) or "none, as no part has any of it"
-            raise RequestError(f"include: expected {found}, got {name!r}")
-    return [having[name] for name in dict.fromkeys(request.params.include)]
 
 
 def open_parts(

@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hardpoint.errors import shown
+from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
+    EngineCoreRequest,
     GrammarBitmask,
+    RequestFault,
     SchedulerOutput,
     WaitingFor,
     WaitReason,
 )
+
+from .bound_half import BoundPart
 
 MakerT = TypeVar("MakerT")
 
@@ -139,6 +143,36 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
         if not isinstance(limit, int) or not 0 <= limit <= len(drafts[name]):
             return f"gave {shown(limit)} for {name!r}, expected 0 to {len(drafts[name])} drafts"
     return None
+
+
+def asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -> list[BoundPart]:
+    """Return the parts that a request includes figures of.
+
+    Raises:
+        RequestError: it uses no such part.
+    """
+    if not request.params.include:
+        return []
+    having = {part.name: part for part in users if part.overrides("figures")}
+    for name in request.params.include:
+        if name not in having:
+            found = " or ".join(sorted(map(repr, having))) or "none, as no part has any of it"
+            raise RequestError(f"include: expected {found}, got {name!r}")
+    return [having[name] for name in dict.fromkeys(request.params.include)]
+
+
+def faults_defect(faults: Any, users: Collection[str]) -> str | None:
+    """Return the defect of faults by request, as the end of a sentence; None if they have none.
+
+    Args:
+        faults: what workers_started() returned.
+        users: requests that use the part.
+    """
+    if isinstance(faults, Mapping) and all(
+        name in users and isinstance(fault, RequestFault) for name, fault in faults.items()
+    ):
+        return None
+    return f"gave {shown(faults)}, expected faults of requests that use the part"
 
 
 def figures_defect(figures: Any) -> str | None:

@@ -440,7 +440,8 @@ class WorkerParts:
             PluginFaultError: the result of the step is that of another rank.
         """
         message = f"its {method}() {defect}"
-        self._failed_in_layers |= method in IN_LAYERS
+        begins = method == "begin" and half.is_in_layers  # its layers are left out, too
+        self._failed_in_layers |= begins or method in IN_LAYERS
         if not self._samples:
             raise PluginFaultError(f"{half.source}: {message}") from cause
         self._active.remove(half)

@@ -374,7 +374,7 @@ class Service:
         Raises:
             AnswerError: it has kv_transfer_params, and its key may give none.
             RequestError: it has some, and there is no KV connector; or priority or timeout are out
-                of bounds.
+                of bounds; or it scales an adapter and has none.
         """
         client = call.client
         priority = client.min_priority if client.min_priority > 0 else 0
@@ -391,6 +391,7 @@ class Service:
         tags = {**dict(getattr(asked, "tags", None) or {}), **client.tags}
         last = getattr(asked, "truncate_prompt_tokens", None)
         retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
+        adapter = _scaled(adapter, getattr(asked, "lora_scale", None))
         trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
         return {
             **({} if transfer is None else {"kv_transfer_params": transfer}),
@@ -557,6 +558,21 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_characters, value.keys())) + sum(map(_characters, value.values()))
     return sum(map(_characters, value)) if isinstance(value, list) else 0
+
+
+def _scaled(adapter: LoRARequest | None, scale: float | None) -> LoRARequest | None:
+    """Return the adapter of a request with its scale.
+
+    Raises:
+        RequestError: there is a scale and no adapter.
+    """
+    if scale is None:
+        return adapter
+    if adapter is None:
+        raise RequestError(
+            f"lora_scale: expected none, as the model of the request is no adapter, got {scale}"
+        )
+    return msgspec.structs.replace(adapter, scale=scale)
 
 
 def _salt(of_client: str, asked: str | None) -> str | None:

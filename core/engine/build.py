@@ -109,7 +109,7 @@ def build_core(
         close_if_failed(undo, launcher.close)
         executor = _executor(spec, launcher, opened.step_parts, undo)
         start = _parts_start(spec, executor, opened.step_parts, undo)
-        info, size, config = _start(executor, spec, config_sources, opened.step_parts.moves_blocks)
+        info, size, config = _start(executor, spec, config_sources, opened.step_parts)
         launcher.close()
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         opened.block_hashes.set(kv_cache.block_hashes)
@@ -319,7 +319,7 @@ def _kv_cache(
 
 
 def _start(
-    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, moves_blocks: str | None
+    executor: Executor, spec: WorkerSpec, config_sources: ConfigSources, parts: EngineParts
 ) -> tuple[WorkerInfo, CacheSize, EngineConfig]:
     """Load the model and allocate the KV cache.
 
@@ -330,10 +330,9 @@ def _start(
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _tightest(executor.start(), spec)
-    if not info.bytes_per_block and moves_blocks is not None:
+    if not info.bytes_per_block and (moving := parts.moves_blocks) is not None:
         raise ConfigError(
-            f"{moves_blocks} moves blocks of the KV cache, and the model {spec.config.model!r} has "
-            f"none"
+            f"{moving} moves blocks of the KV cache, and the model {spec.config.model!r} has none"
         )
     config = spec.config if info.bytes_per_block else _without_cache(spec)
     try:
@@ -343,6 +342,7 @@ def _start(
     if size.max_model_len != spec.max_model_len:
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
     executor.initialize_cache(size.num_blocks)
+    parts.workers_started()
     return info, size, _resolved(config, size)
 
 

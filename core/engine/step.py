@@ -322,12 +322,16 @@ class StepRunner:
         self._step_parts.updated(plan)
         return outputs
 
+    def halves_built(self) -> None:
+        """Notify step parts of worker halves that were built; end requests that cannot go on."""
+        for request_id, fault in self._step_parts.workers_started().items():
+            self._end(request_id, fault)
+
     def _end(self, request_id: str, fault: RequestFault) -> None:
         """End a request by a fault; one of the next steps returns its output."""
         ended = self._scheduler.finish_requests([request_id], FinishReason.ERROR)
-        for message in ended.values():
-            for output in message.outputs:
-                output.error = fault.message
+        for output in (output for message in ended.values() for output in message.outputs):
+            output.error = fault.message
         if ended:
             self._unsent.append(self._with_stats(ended))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,28 +25,15 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
-from .identity import content_hash, read_files, without_layers
+from .identity import content_hash, read_files, remove_files
 from .leases import Leases
-from .messages import Ask, Drop, Keep, Progress, Read, Slot, StepAdapters
+from .messages import Slot, StepAdapters
+from .readings import Readings
 
 _UNASKED_SECONDS = 120.0
 """After this, a reading that no program asks for is forgotten."""
 
 _WAIT_SECONDS = 0.002
-
-
-class _Reading(msgspec.Struct):
-    """A reading under way.
-
-    Attributes:
-        asked: when its progress was asked for last, on the engine's clock.
-        path: folder of the files.
-        lora: what a program adds by it; None if a request waits for it.
-    """
-
-    asked: float
-    path: str
-    lora: LoRARequest | None
 
 
 class AdapterSlots(EngineHalf):
@@ -63,18 +50,19 @@ class AdapterSlots(EngineHalf):
             ModelError: files of one are missing.
         """
         self._config, self._clock = config.adapters, context.clock
-        self._call_workers = context.call_workers
         self._names: dict[str, LoRARequest] = {}
         self._paths: dict[str, str] = {}  # of each content that is known
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
         self._pinned: set[str] = set()
         self._requests: dict[str, str] = {}  # content of each request
         self._named: dict[str, str] = {}  # the name by which each request has it
+        self._scales: dict[str, float] = {}  # of requests, if they are not 1.0
         self._ending: set[str] = set()  # requests that a removal ends
         self._leaving: set[str] = set()  # contents that requests have and no name has any more
-        self._readings: dict[int, _Reading] = {}
+        self._readings = Readings(context.call_workers, context.clock)
         self._wanted: dict[str, int] = {}  # contents that requests wait for, and their readings
-        self._tickets = itertools.count(1)
+        self._temporary: set[str] = set()  # folders that are removed when nothing needs them
+        self._has_started = False
         self._leases = Leases(self._config.max_loras, self._clock)
         self._methods: Mapping[str, Callable[..., Any]] = {
             "resolve": self._resolve,
@@ -87,7 +75,39 @@ class AdapterSlots(EngineHalf):
         for index, (name, path) in enumerate(self._config.paths.items()):
             content = content_hash(*read_files(path))
             self._set_alias(LoRARequest(name, index + 1, path, content))
-            self._host[content] = self._clock()  # workers read it when they start
+
+    def workers_started(self) -> Mapping[str, RequestFault]:
+        """Let workers read what the configuration names or, after a sleep, what requests run with.
+
+        Returns:
+            Requests whose adapter a rank cannot read again.
+
+        Raises:
+            ModelError: a rank cannot read an adapter of the configuration.
+        """
+        if not self._has_started:
+            self._has_started = True
+            for lora in self._names.values():
+                self._read_now(lora.content_hash)
+            return {}
+        self._host = {}
+        ended: dict[str, RequestFault] = {}
+        for content in self._leases.contents():
+            try:
+                self._read_now(content)
+            except ModelError as error:
+                users = [user for user, has in self._requests.items() if has == content]
+                ended |= dict.fromkeys(users, RequestFault(f"lora: {error}"))
+        return ended
+
+    def _read_now(self, content: str) -> None:
+        """Wait until workers have read a content.
+
+        Raises:
+            ModelError: one of them cannot.
+        """
+        while content not in self._host and not self._is_read(content):
+            time.sleep(_WAIT_SECONDS)
 
     # Requests
 
@@ -99,10 +119,12 @@ class AdapterSlots(EngineHalf):
         """Take note of the content that a request uses from now on.
 
         Raises:
-            RequestError: it is not known, or not stated.
+            RequestError: it is not known, or not stated; or its scale is wrong.
         """
         assert request.lora is not None
-        name, content = request.lora.name, request.lora.content_hash
+        name, content, scale = request.lora.name, request.lora.content_hash, request.lora.scale
+        if not math.isfinite(scale):
+            raise RequestError(f"lora.scale: expected a finite number, got {scale}")
         if not content:
             raise RequestError(
                 f"lora.content_hash: expected that of a loaded adapter, as LLM.add_lora returns "
@@ -115,6 +137,8 @@ class AdapterSlots(EngineHalf):
             )
         self._requests[request.request_id] = content
         self._named[request.request_id] = name
+        if scale != 1.0:
+            self._scales[request.request_id] = scale
 
     def refused(self, request_id: str) -> None:
         """Forget a request."""
@@ -129,8 +153,11 @@ class AdapterSlots(EngineHalf):
         content = self._requests[request.request_id]
         if request.request_id in self._ending:
             raise RequestError(self._removed(content))
-        if content not in self._host and not self._is_read(content):
-            return "its adapter is read"
+        try:
+            if content not in self._host and not self._is_read(content):
+                return "its adapter is read"
+        except ModelError as error:
+            raise RequestError(f"lora: {error}") from None
         self._host[content] = self._clock()
         return self._leases.acquire(request.request_id, content)
 
@@ -138,17 +165,19 @@ class AdapterSlots(EngineHalf):
         """Release the lease of a request."""
         content = self._requests.pop(request_id, None)
         self._named.pop(request_id, None)
+        self._scales.pop(request_id, None)
         self._ending.discard(request_id)
         self._leases.release(request_id)
         if content is None:
             return
         if content in self._wanted and content not in self._requests.values():
-            self._drop(self._wanted.pop(content))
+            self._readings.drop(self._wanted.pop(content))
         if self._is_needed(content):
             return
         if content in self._leaving or content not in self._host:
             self._leaving.discard(content)
             self._paths.pop(content, None)
+            self._remove_unused()
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
         """Return the slots of a plan."""
@@ -160,8 +189,9 @@ class AdapterSlots(EngineHalf):
                 slots[slot] = content
         if not requests:
             return None
-        listed = [Slot(slot, content, self._paths[content]) for slot, content in slots.items()]
-        return msgspec.msgpack.encode(StepAdapters(listed, requests))
+        listed = [Slot(slot, content) for slot, content in slots.items()]
+        scales = {name: self._scales[name] for name in self._scales.keys() & requests.keys()}
+        return msgspec.msgpack.encode(StepAdapters(listed, requests, scales))
 
     def result(
         self,
@@ -183,6 +213,11 @@ class AdapterSlots(EngineHalf):
             name: running.get(lora.content_hash, 0) for name, lora in self._names.items()
         }
 
+    def close(self) -> None:
+        """Remove the folders of tensors."""
+        for path in self._temporary:
+            remove_files(path)
+
     def _removed(self, content: str) -> str:
         return f'lora: its adapter, content {content[:16]}, was removed with mode "end"'
 
@@ -202,6 +237,8 @@ class AdapterSlots(EngineHalf):
             return function(**arguments)
         except TypeError:
             raise RequestError(f"arguments: not those of {method!r}: {sorted(arguments)}") from None
+        finally:
+            self._remove_unused()
 
     def _resolve(self, loras: Sequence[Mapping[str, Any]]) -> list[str | None]:
         """Return the content of adapters; None of one that has to be loaded first.
@@ -234,21 +271,29 @@ class AdapterSlots(EngineHalf):
             )
         return loaded.content_hash
 
-    def _load(self, lora: Mapping[str, Any]) -> int:
+    def _load(self, lora: Mapping[str, Any], *, is_temporary: bool = False) -> int:
         """Begin to load an adapter; return the ticket to ask for it with.
 
+        Args:
+            lora: the adapter.
+            is_temporary: whether its folder is removed when nothing needs it any more.
+
         Raises:
-            RequestError: its number is another adapter's, or it has no path.
+            RequestError: its number is another adapter's, or it has no path; or a scale, which
+                requests have.
         """
         new = _lora(lora)
         if not new.path:
             raise RequestError(f"lora.path: expected the folder of {new.name!r}, got an empty one")
+        if new.scale != 1.0:
+            raise RequestError(
+                f"lora.scale: expected 1.0, as each request has a scale of its own, got {new.scale}"
+            )
         self._check_id(new)
-        now = self._clock()
-        for ticket, reading in list(self._readings.items()):
-            if reading.lora is not None and now - reading.asked > _UNASKED_SECONDS:
-                self._drop(ticket)
-        return self._begin_reading(new.path, new)
+        if is_temporary:
+            self._temporary.add(new.path)
+        self._readings.drop_unasked(_UNASKED_SECONDS)
+        return self._readings.begin(new.path, new)
 
     def _check_id(self, new: LoRARequest) -> None:
         for name, lora in self._names.items():
@@ -268,7 +313,7 @@ class AdapterSlots(EngineHalf):
         if reading is None or reading.lora is None:
             raise RequestError(f"ticket: expected that of an adapter that is loaded, got {ticket}")
         reading.asked = self._clock()
-        content = self._progress(ticket)
+        content = self._readings.progress(ticket)
         if content is None:
             return None
         new = reading.lora
@@ -279,7 +324,7 @@ class AdapterSlots(EngineHalf):
                     f"{new.path}: lora.content_hash: expected {content}, got {new.content_hash}"
                 )
         except HardpointError:
-            self._drop(ticket)
+            self._readings.drop(ticket)
             raise
         lora = msgspec.structs.replace(new, content_hash=content)
         self._set_alias(lora)
@@ -357,62 +402,33 @@ class AdapterSlots(EngineHalf):
         return any(lora.content_hash == content for lora in self._names.values())
 
     def _is_read(self, content: str) -> bool:
-        """Read a content again that a request needs; return whether workers have it now.
+        """Read a content that requests need; return whether workers have it now.
 
         Raises:
-            RequestError: it cannot be read, or is another one now.
+            ModelError: it cannot be read, or is another one now.
         """
         ticket = self._wanted.get(content)
         if ticket is None:
-            self._wanted[content] = self._begin_reading(self._paths[content], None)
+            self._wanted[content] = self._readings.begin(self._paths[content], None)
             return False
         try:
-            found = self._progress(ticket)
+            found = self._readings.progress(ticket)
             if found not in (None, content):
-                self._drop(ticket)
+                self._readings.drop(ticket)
                 raise ModelError(
                     f"{self._paths[content]}: its files have changed since the adapter was added"
                 )
-        except ModelError as error:
+        except ModelError:
             del self._wanted[content]
-            raise RequestError(f"lora: {error}") from None
+            raise
         if found is None:
             return False
         del self._wanted[content]
         self._keep(ticket, content)
         return True
 
-    def _begin_reading(self, path: str, lora: LoRARequest | None) -> int:
-        ticket = next(self._tickets)
-        self._readings[ticket] = _Reading(self._clock(), path, lora)
-        self._send(Read(ticket, path))
-        return ticket
-
-    def _progress(self, ticket: int) -> str | None:
-        """Return the content of a reading that all ranks have ended; None until then.
-
-        Raises:
-            ModelError: one of them failed, or they have read different files; all forget it.
-        """
-        answers = [
-            msgspec.msgpack.decode(answer, type=Progress) for answer in self._send(Ask(ticket))
-        ]
-        if any(a.is_lost for a in answers):
-            self._send(Read(ticket, self._readings[ticket].path))
-            return None
-        error = next((a.error for a in answers if a.error is not None), None)
-        if error is None:
-            if not all(a.is_done for a in answers):
-                return None
-            error = _defect(answers, self._readings[ticket].lora)
-        if error is not None:
-            self._drop(ticket)
-            raise ModelError(error)
-        return answers[0].content
-
     def _keep(self, ticket: int, content: str) -> None:
         """Let workers keep what they have read, in the place of what was not used for longest."""
-        del self._readings[ticket]
         self._host[content] = self._clock()
         evictable = [
             other
@@ -420,15 +436,11 @@ class AdapterSlots(EngineHalf):
             if other != content and other not in self._pinned and not self._leases.has(other)
         ]
         forgotten = evictable[: max(len(self._host) - self._config.num_cpu_loras, 0)]
-        self._send(Keep(ticket, forgotten))
+        self._readings.keep(ticket, forgotten)
         self._forgotten(forgotten)
 
-    def _drop(self, ticket: int) -> None:
-        del self._readings[ticket]
-        self._send(Drop(ticket))
-
     def _forget(self, contents: list[str]) -> None:
-        self._send(Drop(0, contents))
+        self._readings.forget(contents)
         self._forgotten(contents)
 
     def _forgotten(self, contents: Sequence[str]) -> None:
@@ -437,8 +449,15 @@ class AdapterSlots(EngineHalf):
             if not self._is_needed(content):
                 self._paths.pop(content, None)
 
-    def _send(self, call: Read | Ask | Keep | Drop) -> Sequence[bytes]:
-        return self._call_workers(msgspec.msgpack.encode(call))
+    def _remove_unused(self) -> None:
+        """Remove the folders of tensors that nothing needs any more."""
+        if not self._temporary:
+            return
+        used = {*self._paths.values(), *(lora.path for lora in self._names.values())}
+        used.update(self._readings.paths)
+        for path in self._temporary - used:
+            remove_files(path)
+        self._temporary &= used
 
 
 def _lora(given: Mapping[str, Any]) -> LoRARequest:
@@ -456,12 +475,3 @@ def _lora(given: Mapping[str, Any]) -> LoRARequest:
     if lora.id < 1:
         raise RequestError(f"lora.id: expected at least 1, got {lora.id}")
     return lora
-
-
-def _defect(answers: Sequence[Progress], lora: LoRARequest | None) -> str | None:
-    """Return the defect of an adapter that every rank has read; None if there is none."""
-    where = f"{lora.name!r}: " if lora is not None else ""
-    if len({answer.content for answer in answers}) > 1:
-        return f"{where}its files changed while they were read, or ranks have different ones"
-    unknown = set.intersection(*(set(answer.unknown) for answer in answers))
-    return where + without_layers(sorted(unknown)) if unknown else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -35,6 +36,14 @@ def read_files(path: str) -> tuple[bytes, bytes]:
     """
     folder = Path(path)
     return _read(folder, CONFIG, _LARGEST_CONFIG), _read(folder, TENSORS, _LARGEST_TENSORS)
+
+
+def remove_files(path: str) -> None:
+    """Remove the folder of an adapter, which has its two files alone."""
+    with contextlib.suppress(OSError):  # another process may have removed it
+        for name in (CONFIG, TENSORS):
+            (Path(path) / name).unlink(missing_ok=True)
+        Path(path).rmdir()
 
 
 def without_layers(modules: Sequence[str]) -> str:

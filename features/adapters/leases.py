@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 _PATIENCE_SECONDS = 1.0
 """After this, requests that came later do not get ahead of one that waits for a slot."""
@@ -64,6 +64,10 @@ class Leases:
     def has(self, content: str) -> bool:
         """Return whether a request holds a content."""
         return content in self._of.values()
+
+    def contents(self) -> Sequence[str]:
+        """Return the contents that requests hold."""
+        return list(dict.fromkeys(self._of.values()))
 
     def counts(self) -> Mapping[str, int]:
         """Return how many requests hold each content."""

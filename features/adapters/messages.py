@@ -11,19 +11,22 @@ class Slot(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         index: number of the slot.
         content: hash of the adapter.
-        path: folder of its files.
     """
 
     index: int
     content: str
-    path: str
 
 
 class StepAdapters(msgspec.Struct, array_like=True):
-    """The data of a plan for the worker halves: its slots, and the slot of each request."""
+    """The data of a plan for the worker halves: its slots, and the slot of each request.
+
+    Attributes:
+        scales: factors of what adapters change, of requests for which they are not 1.0.
+    """
 
     slots: list[Slot]
     requests: dict[str, int]
+    scales: dict[str, float]
 
 
 class Read(msgspec.Struct, tag=True):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
 
-from hardpoint.plugins import EngineConfig, ModelError, SchedulerOutput, WorkerHalf
+from hardpoint.plugins import EngineConfig, ModelError, Ops, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
 from .files import HostAdapter, load_adapter
-from .identity import without_layers
 from .messages import Ask, Call, Drop, Keep, Progress, Read, StepAdapters
 
 _NONE = -1
@@ -45,11 +44,7 @@ class AdapterProducts(WorkerHalf):
     def __init__(
         self, engine: EngineConfig, context: WorkerHalfContext, loaded: LoadedModel
     ) -> None:
-        """Read the adapters of the configuration.
-
-        Raises:
-            ModelError: one is wrong.
-        """
+        """Keep no adapters yet."""
         config = engine.adapters
         self._loaded = loaded
         self._config, self._device = config, context.device
@@ -57,15 +52,8 @@ class AdapterProducts(WorkerHalf):
         self._host: dict[str, HostAdapter] = {}
         self._readings: dict[int, _Reading] = {}
         self._slots = _Slots(config.max_loras, config.max_lora_rank, self._loaded, self._device)
-        self._step = StepAdapters([], {})
-        self._rows: tuple[StepRows, torch.Tensor] | None = None
-        for path in filter(os.path.isdir, config.paths.values()):
-            # The engine's half names a folder that is missing at the start; one that goes later,
-            # while the model sleeps, is named to the requests of its adapter.
-            adapter = self._read(path)
-            if adapter.unknown and engine.parallel.pipeline == 1:  # no other rank has more layers
-                raise ModelError(f"{path}: {without_layers(adapter.unknown)}")
-            self._host[adapter.content] = adapter
+        self._step = StepAdapters([], {}, {})
+        self._rows: tuple[StepRows, _Rows] | None = None
 
     def _read(self, path: str) -> HostAdapter:
         config = self._config
@@ -111,33 +99,21 @@ class AdapterProducts(WorkerHalf):
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Fill the slots of a step, where they hold something else.
 
-        Raises:
-            ModelError: files have changed since they were read, and are needed again.
+        The engine's half has seen to it that each rank has what they need.
         """
         self._step = msgspec.msgpack.decode(data, type=StepAdapters)
         self._rows = None
         for slot in self._step.slots:
             if self._slots.contents[slot.index] != slot.content:
-                self._slots.fill(slot.index, self._host_copy(slot.content, slot.path))
+                self._slots.fill(slot.index, self._host[slot.content])
         self._slots.use([slot.index for slot in self._step.slots])
-
-    def _host_copy(self, content: str, path: str) -> HostAdapter:
-        if (adapter := self._host.get(content)) is None:
-            adapter = self._read(path)
-            if adapter.content != content:
-                raise ModelError(
-                    f"{path}: its files have changed since the adapter was added: expected content "
-                    f"{content[:16]}, got {adapter.content[:16]}"
-                )
-            self._host[content] = adapter
-        return adapter
 
     def linear(
         self, parts: Sequence[tuple[str, int]], x: torch.Tensor, y: torch.Tensor, rows: StepRows
     ) -> torch.Tensor | None:
         """Return a product with what the adapters of its rows add to it."""
         if self._rows is None or self._rows[0] is not rows:
-            self._rows = rows, self._slots_of(rows)
+            self._rows = rows, _Rows(self._step, rows, self._device)
         start, adapters = 0, self._rows[1]
         changed = None
         for name, count in parts:
@@ -145,16 +121,9 @@ class AdapterProducts(WorkerHalf):
                 changed = y if changed is None else changed
                 a, b, scales = slots
                 product = y[:, start : start + count]
-                self._loaded.ops.add_lora(product, x, a, b, adapters, scales)
+                adapters.add(self._loaded.ops, product, x, a, b, scales)
             start += count
         return changed
-
-    def _slots_of(self, rows: StepRows) -> torch.Tensor:
-        """Return the slot of each row, int64."""
-        lengths = [end - start for start, end in zip(rows.starts, rows.starts[1:], strict=False)]
-        slots = [self._step.requests.get(name, _NONE) for name in rows.request_ids]
-        listed = [slot for slot, n in zip(slots, lengths, strict=True) for _ in range(n)]
-        return torch.tensor(listed, dtype=torch.int64).to(self._device)
 
     def sleep(self, level: int) -> None:  # noqa: ARG002
         """Release the slots; they are filled again when steps need them."""
@@ -163,6 +132,49 @@ class AdapterProducts(WorkerHalf):
     def wake_up(self) -> None:
         """Allocate the slots again."""
         self._slots.allocate()
+
+
+class _Rows:
+    """The slots of a step's rows, on the device.
+
+    Rows of a scale other than 1.0 are computed apart, so that the others keep their bits.
+    """
+
+    def __init__(self, step: StepAdapters, rows: StepRows, device: torch.device) -> None:
+        """List them; a request of scale 0.0 has none."""
+        own: list[int] = []
+        scaled: list[int] = []
+        places: list[int] = []
+        factors: list[float] = []
+        for name, (start, end) in zip(rows.request_ids, pairwise(rows.starts), strict=True):
+            slot, scale = step.requests.get(name, _NONE), step.scales.get(name, 1.0)
+            count = end - start
+            own += [slot if scale == 1.0 else _NONE] * count
+            if scale not in (0.0, 1.0):
+                scaled += [slot] * count
+                places += range(start, end)
+                factors += [scale] * count
+        self._plain = torch.tensor(own, dtype=torch.int64).to(device)
+        self._places = torch.tensor(places, dtype=torch.int64).to(device) if scaled else None
+        self._scaled = torch.tensor(scaled, dtype=torch.int64).to(device)
+        self._factors = torch.tensor(factors, dtype=torch.float32).unsqueeze(1).to(device)
+
+    def add(
+        self,
+        ops: Ops,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Add what the adapters change to a product; arguments are those of `Ops.add_lora`."""
+        ops.add_lora(y, x, a, b, self._plain, scales)
+        if self._places is None:
+            return
+        change = torch.zeros((len(self._places), y.shape[1]), dtype=torch.float32, device=y.device)
+        ops.add_lora(change, x[self._places], a, b, self._scaled, scales)
+        y[self._places] = (y[self._places] + self._factors * change).to(y.dtype)
 
 
 class _Slots:

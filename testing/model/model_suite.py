@@ -21,6 +21,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.testing.adapted_model import ADAPTERS, AdaptedModel
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.engine_access import load_ops
@@ -240,6 +241,30 @@ class ModelSuite(ComponentSuite):
         if (grown := count_elements(vars(model)) - before) >= 9:
             raise rules.STATE.violation(
                 f"the model's attributes grew by {grown} elements in 9 steps"
+            )
+
+    @checks(ADAPTERS)
+    def test_adapters(self) -> None:
+        """A low-rank change of each matrix of `hooks.matrices`, which step parts such as adapters
+        add to the products, gives what a model with changed weights does. A model that names none
+        is refused together with adapters, and this is skipped.
+        """
+        model = self._loaded()
+        if not model.context.hooks.matrices:
+            pytest.skip("the model names no matrices in hooks.matrices: it takes no adapters")
+        adapted = AdaptedModel(model, self._weights(model))
+        expected = self._hidden(self._load(self._make(), adapted.merged()), [self._example])
+        hooks = model.context.hooks
+        hooks.linear = adapted.linear
+        try:
+            found = self._hidden(model, [self._example])
+        finally:
+            hooks.linear = None
+        adapted.check_called()
+        if (difference := relative_difference(found, expected)) > self.tolerance:
+            raise ADAPTERS.violation(
+                f"hidden states differ by {difference:.3g} of the largest one from those of the "
+                f"model with the same changes in its weights"
             )
 
     @checks("reads only: a step changes nothing that it is given")

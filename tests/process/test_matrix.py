@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from allpairspy import AllPairs
+from safetensors.torch import save_file
 from support.driving import FINAL, Job, summary, varied_jobs
 from support.internals import engine_of
 from support.parallel import write_random_model
@@ -25,8 +29,9 @@ from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
+from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.kernels import cpu
-from hardpoint.plugins import EngineConfig
+from hardpoint.plugins import EngineConfig, LoRARequest
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 
 Level = Mapping[str, Any]
@@ -37,6 +42,8 @@ OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 THINK = 257  # the token of the first tag
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
+SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
 REAL = {"attention": {"use": "native_cpu"}}
 ENGINE: dict[str, dict[str, Level]] = {
     "model": {
@@ -118,6 +125,7 @@ REQUEST: dict[str, dict[str, Level]] = {
     "thinking": {"none": {}, "with a budget": {"thinking_token_budget": 5}},
     "tools": {"none": {}, "free": {}, "required": {}},
     "priority": {"of all": {}, "its own": {}},
+    "adapter": {"none": {}, "one": {}, "scaled": {}},
     "completions": {"one": {}, "three": {"n": 3}},
     "logprobs": {
         "none": {},
@@ -140,22 +148,34 @@ EXTRAS: dict[tuple[str, str], Level] = {
     ("priority", "its own"): {"priority": -1},
 }
 """What levels of a request are besides parameters."""
-REFUSED = {
-    (("speculator", name), ("processor", "of the batch")): (
-        "batch_bias.*does not declare supports_drafts.*speculation"
-    )
-    for name in ENGINE["speculator"]
-    if name != "none"
-} | {
-    (("model", "with windows"), ("stores", "memory")): (
-        r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
-    )
-}
+REFUSED = (
+    {
+        (("speculator", name), ("processor", "of the batch")): (
+            "batch_bias.*does not declare supports_drafts.*speculation"
+        )
+        for name in ENGINE["speculator"]
+        if name != "none"
+    }
+    | {
+        (("model", "with windows"), ("stores", "memory")): (
+            r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
+        )
+    }
+    | {
+        (("model", "scripted"), ("adapter", name)): (
+            "poet: the model has no linear layer model.layers.0.mlp.down_proj, .* which the adapter"
+        )
+        for name in SCALES
+    }
+)
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
     (("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"
-}
-"""Pairs whose sums are rounded otherwise than alone: `test_parallel_equality` compares them."""
+} | {(("ranks", "tensor"), ("adapter", name)) for name in SCALES}
+"""Pairs whose sums are rounded otherwise than alone.
+
+`test_parallel_equality` and `test_adapters_together` compare them.
+"""
 APART = REFUSED.keys() | NOT_COMPARED
 SHORT = 3  # one row in so many is in the short run
 
@@ -175,11 +195,17 @@ def matrix() -> list[dict[str, str]]:
         row: dict[str, str] = {}
         for pair in missing:
             grown = row | dict(pair)
-            if row.items() <= grown.items() and APART.isdisjoint(pairs_of(grown)):
+            if row.items() <= grown.items() and APART.isdisjoint(pairs_of(completed(grown))):
                 row = grown
-        first = {feature: next(iter(names)) for feature, names in ALL.items()}
-        rows.append(first | row)
+        rows.append(completed(row))
     return rows
+
+
+def completed(row: Mapping[str, str]) -> dict[str, str]:
+    """Return a row with the first level of each feature that it lacks; of models, a fitting one."""
+    first = {feature: next(iter(names)) for feature, names in ALL.items()}
+    model = {"model": "real"} if row.get("adapter") in SCALES else {}
+    return first | model | dict(row)
 
 
 def allowed_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
@@ -232,30 +258,33 @@ def requests_of(row: Mapping[str, str], number: int) -> list[Job]:
     return [*others[:3], subject[0], *others[3:7], subject[1], *others[7:]]
 
 
-def extras_of(row: Mapping[str, str], request_id: str) -> RequestExtras:
+def extras_of(row: Mapping[str, str], request_id: str, poet: LoRARequest) -> RequestExtras:
     """Return the extras of a request: none, unless it is one of the row's own."""
     if not request_id.startswith("s"):
         return NO_EXTRAS
-    return RequestExtras(**merged(*(EXTRAS.get(level, {}) for level in row.items())))
+    extras = merged(*(EXTRAS.get(level, {}) for level in row.items()))
+    if (scale := SCALES.get(row["adapter"])) is not None:
+        extras["lora_request"] = msgspec.structs.replace(poet, scale=scale)
+    return RequestExtras(**extras)
 
 
 class Models:
     """The folders of the models, and plain engines that have results of requests alone."""
 
     def __init__(self, scripted: Path, folder: Path) -> None:
-        shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
         windows = {
             "use_sliding_window": True,
             "sliding_window": 20,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         }
-        real = write_random_model(folder / "real", "LlamaForCausalLM", **shape)
-        windowed = write_random_model(folder / "windows", "Qwen2ForCausalLM", **shape, **windows)
+        real = write_random_model(folder / "real", "LlamaForCausalLM", **SHAPE)
+        windowed = write_random_model(folder / "windows", "Qwen2ForCausalLM", **SHAPE, **windows)
         for own in (real, windowed):
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (own / name).write_bytes((scripted / name).read_bytes())
         self.folders = dict.fromkeys(ENGINE["model"], real)
         self.folders |= {"scripted": scripted, "with windows": windowed}
+        self.poet = write_poet(folder / "poet")
         self.results: dict[str, Any] = {}
         self.engines: dict[str, LLMEngine] = {}
 
@@ -267,7 +296,7 @@ class Models:
         """Return the results of requests, each alone in a plain engine."""
         found = {}
         for job in jobs:
-            extras = extras_of(row | {"priority": "of all"}, job[0])
+            extras = extras_of(row | {"priority": "of all"}, job[0], self.poet)
             key = repr((row["model"], job[1:], extras))
             if key not in self.results:
                 (self.results[key],) = drive(
@@ -276,13 +305,41 @@ class Models:
             found[job[0]] = self.results[key]
         return found
 
+    def adapters(self) -> dict[str, Any]:
+        """Return the configuration of an engine with the adapter of all real models."""
+        paths = {"poet": self.poet.path}
+        return {"adapters": {"max_loras": 1, "max_lora_rank": 4, "paths": paths}}
+
     def _plain(self, model: str) -> LLMEngine:
         if model not in self.engines:
             enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH]}}
-            tree = self.config(model, merged(BASE, COMPACT, enabled))
+            adapters = {} if model == "scripted" else self.adapters()
+            tree = self.config(model, merged(BASE, COMPACT, enabled, adapters))
             config = typed.convert(tree, EngineConfig, path="")
             self.engines[model] = build_engine(config, clock=ScriptedClock(tick=1e-6))
         return self.engines[model]
+
+
+def write_poet(folder: Path) -> LoRARequest:
+    """Write an adapter of the matrices that all real models have; return it."""
+    generator = torch.Generator().manual_seed(7)
+    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    tensors = {}
+    for layer in range(2):
+        for module, rows, columns in (
+            ("self_attn.q_proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            name = f"base_model.model.model.layers.{layer}.{module}.lora_{{}}.weight"
+            tensors[name.format("A")] = torch.randn(4, columns, generator=generator) * 0.2
+            tensors[name.format("B")] = torch.randn(rows, 4, generator=generator) * 0.2
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    content = content_hash(*read_files(str(folder)))
+    return LoRARequest("poet", 1, str(folder), content)
 
 
 @pytest.fixture(scope="module")
@@ -367,6 +424,8 @@ def config_of(
     if row["speculator"] == "model":
         folder = models.folders[row["model"]]
         config = merged(config, {"plugin": {"draft_model": {"model": str(folder)}}})
+    if row["adapter"] != "none":
+        config = merged(config, models.adapters())
     return models.config(row["model"], config)
 
 
@@ -398,7 +457,7 @@ def check(models: Models, row: Mapping[str, str], number: int) -> None:
         needs_kernels()
     jobs = requests_of(row, number)
     expected = models.alone(row, jobs)
-    extras = {job[0]: extras_of(row, job[0]) for job in jobs}
+    extras = {job[0]: extras_of(row, job[0], models.poet) for job in jobs}
     with LLM(config=config_of(row, jobs, expected, models)) as llm:
         found = drive(engine_of(llm), jobs, extras, row["in between"])
     wrong = [name for name in expected if found.get(name) != expected[name]]

@@ -298,6 +298,19 @@ LOADERS = [
     (loaders.WritesAnIndex, "reads_only", "reads only", "these files had changed: tiny.index"),
 ]  # fmt: skip
 
+ADAPTED = [
+    (models.ForgetsToCall, "adapters", "adapters", "never called hooks.linear with '1.out'"),
+    (models.DropsTheChange, "adapters", "adapters", "hidden states differ by .* of the largest"),
+    (models.CallsWithOtherNames, "adapters", "adapters", "hidden states differ by .* of the lar"),
+    (models.NamesWithoutLayers, "adapters", "adapters", "got 'qkv' with .* no entry of hooks.mat"),
+    (
+        models.NamesOtherShapes,
+        "adapters",
+        "adapters",
+        r"'1.qkv.weight' \[24, 24\], and weight_shap",
+    ),
+]
+
 QUANTIZED = [
     (models.NamesUnknownMatrices, "quantized", "quantized", "has 'absent.weight', which is not th"),
     (models.ForgetsToLoadQuantized, "quantized", "weights", "NotImplementedError: .* no load_"),
@@ -323,6 +336,7 @@ RIGHT = [
     (WeightLoaderSuite, {"loader": loaders.Dated, "write": staticmethod(loaders.write)}),
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
     (ModelSuite, {"model": models.Quantizable, "config": models.CONFIG}),
+    (ModelSuite, {"model": models.Adaptable, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (AttentionBackendSuite, {"backend": attention.Padded}),
@@ -379,7 +393,9 @@ def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invarianc
     assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MODELS + QUANTIZED, ids=label)
+@pytest.mark.parametrize(
+    ("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED, ids=label
+)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
@@ -432,7 +448,7 @@ def test_correct_components_pass(suite, attributes):
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
         (OpsSuite, OPS),
-        (ModelSuite, MODELS + SHARED + QUANTIZED),
+        (ModelSuite, MODELS + SHARED + ADAPTED + QUANTIZED),
         (WeightLoaderSuite, LOADERS),
     ],
 )

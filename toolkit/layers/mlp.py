@@ -215,6 +215,8 @@ class Experts:
         ]
         self._matrices = [*self._gate_up, *self._down]
         self._owners = {name: part for part in self._matrices for name in part.shapes()}
+        for owned in self._owners:  # all experts are multiplied at once, without a hook
+            del context.hooks.matrices[owned.removesuffix(".weight")]
         self._missing = set(self._owners)
         self._apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None
         self._apply = None

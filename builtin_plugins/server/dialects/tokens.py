@@ -36,7 +36,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.plugins.requests import WeightRun
+from hardpoint.plugins.requests import AdapterScale, WeightRun
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
@@ -84,6 +84,7 @@ _OUTSIDE = (
     "cache_salt",
     "session",
     "retain_seconds",
+    "lora_scale",
     "request_id",
     "return_token_ids",
     "kv_transfer_params",
@@ -106,6 +107,7 @@ class GenerateRequest(Strict):
         sampling_params: how tokens are chosen.
         request_id: id of the answer, in place of a random one.
         stream: send the answer as it comes.
+        lora_scale: factor of what the adapter changes that `model` names; 1.0 by default.
     """
 
     refused: ClassVar[Mapping[str, str]] = {"features": "the model reads text alone"}
@@ -122,6 +124,7 @@ class GenerateRequest(Strict):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     retain_seconds: Annotated[float, Meta(gt=0)] | None = None
+    lora_scale: AdapterScale | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 

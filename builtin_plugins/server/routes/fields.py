@@ -19,6 +19,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.plugins.requests import AdapterScale
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.typed import Strict, shown
 
@@ -130,6 +131,7 @@ class GenerationFields(Strict):
         session: name of the conversation, for `retain_seconds`.
         retain_seconds: how long, from the end of the answer on, what was computed for it is to be
             kept in the prefix cache; the outcome is in `part_figures` of the answer.
+        lora_scale: factor of what the adapter changes that `model` names; 1.0 by default.
         request_id: id of the answer, in place of a random one.
         plugin_args, vllm_xargs: arguments of plugins by name; two names of one thing.
         structured_outputs: what the answer must be, see `StructuredOutputs`.
@@ -166,6 +168,7 @@ class GenerationFields(Strict):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     retain_seconds: Annotated[float, Meta(gt=0)] | None = None
+    lora_scale: AdapterScale | None = None
     request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     plugin_args: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None

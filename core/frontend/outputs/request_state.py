@@ -408,6 +408,7 @@ class RequestState:
             outputs=[shown],
             finished=False,
             num_cached_tokens=self._num_cached_tokens,
+            lora_request=self._request.lora,
         )
 
     def output(self) -> RequestOutput | None:
@@ -434,12 +435,10 @@ class RequestState:
             completion.routed_experts = self._all_experts()
         if ended:
             self.close()
-        outputs, all_ended = self.parent.gather(
-            completion, ended=ended, final_only=self._final_only
-        )
+        outputs, is_last = self.parent.gather(completion, ended=ended, final_only=self._final_only)
         if not outputs:
             return None
-        shown = self._to_user(outputs, finished=all_ended)
+        shown = self._to_user(outputs, finished=is_last)
         if self._prompt_logprobs is not None:
             shown.prompt_logprobs = self._prompt_logprobs[self._sent_prompt if self._delta else 0 :]
             self._sent_prompt = len(self._prompt_logprobs)
@@ -486,6 +485,7 @@ class RequestState:
             finished=finished,
             num_cached_tokens=self._num_cached_tokens,
             kv_transfer_params=self._kv_transfer_params,
+            lora_request=self._request.lora,
         )
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:

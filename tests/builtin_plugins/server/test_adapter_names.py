@@ -282,3 +282,26 @@ def test_an_engine_without_adapters_is_reported(folder, tmp_path):
             "lora_name: expected none, because this engine holds no adapters",
         )
         assert complete(server, "sql").status_code == 404
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_scales_its_adapter(server, folder, path):
+    load(server, folder / "sql")
+
+    def ask(model, scale):
+        body = {**BODIES[path], "model": model, "lora_scale": scale}
+        return server.client.post(path, json=body)
+
+    for scale in (0.5, 0, -100, None):
+        assert ask("sql", scale).status_code == 200
+        expected = 1.0 if scale is None else float(scale)
+        assert adapter_of(server) == LoRARequest("sql", 1, str(folder / "sql"), scale=expected)
+    asked = len(server.engine.asked)
+    refused = ask("smollm2", 0.5)
+    assert refused.status_code == 400
+    expected = "lora_scale: expected none, as the model of the request is no adapter, got 0.5"
+    assert expected in refused.text
+    for scale, words in ((101, "lora_scale"), ("half", "lora_scale")):
+        wrong = ask("sql", scale)
+        assert (wrong.status_code, words in wrong.text) == (400, True)
+    assert len(server.engine.asked) == asked

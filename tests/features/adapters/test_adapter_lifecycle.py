@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import shutil
 from typing import ClassVar
 
+import msgspec
 import pytest
 from support.adapters import lora, write_adapter, write_model
 
 from hardpoint import LLM, RequestError, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+HALF = 0.5  # scale of some requests
 PROMPTS = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6, [1, 6, 1, 8, 0, 3]]
 SETTINGS = {
     "adapters": {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 4},
@@ -34,8 +38,14 @@ def adapters(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(adapters):
     """The tokens of each prompt with each adapter and with none, each alone."""
+    return expected_of(adapters, "auto")
+
+
+def expected_of(adapters, dtype):
+    """Return the same of a KV cache of a dtype; for the scales of requests as well."""
     model, folders = adapters
-    settings = SETTINGS | {"adapters": {"max_loras": 5, "max_lora_rank": 4}}
+    cache = {"kv_cache": {"num_blocks": 64, "dtype": dtype}}
+    settings = SETTINGS | {"adapters": {"max_loras": 5, "max_lora_rank": 4}} | cache
     found = {}
     with LLM(str(model), config=settings, max_model_len=64) as llm:
         for index, folder in enumerate([None, *folders]):
@@ -43,6 +53,10 @@ def expected(adapters):
             for prompt in range(len(PROMPTS)):
                 (output,) = llm.generate([PROMPTS[prompt]], PARAMS, lora_request=request)
                 found[folder, prompt] = output.outputs[0].token_ids
+                if folder is not None:
+                    half = msgspec.structs.replace(request, scale=HALF)
+                    (output,) = llm.generate([PROMPTS[prompt]], PARAMS, lora_request=half)
+                    found[folder, prompt, HALF] = output.outputs[0].token_ids
     assert len(set(map(tuple, found.values()))) == len(found)
     return found
 
@@ -164,7 +178,27 @@ def test_an_adapter_that_is_read_again_is_the_same_or_an_error(llm, adapters, ex
     Live(llm, lora("copied", 9), (folders[1], 2)).finish(expected)
 
 
-SEEDS = [pytest.param(n, marks=[pytest.mark.nightly] if n >= 10 else []) for n in range(200)]
+STORE = {
+    "kv_connector": {"stores": ["memory"]},
+    "plugin": {"memory": {"size_bytes": 1 << 22}},
+}
+CACHES = {
+    "auto": {},
+    "int8": {"kv_cache": {"num_blocks": 64, "dtype": "int8"}},
+    "fp8": {"kv_cache": {"num_blocks": 64, "dtype": "fp8"}},
+    "store": STORE,
+    "int8 and a store": STORE | {"kv_cache": {"num_blocks": 64, "dtype": "int8"}},
+}
+SEEDS = [
+    pytest.param(
+        cache,
+        seed,
+        id=f"{cache}-{seed}",
+        marks=[] if seed < (6 if cache == "auto" else 1) else [pytest.mark.nightly],
+    )
+    for cache in CACHES
+    for seed in range(200)
+]
 
 
 class Schedule:
@@ -188,7 +222,10 @@ class Schedule:
     def request(self):
         name, prompt = self.rng.choice([None, *self.names]), self.rng.randrange(len(PROMPTS))
         request = None if name is None else lora(name, ord(name))
-        self.lives.append(Live(self.llm, request, (self.names.get(name), prompt)))
+        expected = self.names.get(name), prompt
+        if request is not None and self.rng.random() < 0.3:
+            request, expected = msgspec.structs.replace(request, scale=HALF), (*expected, HALF)
+        self.lives.append(Live(self.llm, request, expected))
 
     def step(self):
         live = self.rng.choice(self.lives) if self.lives else None
@@ -219,15 +256,25 @@ class Schedule:
         self.llm.reset_prefix_cache(recompute_running=self.rng.random() < 0.5)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_schedules(adapters, expected, random_llm, seed):
+@pytest.mark.parametrize(("cache", "seed"), SEEDS)
+def test_random_schedules(adapters, opened, cache, seed):
     _, folders = adapters
-    Schedule(random_llm, random.Random(seed), folders, expected).run(40)
-    assert random_llm.list_loras() == []
-    assert random_llm.scheduler_stats().num_running == 0
+    llm, expected = opened(cache)
+    Schedule(llm, random.Random(seed), folders, expected).run(40)
+    assert llm.list_loras() == []
+    assert llm.scheduler_stats().num_running == 0
 
 
 @pytest.fixture(scope="module")
-def random_llm(adapters):
-    with LLM(str(adapters[0]), config=SETTINGS, max_model_len=64) as llm:
-        yield llm
+def opened(adapters):
+    """Returns an engine with a KV cache of some form, and what its requests have to give."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def open_one(cache):
+            settings = SETTINGS | CACHES[cache]
+            expected = expected_of(adapters, settings["kv_cache"].get("dtype", "auto"))
+            llm = LLM(str(adapters[0]), config=settings, max_model_len=64)
+            return stack.enter_context(llm), expected
+
+        yield open_one

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.adapters import change_config, lora, write_adapter, write_model
+from support.adapters import change_config, lora, write_adapter, write_model, write_tensors
+from support.parallel import write_random_model
 
 from hardpoint import LLM, ConfigError, LoRARequest, ModelError, RequestError, SamplingParams
 from hardpoint.features.adapters.identity import read_files
@@ -231,7 +232,7 @@ def test_adapters_of_the_configuration(base, tmp_path):
     model, good = str(base / "model"), str(base / "good")
 
     def settings(**fields):
-        return {"adapters": {"max_loras": 1, **fields}, "kv_cache": {"num_blocks": 16}}
+        return {"adapters": {"max_loras": 1, **fields}, "kv_cache": {"num_blocks": 32}}
 
     with LLM(model, config=settings(paths={"good": good}), max_model_len=32) as llm:
         (loaded,) = llm.list_loras()
@@ -306,3 +307,31 @@ def test_a_relative_path_is_that_of_the_program(llm, base, tmp_path, monkeypatch
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=1), lora_request=request)
     assert output.finished
     assert llm.remove_lora(5)
+
+
+OTHERS = {
+    "experts": ("Qwen2MoeForCausalLM", "layers.0.mlp.experts.1.up_proj", 96, 64),
+    "fused": ("Phi3ForCausalLM", "layers.1.self_attn.q_proj", 64, 64),
+    "head": ("LlamaForCausalLM", "lm_head", 257, 64),
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_modules_that_are_no_layers_here_are_refused_by_name(tmp_path, case):
+    """Experts are multiplied at once; a checkpoint with fused matrices has no parts of them."""
+    architecture, module, rows, columns = OTHERS[case]
+    shape = {"hidden_size": 64, "intermediate_size": 96, "shared_expert_intermediate_size": 64}
+    model = write_random_model(tmp_path / "model", architecture, **shape, **MOE)
+    name = module if case == "head" else f"model.{module}"
+    write_tensors(tmp_path / "adapter", name, 2, rows=rows, columns=columns)
+    settings = SETTINGS | {"load": {"use": "dummy"}}
+    message = (
+        "lm_head: adapters of embeddings and of the head are not supported"
+        if case == "head"
+        else f"'other': the model has no linear layer {name}, which the adapter changes"
+    )
+    with LLM(str(model), config=settings, max_model_len=32) as llm:
+        with pytest.raises(ModelError, match=message):
+            llm.add_lora(lora("other", 1, tmp_path / "adapter"))
+        assert llm.list_loras() == []

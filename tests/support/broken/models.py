@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from hardpoint.plugins import KVSpec, Model, ModelConfig
+from hardpoint.plugins.model import LinearMatrix
 
 HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS = 24, 4, 2, 6, 2
 
@@ -140,6 +143,76 @@ class LoadsHalvesUpsideDown(Quantizable):
 
     def load_quantized(self, name, matrix):
         self.quantized[name] = self.placed(matrix.dequantize().flip(0))
+
+
+class Adaptable(Tiny):
+    """Right: step parts may change the products of its layers."""
+
+    contract = 1
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        for name, shape in self.weight_shapes().items():
+            if name[0].isdigit():
+                rows, columns = map(range, shape)
+                stored = name.removesuffix(".weight")
+                self.context.hooks.matrices[stored] = LinearMatrix(stored, shape, rows, columns)
+
+    def product(self, name, x):
+        y = x @ self.weights[f"{name}.weight"].T
+        return self.changed(name, x, y)
+
+    def changed(self, name, x, y):
+        change = self.context.hooks.linear
+        return y if change is None else change([(name, y.shape[1])], x, y)
+
+    def attended(self, batch, layer, x):
+        return self.product(
+            f"{layer}.out", batch.attend(layer, *self.projected(layer, x)).flatten(1)
+        )
+
+    def projected(self, layer, x):
+        qkv = self.product(f"{layer}.qkv", x).view(len(x), -1, SIZE)
+        return qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+
+
+class ForgetsToCall(Adaptable):
+    contract = 1
+
+    def changed(self, name, x, y):
+        return y if name == "1.out" else super().changed(name, x, y)
+
+
+class DropsTheChange(Adaptable):
+    contract = 1
+
+    def changed(self, name, x, y):
+        super().changed(name, x, y)
+        return y
+
+
+class CallsWithOtherNames(Adaptable):
+    contract = 1
+
+    def changed(self, name, x, y):
+        other = name.replace("0", "1") if name[0] == "0" else name.replace("1", "0")
+        return super().changed(other, x, y)
+
+
+class NamesWithoutLayers(Adaptable):
+    contract = 1
+
+    def changed(self, name, x, y):
+        return super().changed(name.removeprefix("0."), x, y)
+
+
+class NamesOtherShapes(Adaptable):
+    contract = 1
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        matrix = self.context.hooks.matrices["1.out"]
+        self.context.hooks.matrices["1.out"] = dataclasses.replace(matrix, stored_as="1.qkv")
 
 
 class NoContract(Tiny):

@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 
-REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
+REQUEST_FIELDS = frozenset(
+    {"lora", "pooling_params", "second_type_start", "prompt_embeds", "features", "resumable"}
+)
 """Optional fields of `EngineCoreRequest` that only step parts make use of."""
 
 

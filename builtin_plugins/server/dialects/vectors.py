@@ -438,7 +438,8 @@ class VectorRoutes:
             place: {"text": before[index % len(before)], "text_pair": text}
             for index, (place, text) in enumerate(second.items())
         }
-        outputs = await self._pooled(call, asked, pairs, _params(asked, "score", **fields))
+        params = _params(asked, "score", **fields)
+        outputs = await self._pooled(call, asked, pairs, params, given=first | second)
         return [float(output.outputs) for output in outputs], outputs
 
     async def _prefix(self, texts: dict[str, Any], kind: str, name: str | None) -> None:
@@ -459,15 +460,24 @@ class VectorRoutes:
                     texts[place] = prefix + text
 
     async def _pooled(
-        self, call: Call, asked: PooledFields, texts: Mapping[str, Any], params: PoolingParams
+        self,
+        call: Call,
+        asked: PooledFields,
+        texts: Mapping[str, Any],
+        params: PoolingParams,
+        given: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the results of texts, by the name of their place in the request, in their order.
+
+        Args:
+            given: texts of the request, where those have some of them several times.
 
         Raises:
             RequestError: one is refused; the message has its place. The others are ended.
             AnswerError: one ended without a result.
         """
-        self._service.check_prompt(list(texts.values()), name=next(iter(texts)).partition("[")[0])
+        parts = list((given or texts).values())
+        self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, asked)
         tasks = [
             asyncio.ensure_future(self._one(place, text, params, extras))

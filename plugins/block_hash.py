@@ -54,9 +54,9 @@ def extra_keys(
     begin in it, their offset follows.
     """
     types = _second_type_start(request)
-    if request.lora is None and request.cache_salt is None and not request.features:
-        if types is None:
-            return {}
+    is_plain = request.lora is None and request.cache_salt is None and types is None
+    if is_plain and not request.features:
+        return {}
     adapter = None if request.lora is None else adapter_key(request.lora)
     features: dict[int, list[tuple[str, int]]] = {}
     for feature in request.features:

@@ -205,7 +205,7 @@ class Model(Component):
     classifies: ClassVar[bool] = False
     """Whether it has a head that classifies, `classify`, instead of vectors."""
     token_types: ClassVar[bool] = False
-    """Whether it reads `ForwardBatch.token_types`, if the config has several (`type_vocab_size`)."""
+    """Whether it reads `ForwardBatch.token_types`, unless the config has but one type."""
 
     context: ModelContext
 

@@ -165,9 +165,11 @@ class PoolingWorker(WorkerHalf):
         values = loaded.classify(pooled.unsqueeze(0))[0].float()
         asked = params.use_activation
         if self._activates if asked is None else asked:
-            values = values.softmax(-1) if self._activation == "softmax" else getattr(
-                values, self._activation
-            )()
+            values = (
+                values.softmax(-1)
+                if self._activation == "softmax"
+                else getattr(values, self._activation)()
+            )
         return values[0] if params.task == "score" else values
 
     def _defect(self, pooled: Any, prompt: _Prompt) -> str | None:

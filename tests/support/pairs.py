@@ -36,7 +36,7 @@ def write_tokenizer(folder: Path, family: str) -> None:
     eos = next(token["id"] for token in content["added_tokens"] if token["content"] == "<eos>")
     if family not in DECODERS:
         second = "$B:1 <eos>:1" if family in ("Bert", "ModernBert") else "$B <eos>"
-        single = "<eos> $A <eos>".split()
+        single = ["<eos>", "$A", "<eos>"]
         pair = f"<eos> $A {SEPARATOR.get(family, '<eos>')} {second}".split()
         content["post_processor"] = {
             "type": "TemplateProcessing",

@@ -1,4 +1,4 @@
-"""Pairs of texts: cross-encoders as those of sentence-transformers, and models of several classes."""
+"""Pairs of texts: cross-encoders as those of sentence-transformers, and several classes."""
 
 from __future__ import annotations
 
@@ -227,8 +227,12 @@ REFUSED = [
     (SETTINGS, {"keep_in_fp32_modules": ["0"]}, "keep_in_fp32_modules: expected none"),
     (READING, {"transformer_task": "text-generation"}, "transformer_task: expected .sequence-cla"),
     (READING, {"processing_kwargs": {"text": {}}}, "processing_kwargs: expected none"),
-    (READING, {"modality_config": {"text": {}, "message": {}}}, "modality_config: expected text al"),
-    ("config.json", {"sbert_ce_default_activation_function": "os.system"}, "expected Identity, Sig"),
+    (READING, {"modality_config": {"text": {}, "message": {}}}, "modality_config: expected text"),
+    (
+        "config.json",
+        {"sbert_ce_default_activation_function": "os.system"},
+        "expected Identity, Sig",
+    ),
     (
         "modules.json",
         [{"type": "a.Transformer", "path": ""}, {"type": "b.LogitScore", "path": "1"}],

@@ -24,7 +24,7 @@ from hardpoint.plugins.output_parser import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from hardpoint.plugins.tokenizer import EncodedPair, TokenizerContext
+from hardpoint.plugins.tokenizer import TokenizerContext
 from hardpoint.registry.plugin_set import PluginSet
 
 from .activity import PluginCalls
@@ -64,17 +64,13 @@ def guarded_tokenizer(tokenizer: Tokenizer, source: Source, vocab_size: int) -> 
         special = tuple(token for token in found.special if token < vocab_size)
         return Vocabulary(tokens=found.tokens[:vocab_size], special=special)
 
-    def pair(found: EncodedPair) -> EncodedPair:
-        within(found.token_ids, vocab_size)
-        return found
-
     return guard(
         tokenizer,
         "tokenizers",
         calls=PluginCalls(UNWATCHED, "tokenizers", source),
         uses={
             "encode": lambda ids: within(ids, vocab_size),
-            "encode_pair": pair,
+            "encode_pair": lambda pair: pair.within(vocab_size),
             "special_tokens": known,
             "vocabulary": cut,
         },

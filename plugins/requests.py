@@ -117,7 +117,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             answer begins; None for a request without a grammar or without a reasoning parser.
         pooling_params: parameters of a pooling request, which generates no tokens; of `params`,
             only `output_kind` is used.
-        second_type_start: of a pair of texts: position of the first token of type 1, which those
+        second_type_start: position, in a pair of texts, of the first token of type 1, which those
             after it have, too (`token_type_ids`); the length of the prompt, if none does. None: the
             prompt is no pair.
         prompt_embeds: a tensor [tokens, hidden] instead of token ids.

@@ -46,7 +46,7 @@ class EncodedPair:
     """The tokens of two texts, as a model reads them together.
 
     Attributes:
-        token_ids: of both texts, and of the special tokens around them.
+        token_ids: ids of the tokens of both texts, and of the special tokens around them.
         first: positions of the tokens of the first text, one after the other.
         second: those of the second text, which follow.
         second_type_start: position of the first token of type 1 (`token_type_ids`); all tokens from
@@ -57,6 +57,48 @@ class EncodedPair:
     first: range
     second: range
     second_type_start: int
+
+    def within(self, vocab_size: int) -> EncodedPair:
+        """Return the pair.
+
+        Raises:
+            UnusableError: a token id is too large.
+        """
+        within(self.token_ids, vocab_size)
+        return self
+
+    def cut(self, limit: int) -> EncodedPair:
+        """Return at most so many tokens: ends are cut off, first that of the longer text.
+
+        It is the cut of transformers for `truncation="longest_first"`.
+
+        Raises:
+            RequestError: the limit leaves no room for a token of a text.
+        """
+        special = len(self.token_ids) - len(self.first) - len(self.second)
+        room = limit - special
+        if room < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens: expected more than {special}, the special tokens of a "
+                f"pair, got {limit}"
+            )
+        shorter, longer = sorted((len(self.first), len(self.second)))
+        if shorter + longer <= room:
+            return self
+        shorter = min(shorter, room // 2)
+        sizes = (shorter, room - shorter)
+        kept_1, kept_2 = sizes if len(self.first) <= len(self.second) else reversed(sizes)
+        first, second = self.first[:kept_1], self.second[:kept_2]
+        ends = self.first[kept_1:], self.second[kept_2:]
+        ids = [
+            *self.token_ids[: first.stop],
+            *self.token_ids[self.first.stop : second.stop],
+            *self.token_ids[self.second.stop :],
+        ]
+        types = self.second_type_start
+        types -= sum(max(min(types, end.stop) - end.start, 0) for end in ends)
+        lost = len(ends[0])
+        return EncodedPair(ids, first, range(second.start - lost, second.stop - lost), types)
 
 
 class DecodeStream(Protocol):

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hardpoint import typed
@@ -92,10 +91,8 @@ class ModelRunner:
             device: device of the model.
         """
         self.model = model
-        self._calls = calls
-        self.attention = attention
-        self._sampling = sampling
-        self._ranks = ranks
+        self._calls, self.attention = calls, attention
+        self._sampling, self._ranks = sampling, ranks
         # Read in every step, of which the shortest take 0.1 ms.
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
@@ -118,7 +115,6 @@ class ModelRunner:
         self._pending: _Pending | None = None
         self._broken: dict[str, RequestFault] = {}  # could not start; not reported yet
         self._pooled: set[str] = set()  # requests that get no token
-        self._second_types: dict[str, int] = {}  # where token types are 1, by request
 
     def use_parts(self, parts: WorkerParts) -> None:
         """Call the worker halves of step parts from now on."""
@@ -212,8 +208,7 @@ class ModelRunner:
             routed: gets the experts of the tokens.
         """
         if not self.parts.wants_layers:
-            needs_model = routed is not None or bool(self._second_types)
-            return self._run(step, before, routed, needs_model=needs_model)
+            return self._run(step, before, routed, needs_model=routed is not None or step.has_types)
         with self.parts.in_layers(self.model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 
@@ -243,17 +238,8 @@ class ModelRunner:
             attend = self.parts.around_layers(attend)
         if self.on_forward is not None:
             self.on_forward()
-        types = self._token_types(step) if self._second_types else None
+        types = step.token_types
         return ForwardBatch(step.token_ids, step.positions, attend, before, routed, types)
-
-    def _token_types(self, step: StepInput) -> torch.Tensor | None:
-        """Return the types of the tokens of a step; None if all are 0."""
-        starts = [self._second_types.get(request.request_id, -1) for request in step.requests]
-        if max(starts) < 0:
-            return None
-        firsts = np.where(np.less(starts, 0), np.iinfo(np.int64).max, starts)
-        of_token = np.repeat(firsts, np.diff(step.query_starts))
-        return (step.positions >= to_device(of_token, self._device)).long()
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add the reports of step parts to the result of a plan."""
@@ -417,8 +403,6 @@ class ModelRunner:
         """Apply the plan's additions and removals to the batch."""
         batch.remove(plan.finished_request_ids | plan.preempted_request_ids)
         self._pooled -= plan.finished_request_ids
-        for name in plan.finished_request_ids if self._second_types else ():
-            self._second_types.pop(name, None)
         batch.drop_rejected(plan.cached_requests)
         for sampled in plan.sampled:
             if self._sampling is None:  # else it sampled them itself
@@ -450,12 +434,10 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
-        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
+        types = source.second_type_start
+        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
-        types = source.second_type_start
-        if types is not None and types < len(source.prompt_token_ids):
-            self._second_types[source.request_id] = types
         if self._sampling is None:
             return
         if source.params.routed_experts and self.model.routed_experts is None:

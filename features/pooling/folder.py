@@ -69,7 +69,7 @@ class ModelPooling:
         size: size of its vectors; None if it is not known.
         labels: names of its classes; empty if it has none.
         activation: what makes numbers of classes of its logits: one of CLASS_ACTIVATIONS.
-        activates: whether it does where a request does not say so.
+        activates: whether it does so for requests that leave it open.
         token_types: whether tokens of the second of two texts have another type.
     """
 

@@ -309,8 +309,8 @@ class TokenizerSuite(ComponentSuite):
                 )
 
     def test_pairs(self) -> None:
-        """`encode_pair` says where the tokens of two texts are, which are those that each has alone
-        without special tokens. A class may leave it out: then there are no pairs.
+        """`encode_pair` gives each of two texts the tokens that it has alone, and their places. A
+        class may leave it out: then there are no pairs.
         """
         try:
             self._subject.encode_pair("a", "b")

@@ -151,8 +151,8 @@ class ScoreRequest(PooledFields, kw_only=True):
     """Texts to compare: one with each of several, or in pairs.
 
     Attributes:
-        use_activation: of a model that reads pairs: whether scores are probabilities, and not
-            logits.
+        use_activation: whether scores are probabilities, and not logits; for models that read
+            texts in pairs.
     """
 
     text_1: Texts

@@ -35,7 +35,6 @@ from .prompts import (
     ReadPrompt,
     Tokens,
     checked_ids,
-    cut_pair,
     read_prompt,
 )
 
@@ -302,7 +301,7 @@ class InputProcessor:
                     f"for max_tokens, got {last}"
                 )
             if isinstance(tokens, EncodedPair):
-                tokens = cut_pair(tokens, last)
+                tokens = tokens.cut(last)
             elif len(tokens) > last:
                 tokens = tokens[-last:]
         count = len(tokens.token_ids if isinstance(tokens, EncodedPair) else tokens)

@@ -120,40 +120,6 @@ def _pair(prompt: dict[Any, Any]) -> ReadPrompt:
     return ReadPrompt(pair=(prompt["text"], prompt["text_pair"]))
 
 
-def cut_pair(pair: EncodedPair, limit: int) -> EncodedPair:
-    """Return a pair with at most so many tokens: ends are cut off, of the longer text first.
-
-    It is the cut of transformers for `truncation="longest_first"`.
-
-    Raises:
-        RequestError: the limit leaves no room for a token of a text.
-    """
-    special = len(pair.token_ids) - len(pair.first) - len(pair.second)
-    room = limit - special
-    if room < 1:
-        raise RequestError(
-            f"truncate_prompt_tokens: expected more than {special}, the special tokens of a pair, "
-            f"got {limit}"
-        )
-    shorter, longer = sorted((len(pair.first), len(pair.second)))
-    if shorter + longer <= room:
-        return pair
-    shorter = min(shorter, room // 2)
-    sizes = (shorter, room - shorter)
-    kept_1, kept_2 = sizes if len(pair.first) <= len(pair.second) else reversed(sizes)
-    first, second = pair.first[:kept_1], pair.second[:kept_2]
-    ends = pair.first[kept_1:], pair.second[kept_2:]
-    ids = [
-        *pair.token_ids[: first.stop],
-        *pair.token_ids[pair.first.stop : second.stop],
-        *pair.token_ids[pair.second.stop :],
-    ]
-    types = pair.second_type_start
-    types -= sum(max(min(types, end.stop) - end.start, 0) for end in ends)
-    lost = len(ends[0])
-    return EncodedPair(ids, first, range(second.start - lost, second.stop - lost), types)
-
-
 def _listed(token_ids: Any) -> Any:
     if not is_list(token_ids):
         raise RequestError(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.pairs import write_tokenizer
 
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
-from hardpoint.core.frontend.requests.prompts import cut_pair
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import RequestError
 from hardpoint.plugins import (
@@ -44,7 +43,7 @@ def test_pairs_are_those_of_transformers_cut_or_not(tokenizers):
         special = len(pair.token_ids) - len(pair.first) - len(pair.second)
         limit = special + room
         expected = other(first, second, truncation="longest_first", max_length=limit)
-        found = cut_pair(pair, limit)
+        found = pair.cut(limit)
         assert found.token_ids == expected["input_ids"]
         texts = expected.sequence_ids()
         assert [*found.first] == [at for at, text in enumerate(texts) if text == 0]
@@ -61,7 +60,7 @@ def test_a_cut_without_room_for_a_text_is_refused(tokenizers):
     pair = tokenizers[0].encode_pair("ab", "c")
     special = len(pair.token_ids) - 3
     with pytest.raises(RequestError, match=f"expected more than {special}, the special tokens"):
-        cut_pair(pair, special)
+        pair.cut(special)
 
 
 def request_of(start, **fields):

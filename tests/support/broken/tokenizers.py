@@ -341,7 +341,7 @@ class Quadratic:
 
 
 class JoinsPairs(Bytes):
-    """It says that all tokens are those of the first text."""
+    """It gives all tokens to the first text."""
 
     contract = 1
 

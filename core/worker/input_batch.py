@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +24,7 @@ from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import CachedRequests, SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
 
-from .packed_step import IntArray, PackedStep
+from .step_input import IntArray, PackedStep, StepInput
 
 
 class BatchUpdateBuilder:
@@ -114,47 +112,6 @@ Drafts = Mapping[str, Sequence[int]]
 
 _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepInput:
-    """The tokens of one step, flattened; sequences with a single token come first.
-
-    Attributes:
-        requests: in the order of the step's sequences.
-        token_ids: int64 [tokens].
-        positions: int64 [tokens].
-        attention: the layout of the sequences for the attention backend, one per KV cache group.
-        query_starts: as in each of `attention`.
-        starts: int [seqs]; tokens of each sequence that were computed before.
-        samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
-        packed: the tensors in one; None if the batch does not pack them.
-        token_types: as in ForwardBatch.
-    """
-
-    requests: Sequence[LogitsRequest]
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: Sequence[AttentionStep]
-    query_starts: IntArray
-    starts: IntArray
-    samples: np.ndarray[Any, np.dtype[np.bool_]]
-    packed: PackedStep | None = None
-    token_types: torch.Tensor | None = None
-
-    @property
-    def has_types(self) -> bool:
-        """Whether tokens have other types than 0."""
-        return self.token_types is not None
-
-    def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
-        """Return the experts of the tokens of each request that asks for them."""
-        rows, starts = routed.cpu().numpy(), self.query_starts
-        return {
-            request.request_id: rows[starts[index] : starts[index + 1]].copy()
-            for index, request in enumerate(self.requests)
-            if request.params.routed_experts
-        }
 
 
 class InputBatch:

@@ -40,8 +40,9 @@ from hardpoint.registry.request_arguments import argument_key
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
-from .input_batch import InputBatch, StepInput
+from .input_batch import InputBatch
 from .ranks import Ranks
+from .step_input import StepInput
 
 _ELSEWHERE = {
     kind.name
@@ -97,7 +98,7 @@ class ModelRunner:
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
-        self.ops = ops
+        self.ops, self._device = ops, device
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -106,7 +107,6 @@ class ModelRunner:
             self._sampler_key = argument_key("samplers", sampling.sampler.name)
             self._argument_types[self._sampler_key] = prepared_type(sampler)
             self._no_arguments = prepared_type(sampler)()
-        self._device = device
         self._caches: list[Any] = []
         self.parts = WorkerParts()
         self.on_forward: Callable[[], None] | None = None

@@ -10,8 +10,11 @@ import torch
 from support.encoders import LIMIT, TABLE, write_encoder
 from support.pairs import PAIRS, TOO_LONG, change, write_classifier, write_cross_encoder
 
-from hardpoint import LLM, ModelError, PoolingParams, RequestError
+from hardpoint import LLM, ModelError, PoolingParams, RequestError, SamplingParams
 from hardpoint.errors import PromptTooLongError
+from hardpoint.features.pooling.folder import ModelPooling
+from hardpoint.features.pooling.requests import PooledResults
+from hardpoint.plugins import EngineCoreRequest
 
 FAMILIES = ["Bert", "Roberta", "XLMRoberta", "ModernBert"]
 RAW = PoolingParams(task="score", use_activation=False)
@@ -269,3 +272,25 @@ def test_types_of_tokens_are_only_for_models_that_have_them(tmp_path):
         (pair,) = llm.score("ab", "ba")
         (ids,) = llm.classify(pair.prompt_token_ids)
         assert pair.outputs == ids.outputs[0]
+
+
+def test_requests_of_other_frontends_are_checked():
+    def check(start, pooling, **model):
+        request = EngineCoreRequest(
+            request_id="a",
+            prompt_token_ids=[1, 2, 3],
+            params=SamplingParams(),
+            pooling_params=pooling,
+            second_type_start=start,
+        )
+        half = PooledResults("pooling", ["cls"], ModelPooling(labels=["a"], **model))
+        assert half.uses(request)
+        half.check(request)
+
+    pooled = PoolingParams(task="score", pooler="cls")
+    check(2, pooled, token_types=True)
+    check(3, pooled)
+    with pytest.raises(RequestError, match="second_type_start: expected 3, the length of the prom"):
+        check(2, pooled)
+    with pytest.raises(RequestError, match="second_type_start: expected none, for the request doe"):
+        check(3, None)

@@ -19,7 +19,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import new_id
 from hardpoint.builtin_plugins.server.routes.fields import IGNORED
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
@@ -528,7 +528,7 @@ def _texts(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any
     Raises:
         RequestError: there are none or too many, or one is neither.
     """
-    if isinstance(given, str) or (takes_pairs and isinstance(given, dict)):
+    if isinstance(given, str) or (takes_pairs and _is_pair(given, name)):
         return {name: given}
     if not isinstance(given, list):
         raise RequestError(f"{name}: expected a text, token ids, or a list of these")
@@ -538,13 +538,26 @@ def _texts(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any
         raise RequestError(f"{name}: expected 1 to {_MOST} texts, got {len(given)}")
     for index, item in enumerate(given):
         is_ids = isinstance(item, list) and all(type(token) is int for token in item)
-        is_pair = takes_pairs and isinstance(item, dict)
+        is_pair = takes_pairs and _is_pair(item, f"{name}[{index}]")
         if not item or not (isinstance(item, str) or is_ids or is_pair):
             pair = ", or a pair of texts" if takes_pairs else ""
             raise RequestError(
                 f"{name}[{index}]: expected a text or a list of token ids, not empty{pair}"
             )
     return {f"{name}[{index}]": item for index, item in enumerate(given)}
+
+
+def _is_pair(given: Any, place: str) -> bool:
+    """Return whether an input is an object, which has to be a pair of texts.
+
+    Raises:
+        RequestError: it has other fields.
+    """
+    if isinstance(given, dict) and given.keys() != {"text", "text_pair"}:
+        raise RequestError(
+            f"{place}: expected a pair of texts with `text` and `text_pair`, got {shown(given)}"
+        )
+    return isinstance(given, dict)
 
 
 def _document(given: Any, place: int) -> str:

@@ -108,8 +108,8 @@ def _tokenised(prompt: dict[Any, Any]) -> ReadPrompt:
 def _pair(prompt: dict[Any, Any]) -> ReadPrompt:
     if set(prompt) != set(_PAIR_KEYS):
         raise RequestError(
-            "prompt: expected a pair with 'text' and 'text_pair', got the keys "
-            f"[{', '.join(sorted(map(shown, prompt)))}]"
+            "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', or a pair with "
+            f"'text' and 'text_pair', got the keys [{', '.join(sorted(map(shown, prompt)))}]"
         )
     for key in _PAIR_KEYS:
         if not isinstance(prompt[key], str):

@@ -169,7 +169,7 @@ WRONG = {
     ),
     "half a pair": (
         lambda llm: llm.classify({"text": "a"}),
-        r"prompt: expected a pair with 'text' and 'text_pair', got the keys \['text'\]",
+        r"or a pair with 'text' and 'text_pair', got the keys \['text'\]",
     ),
     "one text for a score": (
         lambda llm: llm.encode(["a"], PoolingParams(task="score")),

@@ -89,13 +89,15 @@ WRONG = [
         {"query": "a", "documents": ["b"], "max_tokens_per_doc": 3},
         "max_tokens_per_doc: not",
     ),
-    ("/v1/classify", {"input": [{"text": "a"}]}, "input[0]: expected a pair with 'text' and"),
+    ("/v1/classify", {"input": [{"text": "a"}]}, "input[0]: expected a pair of texts with `text`"),
+    ("/v1/classify", {"input": {"prompt": "a"}}, "input: expected a pair of texts with `text` and"),
     (
         "/v1/classify",
         {"input": ["a", {"text": "a", "text_pair": [5]}]},
         "input[1].text_pair: expected a text, got [5]",
     ),
-    ("/v1/classify", {"input": ["a", {}]}, "input[1]: expected a text or a list of token ids, not"),
+    ("/v1/classify", {"input": ["a", {}]}, "input[1]: expected a pair of texts with `text` and"),
+    ("/v1/classify", {"input": ["a", ""]}, "not empty, or a pair of texts"),
     ("/v1/embeddings", {"input": "a"}, "embed: this model cannot do it; it can: classify, score"),
 ]
 

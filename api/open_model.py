@@ -151,7 +151,7 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
     def _prefixed(self, prompts: Any, name: str | None) -> list[Any]:
         """Return prompts with the model's text before those that are texts."""
         listed = prompt_list(prompts)
-        if "embed" not in self.supported_tasks:
+        if not {"embed", "score"}.intersection(self.supported_tasks):
             return listed  # which is the error of the call itself
         prefix = self.call_part("pooling", "prompt", {"name": name})
         return [prefix + one if prefix and isinstance(one, str) else one for one in listed]
@@ -164,6 +164,8 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
         **options: Unpack[BatchOptions],
     ) -> list[PoolingRequestOutput]:
         """Return the probability of each class for each prompt: `encode` with "classify".
+
+        A prompt may be a pair of texts, `{"text": text, "text_pair": text}`.
 
         Raises:
             As `encode`.
@@ -178,12 +180,13 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
         pooling_params: PoolingParams | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[PoolingRequestOutput]:
-        """Return how well texts match, in pairs: the cosine of their vectors.
+        """Return how well texts match: by a model with one class, which reads them in pairs, what
+        its head gives; by other models the cosine of their vectors.
 
         Args:
             texts_1: one text, which is compared with each of `texts_2`, or as many as these.
             texts_2: one text or several.
-            pooling_params: parameters of all texts.
+            pooling_params: parameters of all texts, of the task "score" or "embed".
             options: `RequestOptions`.
 
         Returns:
@@ -192,11 +195,17 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
         Raises:
             RequestError: the numbers of texts do not fit; or as `encode`.
         """
-        first, second = self._prefixed(texts_1, None), self._prefixed(texts_2, None)
+        is_paired = "embed" not in self.supported_tasks
+        first = self._prefixed(texts_1, None)
+        second = prompt_list(texts_2) if is_paired else self._prefixed(texts_2, None)
         if len(first) not in (1, len(second)):
             raise RequestError(
                 f"texts_1: expected one text or {len(second)}, as texts_2 has, got {len(first)}"
             )
+        if is_paired:
+            params = with_task("score", pooling_params)
+            outputs = self.encode(text_pairs(first, second), params, **options)
+            return [msgspec.structs.replace(one, outputs=float(one.outputs)) for one in outputs]
         params = with_task("embed", pooling_params)
         outputs = self.encode([*first, *second], params, **options)
         return list(similarity(outputs[: len(first)], outputs[len(first) :]))
@@ -236,6 +245,14 @@ def pooled(output: Any, where: str) -> PoolingRequestOutput:
     if output.finish_reason != "stop":
         raise HardpointError(f'{where}: it ended without a result, by "{output.finish_reason}"')
     return output
+
+
+def text_pairs(first: Sequence[Any], second: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the prompts of texts in pairs; of one text with all others, if there is one."""
+    return [
+        {"text": first[index % len(first)], "text_pair": other}
+        for index, other in enumerate(second)
+    ]
 
 
 def similarity(

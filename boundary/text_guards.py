@@ -70,6 +70,7 @@ def guarded_tokenizer(tokenizer: Tokenizer, source: Source, vocab_size: int) -> 
         calls=PluginCalls(UNWATCHED, "tokenizers", source),
         uses={
             "encode": lambda ids: within(ids, vocab_size),
+            "encode_pair": lambda pair: pair.within(vocab_size),
             "special_tokens": known,
             "vocabulary": cut,
         },

@@ -50,9 +50,12 @@ def extra_keys(
     """Return the values besides tokens that blocks `first` up to `end` depend on, if any.
 
     It is a msgpack array: the adapter, the cache salt (first block only, the others inherit it),
-    and the features that the block overlaps with their offsets in the block.
+    and the features that the block overlaps with their offsets in the block. Where tokens of type 1
+    begin in it, their offset follows.
     """
-    if request.lora is None and request.cache_salt is None and not request.features:
+    types = _second_type_start(request)
+    is_plain = request.lora is None and request.cache_salt is None and types is None
+    if is_plain and not request.features:
         return {}
     adapter = None if request.lora is None else adapter_key(request.lora)
     features: dict[int, list[tuple[str, int]]] = {}
@@ -66,12 +69,23 @@ def extra_keys(
         salt = request.cache_salt if index == 0 else None
         if adapter is not None or salt is not None or index in features:
             extras[index] = msgspec.msgpack.encode((adapter, salt, features.get(index, [])))
+    if types is not None and first <= (index := types // block_size) < end:
+        salt = request.cache_salt if index == 0 else None
+        key = (adapter, salt, features.get(index, []), types % block_size)
+        extras[index] = msgspec.msgpack.encode(key)
     return extras
+
+
+def _second_type_start(request: EngineCoreRequest) -> int | None:
+    """Return the position of the first token of type 1; None if there is none."""
+    start = request.second_type_start
+    return start if start is not None and start < len(request.prompt_token_ids) else None
 
 
 def sharing_key(request: EngineCoreRequest) -> str:
     """Return a text that is equal for requests which may share blocks of the same tokens."""
-    return repr((request.cache_salt, request.lora and adapter_key(request.lora)))
+    adapter = request.lora and adapter_key(request.lora)
+    return repr((request.cache_salt, adapter, _second_type_start(request)))
 
 
 def with_part_keys(extra: bytes, keys: bytes) -> bytes:
@@ -95,8 +109,8 @@ def block_key(
 
     Args:
         identity: `BlockIdentity.digest`.
-        block_hash: hash of the block's tokens and all before them, the request's adapter, salt
-            and features: made by `hash_block`.
+        block_hash: hash of the block's tokens and all before them, the request's adapter, salt,
+            features and types of tokens: made by `hash_block`.
         layers: the first and the one after the last, if the block is kept in parts; as indices of
             this rank's layers.
         secret: secret of a transfer, whose blocks only its receiver may ask for.

@@ -66,6 +66,8 @@ class ForwardBatch:
         routed_experts: int32 [tokens, layers, experts per token], of the size that
             `Model.routed_experts` returns: if a request asks for them, a mixture of experts writes
             the experts of each token here, in the layers of its stage. None if no request does.
+        token_types: int64 [tokens]; 1 for tokens of the second of two texts, 0 for others. None if
+            all are 0, and for models without `token_types`.
     """
 
     token_ids: torch.Tensor
@@ -73,6 +75,7 @@ class ForwardBatch:
     attend: Attend = field(repr=False)
     hidden: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,8 @@ class Model(Component):
     """Name of the pooler of its vectors, where its files name none."""
     classifies: ClassVar[bool] = False
     """Whether it has a head that classifies, `classify`, instead of vectors."""
+    token_types: ClassVar[bool] = False
+    """Whether it reads `ForwardBatch.token_types`, unless the config has but one type."""
 
     context: ModelContext
 

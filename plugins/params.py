@@ -199,8 +199,8 @@ class PoolingParams(Strict, omit_defaults=True):
             model's default.
         pooler: name of an enabled pooler, which makes one vector of the hidden states of the
             prompt, or one for each token; None is the model's.
-        use_activation: whether logits of classes become probabilities; None is what the model's
-            files state, mostly true.
+        use_activation: whether logits of classes become probabilities, by sigmoid or softmax; None
+            is what the model's files state, mostly true.
         plugin_args: arguments of poolers by name, each a mapping or an `Arguments` instance.
     """
 

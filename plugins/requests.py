@@ -139,6 +139,9 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             answer begins; None for a request without a grammar or without a reasoning parser.
         pooling_params: parameters of a pooling request, which generates no tokens; of `params`,
             only `output_kind` is used.
+        second_type_start: position, in a pair of texts, of the first token of type 1, which those
+            after it have, too (`token_type_ids`); the length of the prompt, if none does. None: the
+            prompt is no pair.
         prompt_embeds: a tensor [tokens, hidden] instead of token ids.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
@@ -168,6 +171,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     reasoning_ended: bool | None = None
     reasoning_markers: ReasoningMarkers | None = None
     pooling_params: PoolingParams | None = None
+    second_type_start: int | None = None
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None

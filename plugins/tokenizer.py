@@ -27,7 +27,7 @@ from .component import Component, Context
 from .grammars import Vocabulary
 from .loader import ModelFiles
 
-__all__ = ["DecodeStream", "Tokenizer", "TokenizerContext"]
+__all__ = ["DecodeStream", "EncodedPair", "Tokenizer", "TokenizerContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,66 @@ class TokenizerContext(Context["Tokenizer"]):
     """
 
     files: ModelFiles
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """The tokens of two texts, as a model reads them together.
+
+    Attributes:
+        token_ids: ids of the tokens of both texts, and of the special tokens around them.
+        first: positions of the tokens of the first text, one after the other.
+        second: those of the second text, which follow.
+        second_type_start: position of the first token of type 1 (`token_type_ids`); all tokens from
+            there on have it. The number of tokens, if none does.
+    """
+
+    token_ids: list[int]
+    first: range
+    second: range
+    second_type_start: int
+
+    def within(self, vocab_size: int) -> EncodedPair:
+        """Return the pair.
+
+        Raises:
+            UnusableError: a token id is too large.
+        """
+        within(self.token_ids, vocab_size)
+        return self
+
+    def cut(self, limit: int) -> EncodedPair:
+        """Return at most so many tokens: ends are cut off, first that of the longer text.
+
+        It is the cut of transformers for `truncation="longest_first"`.
+
+        Raises:
+            RequestError: the limit leaves no room for a token of a text.
+        """
+        special = len(self.token_ids) - len(self.first) - len(self.second)
+        room = limit - special
+        if room < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens: expected more than {special}, the special tokens of a "
+                f"pair, got {limit}"
+            )
+        shorter, longer = sorted((len(self.first), len(self.second)))
+        if shorter + longer <= room:
+            return self
+        shorter = min(shorter, room // 2)
+        sizes = (shorter, room - shorter)
+        kept_1, kept_2 = sizes if len(self.first) <= len(self.second) else reversed(sizes)
+        first, second = self.first[:kept_1], self.second[:kept_2]
+        ends = self.first[kept_1:], self.second[kept_2:]
+        ids = [
+            *self.token_ids[: first.stop],
+            *self.token_ids[self.first.stop : second.stop],
+            *self.token_ids[self.second.stop :],
+        ]
+        types = self.second_type_start
+        types -= sum(max(min(types, end.stop) - end.start, 0) for end in ends)
+        lost = len(ends[0])
+        return EncodedPair(ids, first, range(second.start - lost, second.stop - lost), types)
 
 
 class DecodeStream(Protocol):
@@ -75,8 +135,22 @@ def _vocabulary(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Voca
     return Vocabulary(tokens=tokens, special=tuple(sorted(set(special))))
 
 
+def _pair(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> EncodedPair:
+    if not isinstance(value, EncodedPair):
+        raise unusable(value, ", expected an EncodedPair", LONG)
+    ids = TOKEN_IDS.check(value.token_ids, handed, given)
+    first, second, types = value.first, value.second, value.second_type_start
+    places = [first.start, first.stop, second.start, second.stop]
+    if [0, *places, len(ids)] != sorted([0, *places, len(ids)]) or first.step * second.step != 1:
+        raise unusable(value, ", whose texts do not follow one another", LONG)
+    if type(types) is not int or not 0 <= types <= len(ids):
+        raise unusable(value, ", whose second_type_start is no position", LONG)
+    return EncodedPair(ids, first, second, types)
+
+
 END_TOKENS = Returned("token ids", _end_tokens)
 SPECIAL_TOKENS = Returned("token ids by their texts", _special_tokens)
+PAIR = Returned("an `EncodedPair`, whose texts follow one another", _pair)
 VOCABULARY = Returned("a `Vocabulary`: bytes, and ids of some of them", _vocabulary)
 
 
@@ -143,6 +217,18 @@ class Tokenizer(Component):
         Raises:
             RequestError: the text cannot be encoded.
         """
+
+    @returns(PAIR, raises=(RequestError, NotImplementedError))
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Return the tokens of two texts that a model reads together; may be left out.
+
+        Called as `encode` is. The tokens of each text are those that it has alone.
+
+        Raises:
+            RequestError: a text cannot be encoded.
+            NotImplementedError: the tokenizer takes no pairs, which are refused then.
+        """
+        raise NotImplementedError(f"the tokenizer {self.name!r} has no encode_pair()")
 
     @returns(SOME_TEXT)
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import Any
 
 from hardpoint.plugins import DecodeStream, ModelFiles, RequestError, Tokenizer, TokenizerContext
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.tokenizer import EncodedPair
 
 __all__ = ["ByteTokenizer", "ByteTokens", "ScriptedTokenizer"]
 
@@ -169,6 +170,16 @@ class ByteTokenizer(Tokenizer):
             return self._tokens.encode(text)
         except UnicodeEncodeError as cause:
             raise RequestError(f"prompt: {cause}") from cause
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Return the tokens of both texts, without others; those of the second have type 1.
+
+        Raises:
+            RequestError: a text has no UTF-8.
+        """
+        ids, more = self.encode(first), self.encode(second)
+        end = len(ids) + len(more)
+        return EncodedPair([*ids, *more], range(len(ids)), range(len(ids), end), len(ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,9 +29,10 @@ class _Layer:
 
 
 class Bert(Encoder):
-    """Learned positions, norms after attention and MLP; tokens are of the first type."""
+    """Learned positions and types of tokens, norms after attention and MLP."""
 
     contract = 1
+    token_types: ClassVar[bool] = True
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers; `load_weights` loads their weights.
@@ -73,8 +75,9 @@ class Bert(Encoder):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden]."""
         starts = self._starts(batch)
-        types = self._types(torch.zeros_like(batch.token_ids))
-        x = self._embedding(batch.token_ids) + types
+        types = batch.token_types
+        types = torch.zeros_like(batch.token_ids) if types is None else types
+        x = self._embedding(batch.token_ids) + self._types(types)
         x = self._norm(x + self._positions(batch.positions + self._offset))
         for layer in self._encoder_layers:
             attended = layer.output(self._attend(layer.qkv(x), starts))

@@ -30,6 +30,7 @@ from hardpoint.plugins import (
     TokenizerContext,
 )
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.tokenizer import EncodedPair
 from hardpoint.toolkit.hf_config import short
 
 from .chat_template import ChatRenderer
@@ -52,6 +53,7 @@ class _Files:
     tokenizer: FastTokenizer
     chat_template: str | None
     special: dict[str, str] = field(default_factory=dict)
+    has_types: bool = True
 
 
 class TransformersTokenizer(Tokenizer):
@@ -107,6 +109,7 @@ class TransformersTokenizer(Tokenizer):
             self._chat_template = self._own_template(Path(self.options.chat_template))
         self._chat = ChatRenderer(self.options.template_seconds, self.options.template_characters)
         self._special = files.special
+        self._has_types = files.has_types
         eos = files.special.get("eos_token")
         eos_id = None if eos is None else files.tokenizer.token_to_id(eos)
         self._eos = () if eos_id is None else (eos_id,)
@@ -148,6 +151,18 @@ class TransformersTokenizer(Tokenizer):
         if not add_special_tokens:
             return self._segments.encode(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Return the tokens of two texts, with the special tokens of a pair."""
+        encoding = self._tokenizer.encode(first, second)
+        texts, types = encoding.sequence_ids, encoding.type_ids
+        start = types.index(1) if 1 in types and self._has_types else len(types)
+        if self._has_types and types != [0] * start + [1] * (len(types) - start):
+            raise RequestError(
+                f"text_pair: expected token types 0 and then 1 of the tokenizer "
+                f"{self.context.files.name!r}, got {short(types)}"
+            )
+        return EncodedPair(encoding.ids, _span(texts, 0), _span(texts, 1), start)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; incomplete characters become U+FFFD."""
@@ -257,6 +272,14 @@ def _up_to_end_mark(text: str) -> str:
     return before
 
 
+def _span(texts: Sequence[int | None], text: int) -> range:
+    """Return the positions of the tokens of a text, given the text of each token."""
+    if text not in texts:
+        return _span(texts, text - 1)[:0] if text else range(0)
+    start = texts.index(text)
+    return range(start, start + texts.count(text))
+
+
 def _read_gguf(path: Path) -> _Files:
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name}: expected a directory or a .gguf file with a tokenizer")
@@ -281,7 +304,9 @@ def _read_directory(path: Path) -> _Files:
         for name in _TEMPLATE_VARIABLES
         if config.get(name) is not None
     }
-    return _Files(_fast_tokenizer(path, config), template, special)
+    inputs = config.get("model_input_names")
+    has_types = not isinstance(inputs, list) or "token_type_ids" in inputs
+    return _Files(_fast_tokenizer(path, config), template, special, has_types)
 
 
 def _fast_tokenizer(path: Path, config: Mapping[str, Any]) -> FastTokenizer:

@@ -32,6 +32,7 @@ class RequestCheck:
         """
         if request.pooling_params is not None and "pooling_params" not in self._used:
             raise RequestError("pooling_params: no model of this engine pools")
+        self._check_pair(request)
         if request.prompt_embeds is not None and "prompt_embeds" not in self._used:
             raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
         self._check_features(request)
@@ -48,6 +49,18 @@ class RequestCheck:
                     f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
                     f"got {token}"
                 )
+
+    def _check_pair(self, request: EngineCoreRequest) -> None:
+        """Reject a pair of texts that no step part takes, or whose types begin outside of it."""
+        if (start := request.second_type_start) is None:
+            return
+        if "second_type_start" not in self._used:
+            raise RequestError("second_type_start: expected none, no model here reads pairs")
+        if not 0 <= start <= len(request.prompt_token_ids):
+            raise RequestError(
+                f"second_type_start: expected a position from 0 to "
+                f"{len(request.prompt_token_ids)}, got {start}"
+            )
 
     def _check_markers(self, markers: ReasoningMarkers) -> None:
         """Reject markers that are too long to look for, or of no tokens of the model."""

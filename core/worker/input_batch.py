@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +23,8 @@ from hardpoint.plugins.device import to_device
 from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import CachedRequests, SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
+
+from .step_input import IntArray, PackedStep, StepInput
 
 
 class BatchUpdateBuilder:
@@ -107,47 +107,11 @@ class BatchUpdateBuilder:
         return changed
 
 
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
-
 Drafts = Mapping[str, Sequence[int]]
 """Draft tokens by request id, as in a plan."""
 
 _FREE_ROW = LogitsRequest("", (), [], SamplingParams(), ())
 """The request of a row that has none."""
-
-
-@dataclass(frozen=True, eq=False)
-class StepInput:
-    """The tokens of one step, flattened; sequences with a single token come first.
-
-    Attributes:
-        requests: in the order of the step's sequences.
-        token_ids: int64 [tokens].
-        positions: int64 [tokens].
-        attention: the layout of the sequences for the attention backend, one per KV cache group.
-        query_starts: as in each of `attention`.
-        starts: int [seqs]; tokens of each sequence that were computed before.
-        samples: bool [seqs]; whether the step reaches the sequence's last known token or draft.
-        packed: the tensors in one; None if the batch does not pack them.
-    """
-
-    requests: Sequence[LogitsRequest]
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    attention: Sequence[AttentionStep]
-    query_starts: IntArray
-    starts: IntArray
-    samples: np.ndarray[Any, np.dtype[np.bool_]]
-    packed: PackedStep | None = None
-
-    def experts_by_request(self, routed: torch.Tensor) -> dict[str, Any]:
-        """Return the experts of the tokens of each request that asks for them."""
-        rows, starts = routed.cpu().numpy(), self.query_starts
-        return {
-            request.request_id: rows[starts[index] : starts[index + 1]].copy()
-            for index, request in enumerate(self.requests)
-            if request.params.routed_experts
-        }
 
 
 class InputBatch:
@@ -188,6 +152,8 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._second_types = np.full(max_num_seqs, max_model_len)  # where token types are 1
+        self._has_types = False  # whether a request has had some
         self._added_in: dict[str, int] = {}
         self._last_sampled = 0  # step of another rank whose tokens came last
         self._drafted: set[str] = set()  # requests with drafts in their last step
@@ -207,6 +173,7 @@ class InputBatch:
         block_ids: BlockIds,
         num_computed_tokens: int,
         step: int = 0,
+        second_type_start: int | None = None,
     ) -> None:
         """Add a request in the lowest free row.
 
@@ -216,6 +183,7 @@ class InputBatch:
             block_ids: its block table, one per group.
             num_computed_tokens: whose keys and values are in those blocks.
             step: number of the plan that adds it.
+            second_type_start: as in EngineCoreRequest.
         """
         row = self._updates.pop_removed()
         if row is None:
@@ -230,6 +198,10 @@ class InputBatch:
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
         self._num_computed[row] = num_computed_tokens
+        types = len(known) if second_type_start is None else second_type_start
+        has_types = types < len(request.prompt_token_ids)
+        self._second_types[row] = types if has_types else self.max_model_len
+        self._has_types |= has_types
         self._num_blocks[row] = 0
         self._blocks[:, row] = 0
         self.extend_blocks(request.request_id, block_ids)
@@ -391,7 +363,15 @@ class InputBatch:
             starts=starts,
             samples=seq_lens == ends,
             packed=packed,
+            token_types=self._token_types(row_of, positions, device) if self._has_types else None,
         )
+
+    def _token_types(
+        self, row_of: IntArray, positions: IntArray, device: torch.device
+    ) -> torch.Tensor | None:
+        """Return the types of the tokens of a step; None if all are 0."""
+        types = positions >= self._second_types[row_of]
+        return to_device(types.astype(np.int64), device) if types.any() else None
 
     def _move(self, source: int, target: int) -> None:
         tokens = self._num_tokens[source]
@@ -400,6 +380,7 @@ class InputBatch:
         self._num_tokens[target] = tokens
         self._num_computed[target] = self._num_computed[source]
         self._num_blocks[target] = self._num_blocks[source]
+        self._second_types[target] = self._second_types[source]
         request = self._requests[source]
         self._requests[target], self._requests[source] = request, _FREE_ROW
         self._outputs[target] = self._outputs[source]
@@ -414,77 +395,3 @@ def _by_group(
         return zip(packed.tables, packed.slots, strict=True)
     both = torch.from_numpy(tables), torch.from_numpy(slots)
     return [both] if slots.ndim == 1 else zip(*(one.unbind() for one in both), strict=True)
-
-
-def even(count: int) -> int:
-    """Return the next even number: kernels are compiled for pointers divisible by 16."""
-    return count + (count & 1)
-
-
-class PackedStep:
-    """The integers of a step on a device, int64, as views of one tensor.
-
-    Attributes:
-        token_ids: [tokens].
-        positions: [tokens].
-        slots: slots of each group, [tokens].
-        lens: [seqs].
-        starts: [seqs + 1].
-        tables: block tables of each group, [seqs, blocks].
-    """
-
-    def __init__(
-        self,
-        token_ids: IntArray,
-        positions: IntArray,
-        slots: IntArray,
-        lens: IntArray,
-        starts: IntArray,
-        tables: IntArray,
-        device: torch.device,
-    ) -> None:
-        """Copy the arrays to a device; the host does not wait for it.
-
-        Args:
-            token_ids: [tokens].
-            positions: [tokens].
-            slots: [groups, tokens].
-            lens: [seqs].
-            starts: [seqs + 1].
-            tables: [groups, seqs, blocks].
-            device: device to copy to.
-        """
-        self._num_tokens = count = len(token_ids)
-        self._num_groups = groups = len(slots)
-        self._stride = stride = even(count)
-        seqs, table = len(lens), even(tables[0].size)
-        lens_at = (2 + groups) * stride
-        starts_at = lens_at + even(seqs)
-        tables_at = starts_at + even(seqs + 1)
-        packed = np.empty(tables_at + groups * table, dtype=np.int64)
-        by_token = packed[:lens_at].reshape(2 + groups, stride)
-        by_token[0, :count], by_token[1, :count], by_token[2:, :count] = token_ids, positions, slots
-        packed[lens_at : lens_at + seqs] = lens
-        packed[starts_at : starts_at + seqs + 1] = starts
-        packed[tables_at:].reshape(groups, table)[:, : tables[0].size] = tables.reshape(groups, -1)
-        flat = self._flat = to_device(packed, device)
-
-        def view(at: int, size: int) -> torch.Tensor:
-            return flat.as_strided((size,), (1,), at)
-
-        self.token_ids, self.positions = view(0, count), view(stride, count)
-        self.lens, self.starts = view(lens_at, seqs), view(starts_at, seqs + 1)
-        shape, strides = tables.shape[1:], (tables.shape[2], 1)
-        self.slots = [view((2 + group) * stride, count) for group in range(groups)]
-        self.tables = [
-            flat.as_strided(shape, strides, tables_at + group * table) for group in range(groups)
-        ]
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """Token ids, positions, slots of each group, and lens: [3 + groups, tokens].
-
-        For a step with one token per sequence.
-        """
-        shape = 3 + self._num_groups, self._num_tokens
-        return self._flat.as_strided(shape, (self._stride, 1), 0)

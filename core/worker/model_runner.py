@@ -40,8 +40,9 @@ from hardpoint.registry.request_arguments import argument_key
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
-from .input_batch import InputBatch, StepInput
+from .input_batch import InputBatch
 from .ranks import Ranks
+from .step_input import StepInput
 
 _ELSEWHERE = {
     kind.name
@@ -91,15 +92,13 @@ class ModelRunner:
             device: device of the model.
         """
         self.model = model
-        self._calls = calls
-        self.attention = attention
-        self._sampling = sampling
-        self._ranks = ranks
+        self._calls, self.attention = calls, attention
+        self._sampling, self._ranks = sampling, ranks
         # Read in every step, of which the shortest take 0.1 ms.
         self._are_many, self._is_last = ranks.are_many, ranks.parallel.is_last
         self._divides_logits = ranks.parallel.tensor.size > 1
         self._has_experts = model.routed_experts is not None
-        self.ops = ops
+        self.ops, self._device = ops, device
         self._allocated: InputBatch | None = None
         self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
         self._sampler_key, self._no_arguments = "", None
@@ -108,7 +107,6 @@ class ModelRunner:
             self._sampler_key = argument_key("samplers", sampling.sampler.name)
             self._argument_types[self._sampler_key] = prepared_type(sampler)
             self._no_arguments = prepared_type(sampler)()
-        self._device = device
         self._caches: list[Any] = []
         self.parts = WorkerParts()
         self.on_forward: Callable[[], None] | None = None
@@ -210,7 +208,7 @@ class ModelRunner:
             routed: gets the experts of the tokens.
         """
         if not self.parts.wants_layers:
-            return self._run(step, before, routed, needs_model=routed is not None)
+            return self._run(step, before, routed, needs_model=routed is not None or step.has_types)
         with self.parts.in_layers(self.model.hooks, step.requests, step.query_starts):
             return self._run(step, before, routed, needs_model=True)
 
@@ -240,7 +238,8 @@ class ModelRunner:
             attend = self.parts.around_layers(attend)
         if self.on_forward is not None:
             self.on_forward()
-        return ForwardBatch(step.token_ids, step.positions, attend, before, routed)
+        types = step.token_types
+        return ForwardBatch(step.token_ids, step.positions, attend, before, routed, types)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add the reports of step parts to the result of a plan."""
@@ -435,7 +434,8 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
-        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
+        types = source.second_type_start
+        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
         if self._sampling is None:

@@ -27,6 +27,10 @@ _OLD_MODES = {
 ACTIVATIONS = ("Identity", "Tanh", "GELU", "ReLU", "SiLU", "Sigmoid")
 """Classes of torch.nn that may follow a dense layer."""
 
+CLASS_ACTIVATIONS = ("sigmoid", "softmax", "tanh")
+"""What may follow the logits of classes, by the names of torch."""
+
+_SETTINGS = "config_sentence_transformers.json"
 
 _PURPOSES: dict[str | None, tuple[str, ...]] = {
     "query": ("query",),
@@ -64,7 +68,9 @@ class ModelPooling:
         cuts: sizes that its vectors may be cut to; None is any, and empty none.
         size: size of its vectors; None if it is not known.
         labels: names of its classes; empty if it has none.
-        activation: what makes numbers of classes of its logits: "softmax", "sigmoid" or "".
+        activation: what makes numbers of classes of its logits: one of CLASS_ACTIVATIONS.
+        activates: whether it does so for requests that leave it open.
+        token_types: whether tokens of the second of two texts have another type.
     """
 
     pooler: str | None = None
@@ -76,6 +82,8 @@ class ModelPooling:
     size: int | None = None
     labels: Sequence[str] = ()
     activation: str = ""
+    activates: bool = True
+    token_types: bool = False
 
     def prompt(self, name: str | None, purpose: str | None = None) -> str:
         """Return the text before those that are embedded; see `PooledResults.call`.
@@ -132,23 +140,84 @@ def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelP
     )
 
 
-def read_classes(config: ModelConfig) -> tuple[Sequence[str], str]:
-    """Return the names of the classes of a model, and the activation of their logits.
+def read_classifier(config: ModelConfig, files: ModelFiles | None) -> ModelPooling:
+    """Return the settings of a model with a head that classifies, of its configuration and folder.
 
-    One class, and several that do not exclude each other, have sigmoid; others softmax.
+    One class, and several that do not exclude each other, have sigmoid; others softmax. A
+    cross-encoder of sentence-transformers states its own.
+
+    Raises:
+        ModelError: a file is damaged, or asks for what is not supported; names file and field.
     """
-    hf = config.hf
-    names = hf.get("id2label")
-    count = hf.get("num_labels", 2)
-    labels = list(names.values()) if isinstance(names, dict) and names else range(int(count))
-    stated = hf.get("sbert_ce_default_activation_function")
-    if isinstance(table := hf.get("sentence_transformers"), dict):
-        stated = table.get("activation_fn", stated)
-    if isinstance(stated, str) and stated.rpartition(".")[2] == "Identity":
-        return [str(label) for label in labels], ""
+    hf, folder = config.hf, None if files is None else files.path
+    names, count = hf.get("id2label"), hf.get("num_labels", 2)
+    found = names.values() if isinstance(names, dict) and names else range(int(count))
+    labels = [str(label) for label in found]
     several = hf.get("problem_type") == "multi_label_classification"
-    activation = "sigmoid" if len(labels) == 1 or several else "softmax"
-    return [str(label) for label in labels], activation
+    default = "sigmoid" if len(labels) == 1 or several else "softmax"
+    stated, where = hf.get("sbert_ce_default_activation_function"), "config.json: "
+    where += "sbert_ce_default_activation_function"
+    if isinstance(table := hf.get("sentence_transformers"), dict) and "activation_fn" in table:
+        stated, where = table["activation_fn"], "config.json: sentence_transformers.activation_fn"
+    prompts: dict[str, str] = {}
+    default_prompt = None
+    if folder is not None and (folder / "modules.json").is_file():
+        own = _cross_encoder(folder)
+        prompts, default_prompt = _prompts(folder)
+        if (name := own.get("activation_fn")) is not None:
+            stated, where = name, f"{folder / _SETTINGS}: activation_fn"
+    name = default if stated is None else str(stated).rpartition(".")[2].lower()
+    if name not in (*CLASS_ACTIVATIONS, "identity"):
+        raise ModelError(
+            f"{where}: expected Identity, Sigmoid, Softmax or Tanh of torch.nn, got {shown(stated)}"
+        )
+    return ModelPooling(
+        labels=labels,
+        activation=default if name == "identity" else name,
+        activates=name != "identity",
+        prompts=prompts,
+        default_prompt=default_prompt,
+    )
+
+
+def _cross_encoder(folder: Path) -> dict[str, Any]:
+    """Return the settings of a folder of a CrossEncoder; see _SETTINGS.
+
+    Raises:
+        ModelError: it has further modules, or reads texts in another way than in pairs.
+    """
+    modules = _read(folder / "modules.json", list)
+    kinds = [str(_field(module, "type", folder)).rpartition(".")[2] for module in modules]
+    if kinds != ["Transformer"]:
+        raise ModelError(
+            f"{folder / 'modules.json'}: expected the module Transformer alone, for the model "
+            f"has a head that classifies, got {', '.join(kinds)}"
+        )
+    path = folder / "sentence_bert_config.json"
+    table = _read(path, dict) if path.is_file() else {}
+    task = table.get("transformer_task", "sequence-classification")
+    if task != "sequence-classification":
+        raise ModelError(
+            f'{path}: transformer_task: expected "sequence-classification", got {shown(task)}'
+        )
+    modality = table.get("modality_config") or {}
+    if "message" in modality:
+        raise ModelError(
+            f"{path}: modality_config: expected text alone, for pairs are not put into a chat "
+            f"template, got {', '.join(modality)}"
+        )
+    if table.get("processing_kwargs"):
+        raise ModelError(
+            f"{path}: processing_kwargs: expected none, got {shown(table['processing_kwargs'])}"
+        )
+    path = folder / _SETTINGS
+    settings: dict[str, Any] = _read(path, dict) if path.is_file() else {}
+    if settings.get("keep_in_fp32_modules"):
+        raise ModelError(
+            f"{path}: keep_in_fp32_modules: expected none, for all layers have one dtype, "
+            f"got {shown(settings['keep_in_fp32_modules'])}"
+        )
+    return settings
 
 
 def _cuts(hf: Mapping[str, Any]) -> Sequence[int] | None:
@@ -184,6 +253,11 @@ def _dense(folder: Path) -> DenseLayer:
             f'{path}: module_input_name: expected "sentence_embedding", '
             f"got {shown(table['module_input_name'])}"
         )
+    if table.get("module_output_name", "sentence_embedding") != "sentence_embedding":
+        raise ModelError(
+            f'{path}: module_output_name: expected "sentence_embedding", '
+            f"got {shown(table['module_output_name'])}"
+        )
     activation = str(table.get("activation_function", "Tanh")).rpartition(".")[2]
     if activation not in ACTIVATIONS:
         raise ModelError(
@@ -200,7 +274,7 @@ def _dense(folder: Path) -> DenseLayer:
 
 def _prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts of a folder, and the name of the default one."""
-    path = folder / "config_sentence_transformers.json"
+    path = folder / _SETTINGS
     if not path.is_file():
         return {}, None
     table = _read(path, dict)

@@ -13,7 +13,7 @@ from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
-from .folder import ModelPooling, read_classes, read_pooling
+from .folder import ModelPooling, read_classifier, read_pooling
 from .requests import KIND, PooledRequests, PooledResults
 from .worker import PoolingWorker
 
@@ -44,8 +44,8 @@ class Pooling(StepPart):
 
     @classmethod
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
-        """Return the field of requests that pool."""
-        return ("pooling_params",)
+        """Return the fields of requests that pool."""
+        return ("pooling_params", "second_type_start")
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
         """Return the half that checks which pooler a request names."""
@@ -68,16 +68,18 @@ class Pooling(StepPart):
         Raises:
             ModelError: the folder asks for what is not supported.
         """
-        model = read_pooling(self.context.model_config, self.context.files)
         options = self.options
         changed: dict[str, Any] = {}
-        config = self.context.model_config
-        if config is not None:
-            cls = components.find("models", config.architecture)
+        config, files = self.context.model_config, self.context.files
+        cls = None if config is None else components.find("models", config.architecture)
+        if config is not None and getattr(cls, "classifies", False):
+            model = read_classifier(config, files)
+            changed["pooler"] = config.hf.get("classifier_pooling", getattr(cls, "pooler", None))
+            has_several = config.hf.get("type_vocab_size", 2) != 1
+            changed["token_types"] = getattr(cls, "token_types", False) and has_several
+        else:
+            model = read_pooling(config, files)
             changed["pooler"] = model.pooler or getattr(cls, "pooler", None)
-            if getattr(cls, "classifies", False):
-                changed["labels"], changed["activation"] = read_classes(config)
-                changed["pooler"] = config.hf.get("classifier_pooling", changed["pooler"])
         if options.pooler is not None:
             changed["pooler"] = options.pooler
         if options.matryoshka_dimensions is not None:

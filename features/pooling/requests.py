@@ -30,8 +30,11 @@ KIND = "poolers"
 OF_TOKENS = ("token_embed",)
 """Tasks that have a result for each token."""
 
+PAIRED = ("classify", "score")
+"""Tasks of models with a head that classifies, for which texts may come in pairs."""
+
 TASKS = ("embed", "token_embed")
-"""Tasks of models without a head that classifies."""
+"""Tasks of models without such a head."""
 
 
 class PooledRequests(FrontendHalf):
@@ -49,12 +52,13 @@ class PooledRequests(FrontendHalf):
         """
         if (params := request.pooling_params) is None:
             return
+        self._check_pair(request, params)
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
-        if params.task == "classify" and params.dimensions is not None:
+        if params.task in PAIRED and params.dimensions is not None:
             raise RequestError(
-                f'dimensions: expected none for the task "classify", got {params.dimensions}'
+                f'dimensions: expected none for the task "{params.task}", got {params.dimensions}'
             )
         self._check_dimensions(params.dimensions)
         normalize = self._model.normalize or per_token
@@ -67,6 +71,25 @@ class PooledRequests(FrontendHalf):
         request.params = msgspec.structs.replace(
             request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
         )
+
+    def _check_pair(self, request: EngineCoreRequest, params: PoolingParams) -> None:
+        """Check whether a request has two texts or one; drop types of tokens that no model reads.
+
+        Raises:
+            RequestError: its task is not for as many.
+        """
+        is_pair = request.second_type_start is not None
+        if is_pair and params.task not in PAIRED:
+            raise RequestError(
+                f'text_pair: expected one text for the task "{params.task}", got a pair'
+            )
+        if params.task == "score" and not is_pair:
+            raise RequestError(
+                'prompt: expected a pair of texts, {"text": ..., "text_pair": ...}, for the task '
+                '"score", got one prompt'
+            )
+        if is_pair and not self._model.token_types:
+            request.second_type_start = len(request.prompt_token_ids)
 
     def _check_dimensions(self, size: int | None) -> None:
         """Check the size that vectors are to be cut to.
@@ -130,19 +153,32 @@ class PooledResults(EngineHalf):
             model: what calls describe.
         """
         self._name, self._poolers, self._model = name, frozenset(poolers), model
-        self.tasks = ("classify",) if model.labels else TASKS
+        self.tasks = TASKS
+        if model.labels:
+            self.tasks = PAIRED if len(model.labels) == 1 else PAIRED[:1]
 
     def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request pools."""
-        return request.pooling_params is not None
+        """Return whether a request pools, or has fields of those that do."""
+        return request.pooling_params is not None or request.second_type_start is not None
 
     def check(self, request: EngineCoreRequest) -> None:
         """Check a request that another frontend may have made.
 
         Raises:
-            RequestError: it names no pooler, or one that is not enabled.
+            RequestError: it names no pooler, or one that is not enabled; or it has types of tokens
+                that it may not have.
         """
-        assert request.pooling_params is not None, "it uses the part"
+        start = request.second_type_start
+        if request.pooling_params is None:
+            raise RequestError(
+                f"second_type_start: expected none, for the request does not pool, got {start}"
+            )
+        has_types = start is not None and start < len(request.prompt_token_ids)
+        if has_types and not self._model.token_types:
+            raise RequestError(
+                f"second_type_start: expected {len(request.prompt_token_ids)}, the length of the "
+                f"prompt, for the model has no types of tokens, got {start}"
+            )
         if (name := request.pooling_params.pooler) not in self._poolers:
             known = ", ".join(sorted(self._poolers))
             raise RequestError(f"pooling_params.pooler: expected one of {known}, got {name!r}")

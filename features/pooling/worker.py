@@ -26,7 +26,7 @@ from hardpoint.typed.read_only import ReadOnlyList
 
 from .folder import DenseLayer, ModelPooling
 from .messages import PooledPrompt, PoolingReport
-from .requests import KIND
+from .requests import KIND, PAIRED
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class PoolingWorker(WorkerHalf):
             ModelError: their weights are missing, or of other shapes.
         """
         self._context, self._components = context, context.components
-        self._activation = model.activation
+        self._activation, self._activates = model.activation, model.activates
         sizes = [context.hidden_size, *(layer.out_features for layer in model.dense)]
         for layer, size in zip(model.dense, sizes, strict=False):
             if layer.in_features != size:
@@ -143,7 +143,7 @@ class PoolingWorker(WorkerHalf):
             self._fail(name, prompt, f"finish() gave {defect}")
             return
         prompt.state = None
-        if prompt.params.task == "classify":
+        if prompt.params.task in PAIRED:
             values = self._classified(pooled, prompt.params)
         else:
             values = pooled.float()
@@ -158,14 +158,19 @@ class PoolingWorker(WorkerHalf):
         self._report.pooled[name] = PooledPrompt(list(values.shape), data)
 
     def _classified(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Return the numbers of the classes of a prompt."""
+        """Return the numbers of the classes of a prompt; of the task "score", the only one."""
         loaded = self._context.loaded
         assert loaded is not None, "the engine has made the context"
         assert loaded.classify is not None, "the task is refused of other models"
-        logits = loaded.classify(pooled.unsqueeze(0))[0].float()
-        if params.use_activation is False or not self._activation:
-            return logits
-        return logits.sigmoid() if self._activation == "sigmoid" else logits.softmax(-1)
+        values = loaded.classify(pooled.unsqueeze(0))[0].float()
+        asked = params.use_activation
+        if self._activates if asked is None else asked:
+            values = (
+                values.softmax(-1)
+                if self._activation == "softmax"
+                else getattr(values, self._activation)()
+            )
+        return values[0] if params.task == "score" else values
 
     def _defect(self, pooled: Any, prompt: _Prompt) -> str | None:
         """Return the defect of a pooler's result; None if it has none."""

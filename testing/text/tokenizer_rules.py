@@ -53,6 +53,12 @@ UNKNOWN = Rule(
     "unknown tokens: ids that only the model has are decoded as no text",
     "skip ids from vocab_size on: models often have more rows than the tokenizer has tokens",
 )
+PAIRS = Rule(
+    "pairs: the texts of a pair have the tokens that each has alone",
+    "encode each text by itself, put special tokens around the two, and say where each text is; "
+    "raise RequestError for texts that cannot be encoded, and leave encode_pair out if the "
+    "tokenizer takes no pairs",
+)
 READS_ONLY = Rule(
     "reads only: token ids and messages stay as they are",
     "work on a copy",

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import ModelFiles, RequestError, Tokenizer, TokenizerContext
+from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.tokenizer import PAIR
 from hardpoint.testing.component_suite import ComponentSuite
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.snapshots import snapshot, without_growth
@@ -305,6 +307,34 @@ class TokenizerSuite(ComponentSuite):
                     f"special_tokens has {text!r} as token {token}; it is encoded as "
                     f"{short_repr(ids)}, and the token is decoded to {shown!r}"
                 )
+
+    def test_pairs(self) -> None:
+        """`encode_pair` gives each of two texts the tokens that it has alone, and their places. A
+        class may leave it out: then there are no pairs.
+        """
+        try:
+            self._subject.encode_pair("a", "b")
+        except NotImplementedError:
+            pytest.skip("encode_pair is left out: the tokenizer takes no pairs of texts")
+
+        def check(first: str, second: str) -> None:
+            pair, of = self._subject.encode_pair(first, second), f"({first!r}, {second!r})"
+            try:
+                ids = PAIR.check(pair, (first, second), (first, second)).token_ids
+            except UnusableError as cause:
+                raise rules.PAIRS.violation(f"encode_pair{of} {cause}") from cause
+            for text, span in ((first, pair.first), (second, pair.second)):
+                alone, found = self._encoded(text), ids[span.start : span.stop]
+                if found != alone:
+                    raise rules.PAIRS.violation(
+                        f"encode_pair{of} has the tokens {short_repr(found)} for {text!r}, which "
+                        f"are {short_repr(alone)} alone"
+                    )
+            for token in ids:
+                self._check_token(token, f"encode_pair{of}")
+
+        texts = self._texts.filter(bool)
+        self._search(rules.PAIRS.text, 60, check, first=texts, second=texts)
 
     def test_reads_only(self) -> None:
         """Token ids and messages that a method gets stay as they are."""

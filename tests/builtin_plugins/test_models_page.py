@@ -47,5 +47,8 @@ def test_every_model_for_vectors_is_compared_as_on_the_page():
         if file in ("test_encoders.py", "test_classifiers.py"):
             assert "FAMILIES)" in source or "for family in FAMILIES" in source
             source = (ROOT / "tests/support/encoders.py").read_text()
+        if file == "test_decoder_classifiers.py":
+            assert '"family", DECODERS' in source
+            source = (ROOT / "tests/support/pairs.py").read_text()
         assert re.search(rf'"{family}"', source), f"{file} has no {family}"
         assert re.search(r"transformers, |import transformers|sentence_transformers", source)

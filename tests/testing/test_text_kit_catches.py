@@ -51,6 +51,8 @@ TOKENIZERS = [
     (tokenizers.EndsBeyond, "eos", "vocabulary", "eos_token_ids has the token id 300, vocab"),
     (tokenizers.ClearsIds, "reads_only", "reads only", "decode changed what it was given"),
     (tokenizers.NamesText, "special_tokens", "special tokens", "as token 60; it is encoded as"),
+    (tokenizers.JoinsPairs, "pairs", "pairs", r"encode_pair\(.*\) has the tokens .* alone"),
+    (tokenizers.PairsAsLists, "pairs", "pairs", r"returned \[.*, expected an EncodedPair"),
     (tokenizers.FillsMessages, "reads_only", "reads only", "apply_chat_template changed what"),
     (tokenizers.Remembers, "memory", "memory", r"grew from \d+ to \d+ elements while 100 texts"),
     (tokenizers.DecodesAllAgain, "speed", "speed", r"a token of a stream of 1000 cost \d+ micr"),

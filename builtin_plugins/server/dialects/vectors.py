@@ -19,7 +19,7 @@ from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import new_id
 from hardpoint.builtin_plugins.server.routes.fields import IGNORED
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
@@ -36,7 +36,23 @@ _TEXTS_SCHEMA = {
 }
 """A schema that msgspec cannot derive: a union of lists."""
 
+_PAIR = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "text_pair": {"type": "string"}},
+    "required": ["text", "text_pair"],
+    "additionalProperties": False,
+}
+_PAIRS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        _PAIR,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS, _PAIR]}, "minItems": 1},
+    ]
+}
+
 Texts = Annotated[Any, Meta(extra_json_schema=_TEXTS_SCHEMA)]
+TextsOrPairs = Annotated[Any, Meta(extra_json_schema=_PAIRS_SCHEMA)]
 Document = Annotated[
     Any,
     Meta(
@@ -57,6 +73,7 @@ _MOST = 2048
 """Inputs of a request, as OpenAI has it."""
 
 _PREFIX = re.compile(r"^prompt(_token_ids)?(?=[:\[])")
+_PART = re.compile(r"^text(_pair)?(?=:)")
 
 
 class PooledFields(Strict):
@@ -64,8 +81,9 @@ class PooledFields(Strict):
 
     Attributes:
         model: name of the model.
-        truncate_prompt_tokens: last tokens of a text that are kept; -1 keeps those that the model
-            reads. Without it, a text that is too long is refused.
+        truncate_prompt_tokens: last tokens of a text that are kept, or tokens of a pair of texts,
+            of which the longer one loses its end first; -1 keeps those that the model reads.
+            Without it, a text that is too long is refused.
         pooler: name of an enabled pooler; by default the model's.
         plugin_args: arguments of poolers by name.
         timeout: seconds after which the request ends.
@@ -119,6 +137,7 @@ class RerankRequest(PooledFields, kw_only=True):
 
     refused: ClassVar[Mapping[str, str]] = {
         "max_chunks_per_doc": "documents are read whole, or cut by truncate_prompt_tokens",
+        "max_tokens_per_doc": "documents are read whole, or cut by truncate_prompt_tokens",
         "rank_fields": "documents are texts",
     }
 
@@ -129,20 +148,27 @@ class RerankRequest(PooledFields, kw_only=True):
 
 
 class ScoreRequest(PooledFields, kw_only=True):
-    """Texts to compare: one with each of several, or in pairs."""
+    """Texts to compare: one with each of several, or in pairs.
+
+    Attributes:
+        use_activation: whether scores are probabilities, and not logits; for models that read
+            texts in pairs.
+    """
 
     text_1: Texts
     text_2: Texts
+    use_activation: bool | None = None
 
 
 class ClassifyRequest(PooledFields, kw_only=True):
     """Texts to classify.
 
     Attributes:
+        input: a text, token ids, a pair of texts, or a list of these.
         use_activation: whether the answer has probabilities, and not logits.
     """
 
-    input: Texts
+    input: TextsOrPairs
     use_activation: bool | None = None
 
 
@@ -251,21 +277,27 @@ class VectorRoutes:
                 request_type=EmbeddingsRequest,
                 response_type=Embeddings,
             ),
-            Route(
-                path="/v1/rerank",
-                endpoint=self.rerank,
-                methods=("POST",),
-                summary="Sort documents by how well they match a query.",
-                request_type=RerankRequest,
-                response_type=Ranking,
+            *(
+                Route(
+                    path=path,
+                    endpoint=self.rerank,
+                    methods=("POST",),
+                    summary="Sort documents by how well they match a query.",
+                    request_type=RerankRequest,
+                    response_type=Ranking,
+                )
+                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
             ),
-            Route(
-                path="/v1/score",
-                endpoint=self.score,
-                methods=("POST",),
-                summary="Return how well texts match.",
-                request_type=ScoreRequest,
-                response_type=Scores,
+            *(
+                Route(
+                    path=path,
+                    endpoint=self.score,
+                    methods=("POST",),
+                    summary="Return how well texts match.",
+                    request_type=ScoreRequest,
+                    response_type=Scores,
+                )
+                for path in ("/v1/score", "/score")
             ),
             Route(
                 path="/v1/classify",
@@ -301,14 +333,19 @@ class VectorRoutes:
         call, asked = await self._service.read(request, RerankRequest)
         model = self._service.base_model(asked.model)
         documents = [_document(given, place) for place, given in enumerate(asked.documents)]
+        if not asked.query:
+            raise RequestError("query: expected a text that is not empty")
         query = {"query": asked.query}
-        found = {f"documents[{place}]": text for place, text in enumerate(documents)}
+        found: dict[str, Any] = {f"documents[{at}]": text for at, text in enumerate(documents)}
 
         async def work() -> Ranking:
-            await self._prefix(query, "purpose", "query")
-            await self._prefix(found, "purpose", "document")
-            outputs = await self._pooled(call, asked, query | found, _params(asked, "embed"))
-            scores = _cosines(outputs[:1], outputs[1:])
+            if self._reads_pairs:
+                scores, outputs = await self._pair_scores(call, asked, query, found)
+            else:
+                await self._prefix(query, "purpose", "query")
+                await self._prefix(found, "purpose", "document")
+                outputs = await self._pooled(call, asked, query | found, _params(asked, "embed"))
+                scores = _cosines(outputs[:1], outputs[1:])
             best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
             results = [
                 RankedDocument(
@@ -333,10 +370,16 @@ class VectorRoutes:
             )
 
         async def work() -> Scores:
-            await self._prefix(first, "name", None)
-            await self._prefix(second, "name", None)
-            outputs = await self._pooled(call, asked, first | second, _params(asked, "embed"))
-            scores = _cosines(outputs[: len(first)], outputs[len(first) :])
+            if self._reads_pairs:
+                scores, outputs = await self._pair_scores(
+                    call, asked, first, second, use_activation=asked.use_activation
+                )
+            else:
+                _refuse_activation(asked.use_activation)
+                await self._prefix(first, "name", None)
+                await self._prefix(second, "name", None)
+                outputs = await self._pooled(call, asked, first | second, _params(asked, "embed"))
+                scores = _cosines(outputs[: len(first)], outputs[len(first) :])
             data = [Score("score", index, score) for index, score in enumerate(scores)]
             return Scores(_id(asked, "score"), "list", _now(), model, data, _usage(outputs))
 
@@ -346,7 +389,7 @@ class VectorRoutes:
         """Return the probability of each class for each text."""
         call, asked = await self._service.read(request, ClassifyRequest)
         model = self._service.base_model(asked.model)
-        texts = _texts(asked.input, "input")
+        texts = _texts(asked.input, "input", takes_pairs=True)
 
         async def work() -> Classes:
             params = _params(asked, "classify", use_activation=asked.use_activation)
@@ -377,13 +420,46 @@ class VectorRoutes:
         """
         return await self._pooled(call, asked, _texts(given, "input"), params)
 
+    @property
+    def _reads_pairs(self) -> bool:
+        """Whether the model has a head, which reads texts in pairs, and no vectors."""
+        return "embed" not in self._service.engine.supported_tasks
+
+    async def _pair_scores(
+        self,
+        call: Call,
+        asked: PooledFields,
+        first: dict[str, Any],
+        second: dict[str, Any],
+        **fields: Any,
+    ) -> tuple[list[float], list[PoolingRequestOutput]]:
+        """Return how well texts match that are read in pairs; one with all others, if it is one.
+
+        Raises:
+            RequestError: one is no text; or as `_pooled`.
+        """
+        for place, text in (first | second).items():
+            if not isinstance(text, str):
+                raise RequestError(
+                    f"{place}: expected a text, for the model reads texts in pairs, got token ids"
+                )
+        await self._prefix(first, "name", None)
+        before = list(first.values())
+        pairs = {
+            place: {"text": before[index % len(before)], "text_pair": text}
+            for index, (place, text) in enumerate(second.items())
+        }
+        params = _params(asked, "score", **fields)
+        outputs = await self._pooled(call, asked, pairs, params, given=first | second)
+        return [float(output.outputs) for output in outputs], outputs
+
     async def _prefix(self, texts: dict[str, Any], kind: str, name: str | None) -> None:
         """Put the model's prompt before texts; token ids are left as they are.
 
         Raises:
             RequestError: the model has no prompt of that name.
         """
-        if "embed" not in self._service.engine.supported_tasks:
+        if not {"embed", "score"}.intersection(self._service.engine.supported_tasks):
             return  # which is the error of the request itself
         key = "purpose" if kind == "purpose" else "name"
         if (key, name) not in self._prompts:
@@ -395,15 +471,24 @@ class VectorRoutes:
                     texts[place] = prefix + text
 
     async def _pooled(
-        self, call: Call, asked: PooledFields, texts: Mapping[str, Any], params: PoolingParams
+        self,
+        call: Call,
+        asked: PooledFields,
+        texts: Mapping[str, Any],
+        params: PoolingParams,
+        given: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the results of texts, by the name of their place in the request, in their order.
+
+        Args:
+            given: texts of the request, where those have some of them several times.
 
         Raises:
             RequestError: one is refused; the message has its place. The others are ended.
             AnswerError: one ended without a result.
         """
-        self._service.check_prompt(list(texts.values()), name=next(iter(texts)).partition("[")[0])
+        parts = list((given or texts).values())
+        self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, asked)
         tasks = [
             asyncio.ensure_future(self._one(place, text, params, extras))
@@ -430,18 +515,31 @@ class VectorRoutes:
                     )
                 return output
         except RequestError as error:
-            message = _PREFIX.sub(place, str(error))
+            message = _PART.sub(f"{place}.\\g<0>", _PREFIX.sub(place, str(error)))
             raise type(error)(message) from error
         raise AssertionError("a request has an output")
 
 
-def _texts(given: Any, name: str) -> dict[str, Any]:
-    """Return texts or lists of token ids, by the name of their place.
+def _refuse_activation(given: bool | None) -> None:
+    """Refuse the field of models with a head.
+
+    Raises:
+        RequestError: it is given.
+    """
+    if given is not None:
+        raise RequestError(
+            f"use_activation: expected none, for the score is the cosine of two vectors, "
+            f"got {str(given).lower()}"
+        )
+
+
+def _texts(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any]:
+    """Return texts or lists of token ids, and perhaps pairs, by the name of their place.
 
     Raises:
         RequestError: there are none or too many, or one is neither.
     """
-    if isinstance(given, str):
+    if isinstance(given, str) or (takes_pairs and _is_pair(given, name)):
         return {name: given}
     if not isinstance(given, list):
         raise RequestError(f"{name}: expected a text, token ids, or a list of these")
@@ -451,11 +549,26 @@ def _texts(given: Any, name: str) -> dict[str, Any]:
         raise RequestError(f"{name}: expected 1 to {_MOST} texts, got {len(given)}")
     for index, item in enumerate(given):
         is_ids = isinstance(item, list) and all(type(token) is int for token in item)
-        if not item or not (isinstance(item, str) or is_ids):
+        is_pair = takes_pairs and _is_pair(item, f"{name}[{index}]")
+        if not item or not (isinstance(item, str) or is_ids or is_pair):
+            pair = ", or a pair of texts" if takes_pairs else ""
             raise RequestError(
-                f"{name}[{index}]: expected a text or a list of token ids, not empty"
+                f"{name}[{index}]: expected a text or a list of token ids, not empty{pair}"
             )
     return {f"{name}[{index}]": item for index, item in enumerate(given)}
+
+
+def _is_pair(given: Any, place: str) -> bool:
+    """Return whether an input is an object, which has to be a pair of texts.
+
+    Raises:
+        RequestError: it has other fields.
+    """
+    if isinstance(given, dict) and given.keys() != {"text", "text_pair"}:
+        raise RequestError(
+            f"{place}: expected a pair of texts with `text` and `text_pair`, got {shown(given)}"
+        )
+    return isinstance(given, dict)
 
 
 def _document(given: Any, place: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import Retention
+from hardpoint.plugins.tokenizer import EncodedPair
 from hardpoint.typed.read_only import read_only
 
 from .plugin_arguments import CallRules, PluginArguments
@@ -32,9 +34,12 @@ from .prompts import (
     Params,
     Prompt,
     ReadPrompt,
+    Tokens,
     checked_ids,
     read_prompt,
 )
+
+T = TypeVar("T")
 
 
 class RequestExtras(typed.Strict):
@@ -145,7 +150,7 @@ class InputProcessor:
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
-        token_ids: list[int] | None = None,
+        token_ids: Tokens | None = None,
     ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
         """Return the request, the prompt's text, if that is known, and the parsers of the output.
 
@@ -155,7 +160,7 @@ class InputProcessor:
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            token_ids: ids of a prompt given as text, from `tokenise`; None tokenises it here.
+            token_ids: those of a prompt given as text, from `tokens_of`; None tokenises it here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -168,9 +173,11 @@ class InputProcessor:
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
-        whole = self._tokens(given, token_ids)
+        whole = self._tokens(given, token_ids, pools=pooling is not None)
         room = 0 if pooling is not None else params.max_tokens or 1
-        token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
+        cut = self._cut(whole, extras.truncate_prompt_tokens, room)
+        pair = cut if isinstance(cut, EncodedPair) else None
+        token_ids = cut.token_ids if isinstance(cut, EncodedPair) else cut
         if pooling is None:
             params = self._completed(params, len(token_ids))
         request = EngineCoreRequest(
@@ -186,18 +193,34 @@ class InputProcessor:
             trace_headers=extras.trace_headers,
             kv_transfer_params=extras.kv_transfer_params,
             pooling_params=pooling,
+            second_type_start=None if pair is None else pair.second_type_start,
             lora=extras.lora_request,
             retention=extras.retention,
         )
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, given.text if token_ids is whole else None, parsers
+        return request, given.text if cut is whole else None, parsers
 
-    def text_of(self, prompt: Prompt) -> str | None:
-        """Return the text to tokenise, None if the prompt has token ids."""
+    def texts_of(self, prompt: Prompt) -> Sequence[str]:
+        """Return the text to tokenise, or the two of a pair; none if the prompt has token ids."""
         given = read_prompt(prompt)
-        return given.text if given.token_ids is None else None
+        if given.pair is not None:
+            return given.pair
+        return [] if given.text is None or given.token_ids is not None else [given.text]
+
+    def tokens_of(self, texts: Sequence[str]) -> Tokens:
+        """Return the tokens of what `texts_of` has returned. Called as `tokenise`.
+
+        Raises:
+            RequestError: UTF-8 cannot encode a text, or the tokenizer takes no pairs.
+        """
+        if len(texts) == 1:
+            return self.tokenise(texts[0])
+        try:
+            return self._tokenizer.encode_pair(*texts)
+        except NotImplementedError as cause:
+            raise RequestError(f"text_pair: expected one text: {cause}") from cause
 
     def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens. May be called in any thread, one call at a time.
@@ -267,7 +290,14 @@ class InputProcessor:
         room = min(params.max_tokens or room, room)
         return self.seeded(msgspec.structs.replace(params, max_tokens=room))
 
-    def _tokens(self, given: ReadPrompt, token_ids: list[int] | None) -> list[int]:
+    def _tokens(self, given: ReadPrompt, token_ids: Tokens | None, *, pools: bool) -> Tokens:
+        if given.pair is not None:
+            if not pools:
+                raise RequestError(
+                    "text_pair: expected one prompt: texts are read in pairs to be classified and "
+                    "scored, not to generate"
+                )
+            return self.tokens_of(given.pair) if token_ids is None else token_ids
         if given.token_ids is not None or given.text is None:
             token_ids = checked_ids(given.token_ids, self._model_config.vocab_size)
         elif token_ids is None:
@@ -276,10 +306,11 @@ class InputProcessor:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         return token_ids
 
-    def _cut(self, token_ids: list[int], last: int | None, room: int) -> list[int]:
-        """Return the last tokens of a prompt; all, the same list, if there are no more.
+    def _cut(self, tokens: Tokens, last: int | None, room: int) -> Tokens:
+        """Return the last tokens of a prompt, or a pair of texts without its ends.
 
         Args:
+            tokens: returned as they are, if there are no more.
             last: number of tokens; -1 is what leaves room for the output.
             room: tokens of the output.
         """
@@ -291,11 +322,14 @@ class InputProcessor:
                     f"truncate_prompt_tokens: expected at least 1, or -1 for those that leave room "
                     f"for max_tokens, got {last}"
                 )
-            if len(token_ids) > last:
-                token_ids = token_ids[-last:]
-        if len(token_ids) + min(room, 1) > self._max_model_len:
-            raise PromptTooLongError.of(len(token_ids), self._max_model_len, generates=room > 0)
-        return token_ids
+            if isinstance(tokens, EncodedPair):
+                tokens = tokens.cut(last)
+            elif len(tokens) > last:
+                tokens = tokens[-last:]
+        count = len(tokens.token_ids if isinstance(tokens, EncodedPair) else tokens)
+        if count + min(room, 1) > self._max_model_len:
+            raise PromptTooLongError.of(count, self._max_model_len, generates=room > 0)
+        return tokens
 
 
 def _as_bytes(params: SamplingParams) -> bytes | None:
@@ -320,23 +354,30 @@ class AsyncTokenizer:
         """Start no thread yet."""
         self._processor = processor
         self._thread: ThreadPoolExecutor | None = None
-        self._running: set[Future[list[int]]] = set()
+        self._running: set[Future[Any]] = set()
 
-    async def tokenise(self, prompt: Prompt) -> list[int] | None:
+    async def tokenise(self, prompt: Prompt) -> Tokens | None:
         """Return the tokens of a prompt given as text, None for any other.
 
         While a long text is tokenised, others wait for the same thread: a tokenizer is called with
         one text at a time.
         """
-        text = self._processor.text_of(prompt)
-        return None if text is None else await self.encode(text)
+        texts = self._processor.texts_of(prompt)
+        if not texts:
+            return None
+        encode = functools.partial(self._processor.tokens_of, texts)
+        return await self._run(encode, sum(map(len, texts)))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens."""
         encode = functools.partial(
             self._processor.tokenise, text, add_special_tokens=add_special_tokens
         )
-        if len(text) < _LONG_TEXT and not self._running:
+        return await self._run(encode, len(text))
+
+    async def _run(self, encode: Callable[[], T], length: int) -> T:
+        """Return the result of a call for texts of that length together."""
+        if length < _LONG_TEXT and not self._running:
             return encode()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")

@@ -12,17 +12,22 @@ from hardpoint import typed
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.tokenizer import EncodedPair
 from hardpoint.registry.blame import describe
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
-`arrival_time`."""
+`arrival_time`; or, of what reads two texts together, `{"text": text, "text_pair": text}`."""
 
 Params = SamplingParams | PoolingParams
 """What is to be made of a prompt: tokens that follow it, or vectors."""
 
+Tokens = list[int] | EncodedPair
+"""The tokens of a prompt given as text, or of a pair of texts."""
+
 _KEYS = ("prompt", "prompt_token_ids")
+_PAIR_KEYS = ("text", "text_pair")
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,14 @@ class ReadPrompt:
 
     Attributes:
         text: text of the prompt, if known.
+        pair: a pair of texts; None if it is one prompt.
         token_ids: unchecked; None if the text is to be tokenised.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
     """
 
     text: str | None = None
+    pair: tuple[str, str] | None = None
     token_ids: Any = None
     cache_salt: str | None = None
     arrival_time: float | None = None
@@ -67,6 +74,8 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     given: dict[Any, Any] = copied(prompt, "prompt")
     if "type" in given:
         return _tokenised(given)
+    if not given.keys().isdisjoint(_PAIR_KEYS):
+        return _pair(given)
     keys = [key for key in _KEYS if key in given]
     if len(keys) != 1 or len(given) != 1:
         raise RequestError(
@@ -93,7 +102,22 @@ def _tokenised(prompt: dict[Any, Any]) -> ReadPrompt:
     rest = {key: [] if key == "prompt_token_ids" else value for key, value in prompt.items()}
     checked = typed.convert(rest, _TokenInput, path="prompt", error=RequestError)
     token_ids = _listed(prompt["prompt_token_ids"])
-    return ReadPrompt(checked.prompt, token_ids, checked.cache_salt, checked.arrival_time)
+    return ReadPrompt(checked.prompt, None, token_ids, checked.cache_salt, checked.arrival_time)
+
+
+def _pair(prompt: dict[Any, Any]) -> ReadPrompt:
+    if set(prompt) != set(_PAIR_KEYS):
+        raise RequestError(
+            "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', or a pair with "
+            f"'text' and 'text_pair', got the keys [{', '.join(sorted(map(shown, prompt)))}]"
+        )
+    for key in _PAIR_KEYS:
+        if not isinstance(prompt[key], str):
+            raise RequestError(f"{key}: expected a text, got {shown(prompt[key])}")
+        if not prompt[key]:
+            raise RequestError(f"{key}: expected a text that is not empty")
+        typed.check_text(prompt[key], key, RequestError)
+    return ReadPrompt(pair=(prompt["text"], prompt["text_pair"]))
 
 
 def _listed(token_ids: Any) -> Any:

@@ -22,7 +22,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import Params, Prompt
+from .prompts import Params, Prompt, Tokens
 from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
@@ -79,7 +79,7 @@ class Submitter:
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
-        token_ids: list[int] | None = None,
+        token_ids: Tokens | None = None,
         arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
@@ -87,7 +87,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: ids of a prompt given as text, if it was tokenised already.
+            token_ids: those of a prompt given as text, if it was tokenised already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hardpoint.core.worker.input_batch import StepInput
+from hardpoint.core.worker.step_input import StepInput
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.system.transfers import fetch

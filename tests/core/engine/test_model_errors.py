@@ -87,11 +87,13 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     assert error == (
         f"model: architecture {name!r} is not supported{meant or ''}; supported: "
         "BertForSequenceClassification, BertModel, Gemma2ForCausalLM, Gemma3ForCausalLM, "
-        "GraniteForCausalLM, LlamaForCausalLM, LlamaModel, MistralForCausalLM, MistralModel, "
+        "GraniteForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel, "
+        "MistralForCausalLM, MistralForSequenceClassification, MistralModel, "
         "MixtralForCausalLM, ModernBertForSequenceClassification, ModernBertModel, "
-        "Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2Model, Qwen2MoeForCausalLM, "
-        "Qwen3ForCausalLM, Qwen3Model, Qwen3MoeForCausalLM, RobertaForSequenceClassification, "
-        "RobertaModel, SmolLM3ForCausalLM, XLMRobertaForSequenceClassification, XLMRobertaModel. "
+        "Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2ForSequenceClassification, "
+        "Qwen2Model, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3ForSequenceClassification, "
+        "Qwen3Model, Qwen3MoeForCausalLM, RobertaForSequenceClassification, RobertaModel, "
+        "SmolLM3ForCausalLM, XLMRobertaForSequenceClassification, XLMRobertaModel. "
         "A plugin of the kind models adds one: docs/write-a-model.md"
     )
 

@@ -126,7 +126,8 @@ def test_max_tokens(engine, value):
         (3.5, "prompt: expected text or a list of token ids, got float"),
         (
             {"text": "x"},
-            "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', got the keys "
+            "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', or a pair with "
+            "'text' and 'text_pair', got the keys "
             "['text']",
         ),
         ({"prompt": [1]}, "prompt: expected a string, got list"),

@@ -16,9 +16,9 @@ from hardpoint.plugins import LogitsRequest, RowMap
 BLOCK = 4
 
 
-def add(batch: InputBatch, request_id: str, prompt: list[int], outputs: list[int], blocks, done):
+def add(batch, request_id, prompt, outputs, blocks, done, second_type_start=None):
     request = LogitsRequest(request_id, prompt, outputs, SamplingParams(), [])
-    batch.add(request, outputs, blocks, done)
+    batch.add(request, outputs, blocks, done, second_type_start=second_type_start)
 
 
 @examples(60)
@@ -43,9 +43,10 @@ def test_rows_follow_their_requests(data):
             known = {"tokens": list(prompt), "prompt": len(prompt), "done": 0}
             known["blocks"] = [[] for _ in range(groups)]
             known["outputs"] = []
+            known["types"] = data.draw(st.none() | st.integers(0, len(prompt)))
             name = next(names)
             oracle[name] = known
-            add(batch, name, prompt, known["outputs"], [[]] * groups, 0)
+            add(batch, name, prompt, known["outputs"], [[]] * groups, 0, known["types"])
         update = batch.settle()
         books.apply(update)
         assert {row: books[row] for row in books} == dict(enumerate(order_of(batch)))
@@ -63,11 +64,27 @@ def test_rows_follow_their_requests(data):
         if scheduled:
             step = batch.prepare(scheduled, torch.device("cpu"))
             check(step, scheduled, oracle)
+            check_types(step, oracle)
             for name, count in scheduled.items():
                 oracle[name]["done"] += count
                 if oracle[name]["done"] == len(oracle[name]["tokens"]) < 40:
                     oracle[name]["tokens"].append(7)
                     batch.append(name, 7)
+
+
+def check_types(step, oracle: dict[str, dict]) -> None:
+    """Tokens of prompts have type 1 from a place on, and then what follows them."""
+    expected = []
+    for index, request in enumerate(step.requests):
+        known = oracle[request.request_id]
+        start = known["types"]
+        start = 40 if start is None or start == known["prompt"] else start
+        first, end = step.query_starts[index : index + 2]
+        places = range(known["done"], known["done"] + end - first)
+        expected += [int(place >= start) for place in places]
+    assert step.has_types == any(expected)
+    if step.has_types:
+        assert step.token_types.tolist() == expected
 
 
 def draw_schedule(data, oracle: dict[str, dict]) -> dict[str, int]:

@@ -8,6 +8,7 @@ import time
 from hardpoint import RequestError
 from hardpoint.plugins import Tokenizer
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.tokenizer import EncodedPair
 
 EOS = 256
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -337,3 +338,20 @@ class Quadratic:
         while time.process_time() < end:
             pass
         return self.text[len(before) :]
+
+
+class JoinsPairs(Bytes):
+    """It gives all tokens to the first text."""
+
+    contract = 1
+
+    def encode_pair(self, first, second):
+        ids = self.encode(first + second)
+        return EncodedPair(ids, range(len(ids)), range(len(ids), len(ids)), len(ids))
+
+
+class PairsAsLists(Bytes):
+    contract = 1
+
+    def encode_pair(self, first, second):
+        return [*self.encode(first), *self.encode(second)]

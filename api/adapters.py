@@ -8,17 +8,19 @@ import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
-import torch
 
 from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
-from hardpoint.system.tensor_files import TensorFolders
+from hardpoint.system.tensor_folders import TensorFolders
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 
@@ -32,7 +34,7 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "hardpoint-adapter-"
 _TYPE = {"peft_type": "LORA"}
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 
 
 class _Engine(Protocol):

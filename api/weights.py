@@ -22,7 +22,7 @@ from hardpoint.core.weights.updated_weights import tensor_files
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
-from hardpoint.system.tensor_files import TensorFolders
+from hardpoint.system.tensor_folders import TensorFolders
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,8 @@ from hardpoint.core.frontend.requests.prompts import is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
-from hardpoint.system.tensor_folders import TensorFolders
+
+from .weights import TensorFolders
 
 if TYPE_CHECKING:
     import torch

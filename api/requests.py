@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import re
 import textwrap
 import typing as t
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 
 from hardpoint.boundary.errors import engine_dead
-from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.llm_engine import CallRequest, LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import copied, is_list
@@ -47,6 +48,7 @@ __all__ = [
     "prompt_list",
     "takes_options",
     "with_output_kind",
+    "with_place",
 ]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -114,6 +116,9 @@ def takes_options(call: Call) -> Call:
 def _entry(name: str, text: str) -> str:
     return textwrap.fill(f"{name}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
 
+
+_PROMPT = re.compile(r"prompt(_token_ids)?(?=[:\[])")
+"""Of messages, the name of a prompt."""
 
 Request = tuple[Any, Any, RequestExtras]
 """Prompt, sampling parameters and extras."""
@@ -203,6 +208,13 @@ def check_generates(params: Any) -> None:
         )
 
 
+def with_place(error: HardpointError, name: str) -> HardpointError:
+    """Return an error about a prompt with its name in the call; any other as it is."""
+    if not isinstance(error, RequestError) or (found := _PROMPT.match(str(error))) is None:
+        return error
+    return type(error)(name + str(error)[found.end() :])
+
+
 def with_output_kind(params: Any, kind: RequestOutputKind) -> Any:
     """Return a copy of sampling parameters with another kind of outputs."""
     if not isinstance(params, SamplingParams):
@@ -235,7 +247,7 @@ class OpenCalls:
     def add(
         self, requests: Iterable[Request], outputs: Outputs | None = None, name: str = ""
     ) -> list[str]:
-        """Add the prompts of a call with their parameters; if one is refused, none runs.
+        """Add the prompts of a call with their parameters, at once; if one is refused, none runs.
 
         Args:
             outputs: outputs of the call, if it has added requests before.
@@ -251,16 +263,16 @@ class OpenCalls:
         outputs = collections.deque() if outputs is None else outputs
         with self._engine.lock:
             try:
-                for prompt, params, extras in requests:
+                added: list[CallRequest] = []
+                for request in requests:
                     request_id = str(self._count)
                     self._count += 1
                     ids.append(request_id)  # first, so that an interrupt leaves none behind
                     self._outputs[request_id] = outputs
-                    self._engine.add_request(request_id, prompt, params, extras)
-            except BaseException as error:
+                    added.append((request_id, *request))
+                self._engine.add_requests(added, name)
+            except BaseException:
                 self.drop(ids)
-                if name and isinstance(error, RequestError):
-                    raise type(error)(f"{name}[{len(ids) - 1}]: {error}") from error
                 raise
         return ids
 

@@ -144,20 +144,27 @@ class Tokenizer(Component):
             RequestError: the text cannot be encoded.
         """
 
-    @returns(SOME_TEXT)
+    @returns(SOME_TEXT, raises=(RequestError,))
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; incomplete characters become U+FFFD.
 
         Ids that the model has and the tokenizer has not are skipped.
+
+        Raises:
+            RequestError: there are no texts of tokens.
         """
 
-    @returns(DECODE_STREAM)
+    @returns(DECODE_STREAM, raises=(RequestError,))
     @abstractmethod
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> DecodeStream:
-        """Return a decoder for the tokens that follow the prompt."""
+        """Return a decoder for the tokens that follow the prompt.
+
+        Raises:
+            RequestError: there are no texts of tokens.
+        """
 
     @returns(SOME_TEXT, raises=(RequestError,))
     @abstractmethod

@@ -144,15 +144,12 @@ class Tokenizer(Component):
             RequestError: the text cannot be encoded.
         """
 
-    @returns(SOME_TEXT, raises=(RequestError,))
+    @returns(SOME_TEXT)
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; incomplete characters become U+FFFD.
 
         Ids that the model has and the tokenizer has not are skipped.
-
-        Raises:
-            RequestError: there are no texts of tokens.
         """
 
     @returns(DECODE_STREAM, raises=(RequestError,))

@@ -32,13 +32,9 @@ class NoTokenizer(Tokenizer):
         """
         raise RequestError(f"prompt: expected token ids, {_WHY}, got a text")
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> NoReturn:  # noqa: ARG002
-        """Refuse token ids.
-
-        Raises:
-            RequestError: always.
-        """
-        raise RequestError(f"token_ids: expected none to decode, {_WHY}")
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:  # noqa: ARG002
+        """Return no text, which is that of tokens in log-probabilities."""
+        return ""
 
     def decode_stream(
         self,

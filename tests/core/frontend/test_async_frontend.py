@@ -110,7 +110,7 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
         await llm.health()
         Ends.reasons.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(client_of(llm), "offer_request", lambda _: lambda: False)
+            patch.setattr(client_of(llm), "offer_requests", lambda _: lambda: False)
             task = asyncio.create_task(collect(llm.generate("say abc", GREEDY)))
             await until(lambda: send_queue_of(llm).num_waiting, "the attempt to send it")
             task.cancel()
@@ -131,7 +131,7 @@ def test_a_second_attempt_gives_nothing_of_the_first(scripted):
         )
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
             expected = await collect(llm.generate("say abc", params))
-            client, offer = client_of(llm), client_of(llm).offer_request
+            client, offer = client_of(llm), client_of(llm).offer_requests
 
             def offered(request):
                 attempt = offer(request)
@@ -149,7 +149,7 @@ def test_a_second_attempt_gives_nothing_of_the_first(scripted):
 
                 return dead
 
-            client.offer_request = offered
+            client.offer_requests = offered
             outputs = await collect(llm.generate("say abc", params))
             assert (await llm.health()).restarts == 1
             for index in range(2):

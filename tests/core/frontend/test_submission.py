@@ -71,13 +71,13 @@ def test_in_an_event_loop_too(scripted):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
             client, known = client_of(llm), output_processor_of(engine_of(llm))
-            offer, sent = client.offer_request, []
+            offer, sent = client.offer_requests, []
 
             def noted(request):
                 sent.append((request.child_index, known.is_live(request.request_id)))
                 return offer(request)
 
-            client.offer_request = noted
+            client.offer_requests = noted
             outputs = [output async for output in llm.generate("x", MANY)]
             assert outputs[-1].finished
             assert sent == [(index, True) for index in range(4)]

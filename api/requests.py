@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 
 from hardpoint.boundary.errors import engine_dead
-from hardpoint.core.frontend.llm_engine import CallRequest, LLMEngine
+from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import copied, is_list
@@ -244,14 +244,13 @@ class OpenCalls:
         """The engine's lock."""
         return self._engine.lock
 
-    def add(
-        self, requests: Iterable[Request], outputs: Outputs | None = None, name: str = ""
-    ) -> list[str]:
-        """Add the prompts of a call with their parameters, at once; if one is refused, none runs.
+    def add(self, requests: Iterable[Request], outputs: Outputs | None = None) -> list[str]:
+        """Add the prompts of a call with their parameters; if one is refused, none runs on.
+
+        The engine has the first one before the last one is read.
 
         Args:
             outputs: outputs of the call, if it has added requests before.
-            name: what messages call the list of prompts, with the index of the refused one.
 
         Returns:
             Their ids.
@@ -263,18 +262,43 @@ class OpenCalls:
         outputs = collections.deque() if outputs is None else outputs
         with self._engine.lock:
             try:
-                added: list[CallRequest] = []
                 for request in requests:
-                    request_id = str(self._count)
-                    self._count += 1
-                    ids.append(request_id)  # first, so that an interrupt leaves none behind
-                    self._outputs[request_id] = outputs
-                    added.append((request_id, *request))
+                    self._engine.add_request(self._new_id(ids, outputs), *request)
+            except BaseException:
+                self.drop(ids)
+                raise
+        return ids
+
+    def add_at_once(self, requests: Iterable[Request], name: str) -> list[str]:
+        """Add the prompts of a call in one message; if one is refused, none runs.
+
+        Args:
+            name: what messages call the list of prompts, with the index of the refused one.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            RequestError: one is wrong.
+        """
+        ids: list[str] = []
+        outputs: Outputs = collections.deque()
+        with self._engine.lock:
+            try:
+                added = [(self._new_id(ids, outputs), *request) for request in requests]
                 self._engine.add_requests(added, name)
             except BaseException:
                 self.drop(ids)
                 raise
         return ids
+
+    def _new_id(self, ids: list[str], outputs: Outputs) -> str:
+        """Return the id of a request of a call, kept first, so that an interrupt leaves none."""
+        request_id = str(self._count)
+        self._count += 1
+        ids.append(request_id)
+        self._outputs[request_id] = outputs
+        return request_id
 
     def drop(self, ids: Sequence[str]) -> None:
         """Abort requests, where they are live, and drop their outputs; in a fork do nothing."""

@@ -76,7 +76,7 @@ def open_hardpoint(folder: str, dtype: str, threads: int) -> Embed:
     """Return what embeds texts with Hardpoint."""
     from hardpoint import LLM
 
-    config = {"dtype": dtype, "device": "cpu", "worker": {"cpu_threads": threads}}
+    config = {"dtype": dtype, "device": "cpu", "executor": {"threads": threads}}
     llm = LLM(folder, config=config, progress=False)
     return lambda texts: [output.outputs for output in llm.embed(texts)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -146,8 +147,8 @@ class LLMEngine:
         try:
             self._client.add_requests(children)
         except RefusedInCallError as refused:
-            refused_child = children[refused.index]
-            place = next(i for i, one in enumerate(submissions) if refused_child in one.children)
+            ends = itertools.accumulate(len(one.children) for one in submissions)
+            place = next(place for place, end in enumerate(ends) if refused.index < end)
             raise _placed(refused.error, name, place) from refused.error.__cause__
 
     @locked

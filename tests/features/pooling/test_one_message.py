@@ -49,8 +49,8 @@ def test_the_prompts_of_a_call_are_one_message(scripted, messages):
         for index, output in enumerate(outputs[:40]):  # in their order
             np.testing.assert_array_equal(output.outputs, outputs[index % 7].outputs)
         messages.clear()
-        llm.generate(MIXED[:2], SamplingParams(max_tokens=2, n=3))
-        assert messages == [(RequestType.ADD_ALL, 6)]
+        llm.generate(MIXED[:2], SamplingParams(max_tokens=2, n=3))  # each with its completions
+        assert messages == [(RequestType.ADD_ALL, 3), (RequestType.ADD_ALL, 3)]
         messages.clear()
         llm.embed("a text")
         assert messages == [(RequestType.ADD, 1)]

@@ -73,7 +73,7 @@ def make_texts(words: Sequence[str], count: int) -> list[str]:
 
 
 def open_hardpoint(folder: str, dtype: str, threads: int) -> Embed:
-    """Return what embeds texts with Hardpoint."""
+    """Return the function that embeds texts with Hardpoint."""
     from hardpoint import LLM
 
     config = {"dtype": dtype, "device": "cpu", "executor": {"threads": threads}}
@@ -82,7 +82,7 @@ def open_hardpoint(folder: str, dtype: str, threads: int) -> Embed:
 
 
 def open_sentence_transformers(folder: str, dtype: str, threads: int) -> Embed:
-    """Return what embeds texts with sentence-transformers, which sorts them by their lengths."""
+    """Return that of sentence-transformers, which sorts texts by their lengths."""
     import torch
     from sentence_transformers import SentenceTransformer
 

@@ -100,7 +100,7 @@ class EngineCore(EngineUtilities):
 
         Raises:
             RefusedInCallError: one was refused, as `add_request` does; those before it have ended.
-            PluginFaultError: of a plugin whose faults end the engine.
+            PluginFaultError: a plugin failed whose faults end the engine.
         """
         for index, queued in enumerate(requests):
             try:

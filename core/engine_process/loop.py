@@ -339,7 +339,7 @@ class EngineLoop:
         try:
             self._core.add_requests(queued)
         except RefusedInCallError as refused:
-            # The one that was refused comes first, for its error is that of the call.
+            # The one that was refused comes first, because its error is that of the call.
             first = requests.pop(refused.index)
             for request in (first, *requests):
                 self._reject(request.request_id, request.client_index, refused.error)

@@ -141,7 +141,7 @@ class MessageReader:
         """Answer an invalid message with an error, without waiting for the loop.
 
         Args:
-            index: of several requests the one that is wrong, whose answer comes first.
+            index: index of the request of a call that is wrong, whose answer comes first.
         """
         if kind is RequestType.ADD and frames and _is_id(name := _request_id(frames[0])):
             self._refuse(name, client, error)

@@ -56,7 +56,7 @@ class _Prompt:
     missing: int
 
 
-_Form = tuple[Sequence[int], int | None, bool]
+_Alike = tuple[Sequence[int], int | None, bool]
 """Shape of a result, the dimensions that were asked for, and whether it is scaled."""
 
 
@@ -83,7 +83,7 @@ class PoolingWorker(WorkerHalf):
         self._dense = [_Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}
         self._prompts: dict[str, _Prompt] = {}
-        self._pooled: dict[_Form, list[tuple[str, _Prompt, torch.Tensor]]] = {}
+        self._pooled: dict[_Alike, list[tuple[str, _Prompt, torch.Tensor]]] = {}
         self._report = PoolingReport()
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002

@@ -133,7 +133,7 @@ class CallCollector:
         self._has_ended = asyncio.Event()
 
     def sink(self, index: int) -> Callable[[AnyOutput | Exception], None]:
-        """Return what takes the outputs of the request of an index."""
+        """Return the sink of the request with an index."""
         return functools.partial(self._put, index)
 
     async def outputs(self) -> list[AnyOutput]:

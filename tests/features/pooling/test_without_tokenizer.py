@@ -60,7 +60,7 @@ def test_a_decoder_makes_ids_of_ids(folder, in_process):
         assert llm.generate([[5, 6, 7]], ids)[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
-def test_a_folder_without_a_tokenizer_says_what_is_missing(folder):
+def test_a_folder_without_a_tokenizer_is_an_error_of_the_default_one(folder):
     from hardpoint import ModelError
 
     table = {"tokenizer": {"use": "transformers"}}

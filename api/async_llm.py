@@ -221,7 +221,7 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, Asy
 
         Returns:
             Their outputs, in order. One that a fault of a pooler, a timeout or `abort` ended has no
-            `outputs`: its `finish_reason` says so.
+            `outputs`; its `finish_reason` gives the reason.
 
         Raises:
             RequestError: one is wrong, by its name, or the model cannot do the task; none runs.

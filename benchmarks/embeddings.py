@@ -1,9 +1,9 @@
-"""Embeddings of short texts beside sentence-transformers, in one run.
+"""Embeddings of short texts, compared with sentence-transformers, in one run.
 
     python benchmarks/embeddings.py [--texts 1000] [--rounds 5] [--dtype float32] [--json FILE]
 
 The model has the sizes of MiniLM (6 layers of 384), random weights, and a WordPiece tokenizer; its
-folder is written anew, and both read it. Each engine lives in a process of its own with all cores,
+folder is written first, and both read it. Each engine lives in a process of its own with all cores,
 and they take turns: round by round, each embeds the same texts, of 5 to 60 tokens. Both have a
 round before that is not counted. Printed are medians of texts per second, of tokens per second and
 of the seconds of CPU time that a round costs, which other programs on the machine disturb less than
@@ -44,7 +44,7 @@ Embed = Callable[[Sequence[str]], Any]
 
 
 def write_model(folder: Path) -> list[str]:
-    """Write a random model of sentence-transformers; return the words that its tokenizer knows."""
+    """Write a random model of sentence-transformers; return the tokens that its tokenizer knows."""
     import torch
     import transformers
     from sentence_transformers import SentenceTransformer
@@ -66,10 +66,10 @@ def write_model(folder: Path) -> list[str]:
     return [word for word in known if word[0] not in "[#"]
 
 
-def make_texts(words: Sequence[str], count: int) -> list[str]:
+def make_texts(known_tokens: Sequence[str], count: int) -> list[str]:
     """Return texts of 5 to 60 tokens, [CLS] and [SEP] included."""
     rng = random.Random(1)
-    return [" ".join(rng.choices(words, k=rng.randint(3, 58))) for _ in range(count)]
+    return [" ".join(rng.choices(known_tokens, k=rng.randint(3, 58))) for _ in range(count)]
 
 
 def open_hardpoint(folder: str, dtype: str, threads: int) -> Embed:

@@ -114,7 +114,7 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
         if not listed:
             return []
         calls = self._calls
-        ids = calls.add(make_pooling_requests(listed, params, **options), name="prompts")
+        ids = calls.add_at_once(make_pooling_requests(listed, params, **options), "prompts")
         try:
             places = {request_id: index for index, request_id in enumerate(ids)}
             found: dict[str, PoolingRequestOutput] = {}

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import re
 import textwrap
 import typing as t
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ __all__ = [
     "prompt_list",
     "takes_options",
     "with_output_kind",
+    "with_place",
 ]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -116,6 +118,12 @@ def takes_options(call: Call) -> Call:
 def _entry(name: str, text: str) -> str:
     return textwrap.fill(f"{name}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
 
+
+_PROMPT = re.compile(r"prompt(_token_ids)?(?=[:\[])")
+"""Of messages, the name of a prompt."""
+
+_OF_PAIR = re.compile(r"text(_pair)?: ")
+"""The same of a text of a pair."""
 
 Request = tuple[Any, Any, RequestExtras]
 """Prompt, sampling parameters and extras."""
@@ -205,6 +213,16 @@ def check_generates(params: Any) -> None:
         )
 
 
+def with_place(error: HardpointError, name: str) -> HardpointError:
+    """Return an error about a prompt with its name in the call; any other as it is."""
+    if not isinstance(error, RequestError):
+        return error
+    message = str(error)
+    if (found := _PROMPT.match(message)) is not None:
+        return type(error)(name + message[found.end() :])
+    return type(error)(f"{name}.{message}") if _OF_PAIR.match(message) else error
+
+
 def with_output_kind(params: Any, kind: RequestOutputKind) -> Any:
     """Return a copy of sampling parameters with another kind of outputs."""
     if not isinstance(params, SamplingParams):
@@ -234,14 +252,13 @@ class OpenCalls:
         """The engine's lock."""
         return self._engine.lock
 
-    def add(
-        self, requests: Iterable[Request], outputs: Outputs | None = None, name: str = ""
-    ) -> list[str]:
-        """Add the prompts of a call with their parameters; if one is refused, none runs.
+    def add(self, requests: Iterable[Request], outputs: Outputs | None = None) -> list[str]:
+        """Add the prompts of a call with their parameters; if one is refused, none runs on.
+
+        The engine has the first one before the last one is read.
 
         Args:
             outputs: outputs of the call, if it has added requests before.
-            name: what messages call the list of prompts, with the index of the refused one.
 
         Returns:
             Their ids.
@@ -253,18 +270,43 @@ class OpenCalls:
         outputs = collections.deque() if outputs is None else outputs
         with self._engine.lock:
             try:
-                for prompt, params, extras in requests:
-                    request_id = str(self._count)
-                    self._count += 1
-                    ids.append(request_id)  # first, so that an interrupt leaves none behind
-                    self._outputs[request_id] = outputs
-                    self._engine.add_request(request_id, prompt, params, extras)
-            except BaseException as error:
+                for request in requests:
+                    self._engine.add_request(self._new_id(ids, outputs), *request)
+            except BaseException:
                 self.drop(ids)
-                if name and isinstance(error, RequestError):
-                    raise type(error)(f"{name}[{len(ids) - 1}]: {error}") from error
                 raise
         return ids
+
+    def add_at_once(self, requests: Iterable[Request], name: str) -> list[str]:
+        """Add the prompts of a call in one message; if one is refused, none runs.
+
+        Args:
+            name: what messages call the list of prompts, with the index of the refused one.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            RequestError: one is wrong.
+        """
+        ids: list[str] = []
+        outputs: Outputs = collections.deque()
+        with self._engine.lock:
+            try:
+                added = [(self._new_id(ids, outputs), *request) for request in requests]
+                self._engine.add_requests(added, name)
+            except BaseException:
+                self.drop(ids)
+                raise
+        return ids
+
+    def _new_id(self, ids: list[str], outputs: Outputs) -> str:
+        """Return the id of a request of a call, kept first, so that an interrupt leaves none."""
+        request_id = str(self._count)
+        self._count += 1
+        ids.append(request_id)
+        self._outputs[request_id] = outputs
+        return request_id
 
     def drop(self, ids: Sequence[str]) -> None:
         """Abort requests, where they are live, and drop their outputs; in a fork do nothing."""

@@ -27,6 +27,20 @@ from hardpoint.registry.blame import (
 from hardpoint.registry.plugin_set import PluginSet
 
 
+class RefusedInCallError(Exception):
+    """One of several requests of a call was refused, and so none of them runs.
+
+    Attributes:
+        index: which one.
+        error: why.
+    """
+
+    def __init__(self, index: int, error: HardpointError) -> None:
+        """Say which one was refused, and why."""
+        super().__init__(f"request {index} of a call: {error}")
+        self.index, self.error = index, error
+
+
 def kind_of(error: BaseException) -> str:
     """Return the name of the nearest class of Hardpoint's tree, the root's for all others."""
     names = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)

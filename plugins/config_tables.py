@@ -433,6 +433,7 @@ class TokenizerConfig(Strict):
     """The tokenizer.
 
     Attributes:
+        use: name of a tokenizer; "none" reads no files, so that prompts and outputs are token ids.
         path: its directory or file; by default the model's.
     """
 

@@ -132,6 +132,16 @@ class AsyncGenerator(Protocol):
     def io_processor_schemas(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the JSON schema of the inputs of each enabled IO processor, by name."""
 
+    async def encode_batch(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        names: Sequence[str] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Pool the prompts of one call, in one message; errors call them by `names`."""
+
     async def call_part(
         self, part: str, method: str, arguments: Mapping[str, Any] | None = None
     ) -> Any:

@@ -238,12 +238,16 @@ class Tokenizer(Component):
         Ids that the model has and the tokenizer has not are skipped.
         """
 
-    @returns(DECODE_STREAM)
+    @returns(DECODE_STREAM, raises=(RequestError,))
     @abstractmethod
     def decode_stream(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> DecodeStream:
-        """Return a decoder for the tokens that follow the prompt."""
+        """Return a decoder for the tokens that follow the prompt.
+
+        Raises:
+            RequestError: there are no texts of tokens.
+        """
 
     @returns(SOME_TEXT, raises=(RequestError,))
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -27,6 +27,13 @@ class EngineCoreClient(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request."""
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Send the requests of one call in one message: all are added, or none.
+
+        Raises:
+            RefusedInCallError: one was refused.
+        """
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs."""
@@ -90,6 +97,15 @@ class InprocClient:
         """Queue a request."""
         self._check()
         self._core.add_request(request)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Queue the requests of one call, or none.
+
+        Raises:
+            RefusedInCallError: one was refused.
+        """
+        self._check()
+        self._core.add_requests([(request, None, None) for request in requests])
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests; they give no more outputs."""

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -324,14 +324,24 @@ class ProcessClient:
         """
         self._sockets.send(RequestType.ADD, request)
 
-    def offer_request(self, request: EngineCoreRequest) -> Attempt:
-        """Return a function that tries to send a request without waiting.
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Send the requests of one call in one message. If one is rejected, all are.
 
         Raises:
-            RequestError: the request cannot be encoded.
+            As `add_request`.
+        """
+        self._sockets.send(RequestType.ADD_ALL, list(requests))
+
+    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
+        """Return a function that tries to send the requests of one call without waiting.
+
+        Raises:
+            RequestError: one cannot be encoded.
             EngineDeadError: the engine is gone; the returned function raises it too.
         """
-        return self._sockets.attempt(RequestType.ADD, request)
+        if len(requests) == 1:
+            return self._sockets.attempt(RequestType.ADD, requests[0])
+        return self._sockets.attempt(RequestType.ADD_ALL, list(requests))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without waiting; a request sent later reaches the engine after this."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from hardpoint.boundary.errors import close_all
+from hardpoint.boundary.errors import RefusedInCallError, close_all
 from hardpoint.boundary.step_check import live_request
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
@@ -20,6 +20,9 @@ from .pause import PauseController, PauseDependencies
 from .step import EngineCoreParts, Outputs, StepRunner
 from .utility_calls import EngineUtilities
 from .weight_updates import WeightUpdates
+
+QueuedRequest = tuple[EngineCoreRequest, list[bytes] | None, float | None]
+"""The arguments of `EngineCore.add_request`."""
 
 
 class EngineCore(EngineUtilities):
@@ -92,6 +95,22 @@ class EngineCore(EngineUtilities):
             raise
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
+
+    def add_requests(self, requests: Sequence[QueuedRequest]) -> None:
+        """Queue the requests of one call, or none.
+
+        Raises:
+            RefusedInCallError: one was refused, as `add_request` does; those before it have ended.
+            PluginFaultError: a plugin failed whose faults end the engine.
+        """
+        for index, queued in enumerate(requests):
+            try:
+                self.add_request(*queued)
+            except BaseException as error:
+                self.abort_requests([request.request_id for request, *_ in requests[:index]])
+                if isinstance(error, PluginFaultError) or not isinstance(error, HardpointError):
+                    raise
+                raise RefusedInCallError(index, error) from error
 
     def _add(self, request: EngineCoreRequest) -> None:
         num_before = self._scheduler.num_unfinished_requests()

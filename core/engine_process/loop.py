@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hardpoint.boundary.activity import Activity
-from hardpoint.boundary.errors import rejection_output
+from hardpoint.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
 from hardpoint.core.protocol import ShutdownState, UtilityCall
@@ -146,7 +146,14 @@ class Abort:
     is_handled: bool = False
 
 
-Message = Prepared | Abort | UtilityCall | Refusal | LoopFailure | Wakeup
+@dataclass(frozen=True)
+class PreparedCall:
+    """The requests of one call: all are added, or none."""
+
+    requests: list[Prepared]
+
+
+Message = Prepared | PreparedCall | Abort | UtilityCall | Refusal | LoopFailure | Wakeup
 """The input of a loop."""
 
 
@@ -294,6 +301,8 @@ class EngineLoop:
         match message:
             case Prepared():
                 self._add(message)
+            case PreparedCall():
+                self._add_all(message)
             case Abort():
                 message.is_handled = True
                 self._send(self._core.abort_requests(message.request_ids))
@@ -318,6 +327,22 @@ class EngineLoop:
             raise
         except HardpointError as error:
             self._reject(request.request_id, request.client_index, error)
+
+    def _add_all(self, call: PreparedCall) -> None:
+        requests = [message.request for message in call.requests]
+        if self._state is not ShutdownState.RUNNING:
+            for request in requests:
+                shutting_down = EngineDeadError("the engine is shutting down")
+                self._reject(request.request_id, request.client_index, shutting_down)
+            return
+        queued = [(one.request, one.block_hashes, one.arrived) for one in call.requests]
+        try:
+            self._core.add_requests(queued)
+        except RefusedInCallError as refused:
+            # The one that was refused comes first, because its error is that of the call.
+            first = requests.pop(refused.index)
+            for request in (first, *requests):
+                self._reject(request.request_id, request.client_index, refused.error)
 
     def _reject(self, request_id: str, client_index: int, error: HardpointError) -> None:
         # A client would mistake the error for the end of its live request of that id.

@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.errors import rejection_output
+from hardpoint.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.core.engine.utility_calls import failed_call
 from hardpoint.core.protocol import RequestType, UtilityCall
 from hardpoint.plugins import EngineCoreRequest, HardpointError, RequestError
 from hardpoint.registry.blame import describe
 from hardpoint.system.encoding import Decoder, TensorProvider, WireError
 
-from .loop import LoopQueues, Prepared, Refusal
+from .loop import LoopQueues, Prepared, PreparedCall, Refusal
 
 _log = logging.getLogger("hardpoint")
 
@@ -58,6 +58,9 @@ class MessageReader:
         # By client, the ids of requests whose last output was not sent yet.
         self._live: defaultdict[int, set[str]] = defaultdict(set)
         self._requests: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest, provider=provider)
+        self._lists: Decoder[list[EngineCoreRequest]] = Decoder(
+            list[EngineCoreRequest], provider=provider
+        )
         self._ids: Decoder[list[str]] = Decoder(list[str])
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall, provider=provider)
 
@@ -68,12 +71,15 @@ class MessageReader:
             kind = RequestType.from_wire(frames[0])
             message = self._decoded(kind, client, frames[1:])
         except BaseException as error:  # of any kind: other messages must still be served
-            self._reject(kind, client, frames[1:], _reported(kind, error))
+            index = error.index if isinstance(error, RefusedInCallError) else 0
+            self._reject(kind, client, frames[1:], _reported(kind, error), index)
             return
         if isinstance(message, list):
             self._queues.abort(message)
             return
-        if isinstance(message, Prepared):
+        if isinstance(message, PreparedCall):
+            self._live[client].update(one.request.request_id for one in message.requests)
+        elif isinstance(message, Prepared):
             self._live[client].add(message.request.request_id)
         self._queues.input.put(message)
 
@@ -83,14 +89,18 @@ class MessageReader:
 
     def _decoded(
         self, kind: RequestType, client: int, frames: Sequence[Any]
-    ) -> Prepared | list[str] | UtilityCall:
+    ) -> Prepared | PreparedCall | list[str] | UtilityCall:
         match kind:
             case RequestType.ADD:
                 arrived = time.monotonic()
-                request = self._requests.decode(frames)
-                _check_client(request.client_index, client)
-                self._check(request)
-                return Prepared(request, self._hash_prompt(request), arrived)
+                return self._prepared(self._requests.decode(frames), client, arrived)
+            case RequestType.ADD_ALL:
+                arrived = time.monotonic()
+                requests = self._lists.decode(frames)
+                ids = {request.request_id for request in requests}
+                if len(ids) < len(requests):
+                    raise RequestError("request_id: expected ids of their own of a call's requests")
+                return PreparedCall(self._all_prepared(requests, client, arrived))
             case RequestType.ABORT:
                 return self._ids.decode(frames)
             case RequestType.UTILITY:
@@ -99,21 +109,46 @@ class MessageReader:
                 return call
         raise WireError(f"request type: {kind.name} is for data-parallel engines, this is none")
 
+    def _all_prepared(
+        self, requests: Sequence[EngineCoreRequest], client: int, arrived: float
+    ) -> list[Prepared]:
+        """Return the requests of a call with what this thread computes for them.
+
+        Raises:
+            RefusedInCallError: one is invalid.
+        """
+        prepared = []
+        for index, request in enumerate(requests):
+            try:
+                prepared.append(self._prepared(request, client, arrived))
+            except HardpointError as error:
+                raise RefusedInCallError(index, error) from error
+        return prepared
+
+    def _prepared(self, request: EngineCoreRequest, client: int, arrived: float) -> Prepared:
+        _check_client(request.client_index, client)
+        self._check(request)
+        return Prepared(request, self._hash_prompt(request), arrived)
+
     def _reject(
         self,
         kind: RequestType | None,
         client: int,
         frames: Sequence[Any],
         error: HardpointError,
+        index: int = 0,
     ) -> None:
-        """Answer an invalid message with an error, without waiting for the loop."""
+        """Answer an invalid message with an error, without waiting for the loop.
+
+        Args:
+            index: index of the request of a call that is wrong, whose answer comes first.
+        """
         if kind is RequestType.ADD and frames and _is_id(name := _request_id(frames[0])):
-            # The client would mistake an error for the end of its live request of that id, so
-            # there the loop decides.
-            if name in self._live[client]:
-                self._queues.input.put(Refusal(name, client, error))
-            else:
-                self._queues.output.put(client, rejection_output(name, error))
+            self._refuse(name, client, error)
+        elif kind is RequestType.ADD_ALL and frames and (names := _request_ids(frames[0])):
+            first = names.pop(min(index, len(names) - 1))
+            for name in (first, *names):
+                self._refuse(name, client, error)
         elif (
             kind is RequestType.UTILITY
             and frames
@@ -125,9 +160,19 @@ class MessageReader:
         else:
             _log.warning("dropped a message of client %d: %s", client, error)
 
+    def _refuse(self, name: str, client: int, error: HardpointError) -> None:
+        # The client would mistake an error for the end of its live request of that id, so there
+        # the loop decides.
+        if name in self._live[client]:
+            self._queues.input.put(Refusal(name, client, error))
+        else:
+            self._queues.output.put(client, rejection_output(name, error))
+
 
 def _reported(kind: RequestType | None, error: BaseException) -> HardpointError:
     """Return the error that the sender gets; log one that is not of Hardpoint's tree."""
+    if isinstance(error, RefusedInCallError):
+        return error.error
     if isinstance(error, HardpointError):
         return error
     if isinstance(error, MemoryError):
@@ -167,6 +212,16 @@ def _request_id(frame: Any) -> Any:
         return msgspec.msgpack.decode(frame, type=_RequestStart).request_id
     except Exception:  # the frame is damaged or truncated
         return _first_value(bytes(memoryview(frame)[: _MAX_ID_LENGTH + 24]))
+
+
+def _request_ids(frame: Any) -> list[str]:
+    """Return the ids of requests that cannot be decoded as a whole; none if one cannot be read."""
+    try:
+        starts = msgspec.msgpack.decode(frame, type=list[_RequestStart])
+    except Exception:  # the frame is damaged or truncated
+        return []
+    ids = [start.request_id for start in starts]
+    return ids if all(map(_is_id, ids)) else []
 
 
 def _call_start(frame: Any) -> _CallStart:

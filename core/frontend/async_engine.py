@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hardpoint.boundary.errors import engine_dead
+from hardpoint.boundary.errors import RefusedInCallError, engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
@@ -33,7 +33,7 @@ from hardpoint.typed import convert
 from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S
 from .lifecycle import EngineState, Restarter
-from .outputs.output_collector import RequestOutputCollector
+from .outputs.output_collector import CallCollector, RequestOutputCollector
 from .outputs.request_state import rejection
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
@@ -66,7 +66,19 @@ class AsyncEngine(WatchedEngine):
             RequestError, OverloadedError: the request is wrong, or too many wait.
             EngineDeadError: the engine died; the request may be sent again.
         """
-        submission, collector = await self._submit(prompt, params, request_id, extras)
+        collector = RequestOutputCollector()
+
+        async def submit(token_ids: Sequence[list[int] | None], **common: Any) -> list[Submission]:
+            nonlocal collector  # outputs of a first attempt do not belong to the second one
+            collector = RequestOutputCollector()
+            given = {"sink": collector.put, "token_ids": token_ids[0], **common}
+            one = self._frontend.submitter.submit(name, prompt, params, extras, **given)
+            collector.kind = one.children[0].params.output_kind
+            return [one]
+
+        await self._ready()
+        name = self._named(request_id)
+        submissions = await self._submit([prompt], submit)
         finished = False
         try:
             while not finished:
@@ -77,7 +89,57 @@ class AsyncEngine(WatchedEngine):
                 yield output
         finally:
             if not finished:
-                self._forget(submission)
+                self._forget(submissions)
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        request_id: str | None = None,
+        extras: RequestExtras = NO_EXTRAS,
+        named: Callable[[HardpointError, int], HardpointError] = lambda error, _: error,
+    ) -> list[Any]:
+        """Return the last output of each prompt; they are sent in one message.
+
+        Cancelling the task aborts all.
+
+        Args:
+            named: returns the error of the call for that of the prompt with an index.
+
+        Raises:
+            RequestError, OverloadedError: one is wrong, or too many wait; none runs.
+            EngineDeadError: the engine died; the prompts may be sent again.
+        """
+        collector = CallCollector(len(prompts))
+
+        async def submit(token_ids: Sequence[list[int] | None], **common: Any) -> list[Submission]:
+            nonlocal collector
+            collector, submitter = CallCollector(len(prompts)), self._frontend.submitter
+            found: list[Submission] = []
+            try:
+                for index, (prompt, ids) in enumerate(zip(prompts, token_ids, strict=True)):
+                    await _let_others_run(index)
+                    given = {"sink": collector.sink(index), "token_ids": ids, **common}
+                    found.append(submitter.submit(names[index], prompt, params, extras, **given))
+            except BaseException as error:
+                self._frontend.forget([one.parent.internal_id for one in found])
+                if isinstance(error, HardpointError):
+                    raise named(error, len(found)) from error
+                raise
+            return found
+
+        await self._ready()
+        names = [self._named(request_id) for _ in prompts]
+        submissions = await self._submit(prompts, submit, named)
+        try:
+            return await collector.outputs()
+        except RefusedInCallError as refused:
+            raise named(refused.error, refused.index) from refused
+        finally:
+            self._forget(submissions)  # those that are live still
+
+    def _named(self, request_id: str | None) -> str:
+        return str(next(self._request_ids)) if request_id is None else request_id
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.
@@ -113,71 +175,70 @@ class AsyncEngine(WatchedEngine):
 
     async def _submit(
         self,
-        prompt: Prompt,
-        params: Params | None,
-        request_id: str | None,
-        extras: RequestExtras,
-    ) -> tuple[Submission, RequestOutputCollector]:
-        """Check a prompt and send it; once more if the engine turns out to have died unnoticed.
+        prompts: Sequence[Prompt],
+        submit: Callable[..., Awaitable[list[Submission]]],
+        named: Callable[[HardpointError, int], HardpointError] = lambda error, _: error,
+    ) -> list[Submission]:
+        """Check prompts and send them; once more if the engine turns out to have died unnoticed.
 
-        Returns:
-            The submission and the collector of its outputs.
+        Args:
+            submit: checks and registers them, in each attempt.
+            named: returns the error of the call for that of the prompt with an index.
         """
-        await self._ready()
-        request_id = str(next(self._request_ids)) if request_id is None else request_id
         arrived = self.parts.clock()
-        token_ids = await self._tokenizer.tokenise(prompt)
+        token_ids = []
+        for index, prompt in enumerate(prompts):
+            await _let_others_run(index)
+            try:
+                token_ids.append(await self._tokenizer.tokenise(prompt))
+            except HardpointError as error:
+                raise named(error, index) from error
         for attempt in itertools.count():
             while self._policy_lock.locked():  # its arguments are for the policy that it will meet
                 async with self._policy_lock:
                     pass
             await self._ready()
-            # A new one each time: outputs of a first attempt do not belong to the second one.
-            collector = RequestOutputCollector()
-            submission = self._frontend.submitter.submit(
-                request_id,
-                prompt,
-                params,
-                extras,
-                sink=collector.put,
-                token_ids=token_ids,
-                arrived=arrived,
-            )
-            collector.kind = submission.children[0].params.output_kind
+            submissions = await submit(token_ids, arrived=arrived)
             try:
-                await self._send(submission)
+                await self._send(submissions)
             except EngineDeadError:
                 if attempt or not self._restarter.enabled:
                     raise
                 self._lifecycle.move(EngineState.DRAINING)
             else:
                 break
-        return submission, collector
+        return submissions
 
-    async def _send(self, submission: Submission) -> None:
-        """Send a prompt's requests, but those that end before the engine takes them.
+    async def _send(self, submissions: Sequence[Submission]) -> None:
+        """Send the requests of a call in one message, unless all end before the engine takes it.
 
-        Without success, the whole prompt ends.
+        Without success, the whole call ends.
         """
+        requests = [child for submission in submissions for child in submission.children]
+        ids = [request.request_id for request in requests]
         try:
-            for request in submission.children:
-                await self._send_queue.send(
-                    self._client.offer_request(request),
-                    functools.partial(self._has_ended, request.request_id),
-                )
+            await self._send_queue.send(
+                self._client.offer_requests(requests),
+                functools.partial(self._have_ended, ids),
+            )
         except asyncio.CancelledError:
-            self._forget(submission)
+            self._forget(submissions)
             raise
         except BaseException:
-            self._forget(submission, FinishReason.ERROR)
+            self._forget(submissions, FinishReason.ERROR)
             raise
+        # Those that ended while the others waited to be sent were aborted too early.
+        self._send_aborts([one for one in ids if not self._frontend.output.is_live(one)])
 
-    def _has_ended(self, request_id: str) -> bool:
-        return not self._frontend.output.is_live(request_id)
+    def _have_ended(self, request_ids: Sequence[str]) -> bool:
+        return not any(map(self._frontend.output.is_live, request_ids))
 
-    def _forget(self, submission: Submission, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request that no caller waits for any more."""
-        self._send_aborts(self._frontend.forget([submission.parent.internal_id], reason))
+    def _forget(
+        self, submissions: Sequence[Submission], reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """End requests that no caller waits for any more."""
+        ids = [submission.parent.internal_id for submission in submissions]
+        self._send_aborts(self._frontend.forget(ids, reason))
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request without any, as the model's files recommend."""
@@ -271,3 +332,12 @@ class AsyncEngine(WatchedEngine):
                 self._lifecycle.dead_error
             )  # the client was closed because of it
             raise reported from reported.__cause__
+
+
+_AT_ONCE = 32  # prompts of a call that are read before other tasks of the event loop run
+
+
+async def _let_others_run(index: int) -> None:
+    """Let other tasks run after so many prompts of a call."""
+    if index % _AT_ONCE == _AT_ONCE - 1:
+        await asyncio.sleep(0)

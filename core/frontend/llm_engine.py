@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hardpoint.boundary.errors import attribute_error, engine_dead
+from hardpoint.boundary.errors import RefusedInCallError, attribute_error, engine_dead
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import (
     EngineClosedError,
@@ -37,10 +38,15 @@ from .frontend import METRICS_TIMEOUT_S, Frontend, ProcessedBatch
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
+from .requests.submission import Submission
 
 _log = logging.getLogger("hardpoint")
 
 _CHANGE_PAUSE = frozenset({"pause", "resume", "sleep", "wake_up"})
+
+
+CallRequest = tuple[str, Prompt | EngineCoreRequest, Params | None, RequestExtras]
+"""The arguments of `LLMEngine.add_request`."""
 
 
 class LLMEngine:
@@ -98,17 +104,52 @@ class LLMEngine:
                 EngineFaultError if a plugin is responsible.
             EngineTimeoutError: the engine's process takes no messages.
         """
+        return self.add_requests([(request_id, prompt, params, extras)])[0]
+
+    @locked
+    def add_requests(self, requests: Iterable[CallRequest], name: str = "") -> list[str]:
+        """Check the requests of one call and queue them, in one message; or none of them.
+
+        Args:
+            requests: the arguments of `add_request` for each.
+            name: what messages call the list of requests, with the index of the refused one.
+
+        Returns:
+            Their unique ids.
+
+        Raises:
+            As `add_request`. An engine in a process of its own that refuses one ends them all; the
+            first output is that one's.
+        """
         self._check_open()
-        submission = self._frontend.submitter.submit(request_id, prompt, params, extras)
+        submissions: list[Submission] = []
         try:
-            for child in submission.children:
-                self._client.add_request(child)
+            for request in requests:
+                submissions.append(self._frontend.submitter.submit(*request))
         except BaseException as error:
-            self._forget([submission.parent.internal_id], FinishReason.ERROR)
+            self._frontend.forget([one.parent.internal_id for one in submissions])
+            raise _placed(error, name, len(submissions)) from error.__cause__
+        ids = [submission.parent.internal_id for submission in submissions]
+        try:
+            self._send(submissions, name)
+        except BaseException as error:
+            self._forget(ids, FinishReason.ERROR)
             if _ends_engine(error):
                 self._fail(error)
             raise
-        return submission.parent.internal_id
+        return ids
+
+    def _send(self, submissions: Sequence[Submission], name: str) -> None:
+        children = [child for submission in submissions for child in submission.children]
+        if len(children) == 1:
+            self._client.add_request(children[0])
+            return
+        try:
+            self._client.add_requests(children)
+        except RefusedInCallError as refused:
+            ends = itertools.accumulate(len(one.children) for one in submissions)
+            place = next(place for place, end in enumerate(ends) if refused.index < end)
+            raise _placed(refused.error, name, place) from refused.error.__cause__
 
     @locked
     def abort_requests(self, request_ids: str | Iterable[str]) -> None:
@@ -330,6 +371,16 @@ class LLMEngine:
             raise engine_dead(self._dead)
         if self._closed:
             raise EngineClosedError("the engine is closed")
+
+
+def _placed(error: BaseException, name: str, index: int) -> BaseException:
+    """Return an error of a request as one of its place in a call; of a list without a name as is.
+
+    So it is returned too if it is none of the request.
+    """
+    if not name or not isinstance(error, RequestError):
+        return error
+    return type(error)(f"{name}[{index}]: {error}")
 
 
 def _ends_engine(error: BaseException) -> bool:

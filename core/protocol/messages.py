@@ -22,12 +22,15 @@ class RequestType(bytes, Enum):
     """The first frame of a message to an engine; may be sent as it is."""
 
     ADD = b"\x00"
+    """One request."""
     ABORT = b"\x01"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     """Inside the engine process only."""
     WAKEUP = b"\x05"
     """Inside the engine process only."""
+    ADD_ALL = b"\x06"
+    """The requests of one call, a list: all are added, or none."""
 
     @classmethod
     def from_wire(cls, frame: Buffer) -> RequestType:

@@ -119,23 +119,22 @@ class PooledRequests(FrontendHalf):
         Raises:
             RequestError: there is none, or it is not one for the task.
         """
-        fitting: list[str] = []
         per_token = params.task in OF_TOKENS
-        found: type[Pooler] | None = None
-        for known in self._components.enabled(KIND):
-            cls = self._components.find(KIND, known)
-            assert cls is not None, "it is enabled"
-            assert issubclass(cls, Pooler), "the registry has checked it"
-            if cls.per_token == per_token:
-                fitting.append(known)
-                found = cls if known == name else found
-        if found is None:
-            hint = "" if name in self._components.enabled(KIND) else self._hint(name)
-            raise RequestError(
-                f"pooler: expected one of {', '.join(sorted(fitting))} for the task "
-                f'"{params.task}", got {name!r}{hint}'
-            )
-        return found
+        enabled = self._components.enabled(KIND)
+        if name in enabled and (found := self._class(name)).per_token == per_token:
+            return found
+        fitting = [known for known in enabled if self._class(known).per_token == per_token]
+        hint = "" if name in enabled else self._hint(name)
+        raise RequestError(
+            f"pooler: expected one of {', '.join(sorted(fitting))} for the task "
+            f'"{params.task}", got {name!r}{hint}'
+        )
+
+    def _class(self, name: str) -> type[Pooler]:
+        cls = self._components.find(KIND, name)
+        assert cls is not None, "it is enabled"
+        assert issubclass(cls, Pooler), "the registry has checked it"
+        return cls
 
     def _hint(self, name: str) -> str:
         return self._components.hint(KIND, name)

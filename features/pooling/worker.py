@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,6 +56,10 @@ class _Prompt:
     missing: int
 
 
+_Alike = tuple[Sequence[int], int | None, bool]
+"""Shape of a result, the dimensions that were asked for, and whether it is scaled."""
+
+
 class PoolingWorker(WorkerHalf):
     """Pools the hidden states of requests, in the rank that has the last ones."""
 
@@ -79,6 +83,7 @@ class PoolingWorker(WorkerHalf):
         self._dense = [_Dense(layer, context.device) for layer in model.dense]
         self._poolers: dict[str, _Pooler] = {}
         self._prompts: dict[str, _Prompt] = {}
+        self._pooled: dict[_Alike, list[tuple[str, _Prompt, torch.Tensor]]] = {}
         self._report = PoolingReport()
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
@@ -133,9 +138,11 @@ class PoolingWorker(WorkerHalf):
             self._called(name, "update", prompt, prompt.state.update, hidden[first:end])
             if prompt.missing <= 0 and prompt.state is not None:
                 self._finish(name, prompt, prompt.state)
+        if self._pooled:
+            self._report_pooled()
 
     def _finish(self, name: str, prompt: _Prompt, state: PromptPooler) -> None:
-        """Report the result of a prompt."""
+        """Keep the result of a prompt, which is reported with those of the same step."""
         pooled = self._called(name, "finish", prompt, state.finish)
         if prompt.state is None:
             return
@@ -143,19 +150,32 @@ class PoolingWorker(WorkerHalf):
             self._fail(name, prompt, f"finish() gave {defect}")
             return
         prompt.state = None
-        if prompt.params.task in PAIRED:
-            values = self._classified(pooled, prompt.params)
+        params, asked = prompt.params, (None, False)
+        if params.task in PAIRED:
+            values = self._classified(pooled, params)
         else:
-            values = pooled.float()
+            values, asked = pooled.float(), (params.dimensions, bool(params.normalize))
             if not prompt.pooler.pooler.per_token:
                 for dense in self._dense:
                     values = dense(values)
-            values = _as_asked(values, prompt.params)
-        if not bool(values.isfinite().all()):
-            self._fail(name, prompt, "finish() gave numbers that are not finite")
-            return
-        data = values.cpu().numpy().astype("<f4").tobytes()
-        self._report.pooled[name] = PooledPrompt(list(values.shape), data)
+        group = self._pooled.setdefault((values.shape, *asked), [])
+        group.append((name, prompt, values))
+
+    def _report_pooled(self) -> None:
+        """Report the results of a step, those of one shape by one operation each."""
+        import torch  # noqa: PLC0415 - halves elsewhere load without it
+
+        for (_, dimensions, normalize), found in self._pooled.items():
+            values = torch.stack([values for *_, values in found])
+            values = _as_asked(values, dimensions, normalize=normalize)
+            finite = values.isfinite().reshape(len(found), -1).all(1).tolist()
+            arrays = values.cpu().numpy().astype("<f4")
+            for (name, prompt, _), is_finite, array in zip(found, finite, arrays, strict=True):
+                if is_finite:
+                    self._report.pooled[name] = PooledPrompt(list(array.shape), array.tobytes())
+                else:
+                    self._fail(name, prompt, "finish() gave numbers that are not finite")
+        self._pooled.clear()
 
     def _classified(self, pooled: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Return the numbers of the classes of a prompt; of the task "score", the only one."""
@@ -218,11 +238,11 @@ class PoolingWorker(WorkerHalf):
             self._components.close(pooler.pooler)
 
 
-def _as_asked(values: torch.Tensor, params: PoolingParams) -> torch.Tensor:
+def _as_asked(values: torch.Tensor, dimensions: int | None, *, normalize: bool) -> torch.Tensor:
     """Return vectors cut to the dimensions that were asked for, then scaled to length 1."""
-    if params.dimensions is not None:
-        values = values[..., : params.dimensions]
-    if params.normalize:
+    if dimensions is not None:
+        values = values[..., :dimensions]
+    if normalize:
         values = values / values.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     return values
 

@@ -25,6 +25,7 @@ from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.hooks import HookSet
+from hardpoint.requests import with_place
 
 
 class FakeTokenizer:
@@ -139,6 +140,18 @@ class FakeEngine:
 
     def io_processor_schemas(self):
         return self.inputs
+
+    async def encode_batch(
+        self, prompts, pooling_params=None, request_id=None, names=None, **extras
+    ):
+        outputs = []
+        for name, prompt in zip(names, prompts, strict=True):
+            try:
+                async for output in self.encode(prompt, pooling_params, request_id, **extras):
+                    outputs.append(output)
+            except RequestError as error:
+                raise with_place(error, name) from error
+        return outputs
 
     async def call_part(self, part, method, arguments=None):
         return "" if method == "prompt" else {"labels": ["no", "yes"]}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -71,9 +69,6 @@ Document = Annotated[
 
 _MOST = 2048
 """Inputs of a request, as OpenAI has it."""
-
-_PREFIX = re.compile(r"^prompt(_token_ids)?(?=[:\[])")
-_PART = re.compile(r"^text(_pair)?(?=:)")
 
 
 class PooledFields(Strict):
@@ -484,40 +479,25 @@ class VectorRoutes:
             given: texts of the request, where those have some of them several times.
 
         Raises:
-            RequestError: one is refused; the message has its place. The others are ended.
+            RequestError: one is refused; the message has its place. None runs.
             AnswerError: one ended without a result.
         """
         parts = list((given or texts).values())
         self._service.check_prompt(parts, name=next(iter(texts)).partition("[")[0])
         extras = self._service.extras(call, asked)
-        tasks = [
-            asyncio.ensure_future(self._one(place, text, params, extras))
-            for place, text in texts.items()
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _one(
-        self, place: str, text: Any, params: PoolingParams, extras: Mapping[str, Any]
-    ) -> PoolingRequestOutput:
-        try:
-            async for output in self._service.engine.encode(text, params, None, **extras):
-                if output.finish_reason == "error":
-                    raise PluginFaultError(f"{place}: {output.error}")
-                if output.finish_reason != "stop":
-                    raise AnswerError(
-                        408 if output.finish_reason == "timeout" else 503,
-                        f'{place}: it ended by "{output.finish_reason}", without a result',
-                        code=output.finish_reason,
-                    )
-                return output
-        except RequestError as error:
-            message = _PART.sub(f"{place}.\\g<0>", _PREFIX.sub(place, str(error)))
-            raise type(error)(message) from error
-        raise AssertionError("a request has an output")
+        outputs = await self._service.engine.encode_batch(
+            list(texts.values()), params, names=list(texts), **extras
+        )
+        for place, output in zip(texts, outputs, strict=True):
+            if output.finish_reason == "error":
+                raise PluginFaultError(f"{place}: {output.error}")
+            if output.finish_reason != "stop":
+                raise AnswerError(
+                    408 if output.finish_reason == "timeout" else 503,
+                    f'{place}: it ended by "{output.finish_reason}", without a result',
+                    code=output.finish_reason,
+                )
+        return outputs
 
 
 def _refuse_activation(given: bool | None) -> None:
@@ -539,6 +519,8 @@ def _texts(given: Any, name: str, *, takes_pairs: bool = False) -> dict[str, Any
     Raises:
         RequestError: there are none or too many, or one is neither.
     """
+    if given == "":
+        raise RequestError(f"{name}: expected a text or token ids, not empty")
     if isinstance(given, str) or (takes_pairs and _is_pair(given, name)):
         return {name: given}
     if not isinstance(given, list):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 
+from hardpoint.boundary.errors import RefusedInCallError
 from hardpoint.plugins import CompletionOutput, RequestOutput, RequestOutputKind
 from hardpoint.plugins.requests import ToolCall
 
-from .request_state import AnyOutput
+from .request_state import AnyOutput, rejection
 
 
 class RequestOutputCollector:
@@ -117,3 +120,43 @@ def _append_call(held: CompletionOutput, new: ToolCall, before: int) -> None:
     else:
         new.content_before += before
         calls.append(new)
+
+
+class CallCollector:
+    """The last outputs of the requests of one call. For the thread of one event loop."""
+
+    def __init__(self, count: int) -> None:
+        """Wait for the outputs of `count` requests."""
+        self._outputs: list[AnyOutput | None] = [None] * count
+        self._missing = count
+        self._error: Exception | None = None
+        self._has_ended = asyncio.Event()
+
+    def sink(self, index: int) -> Callable[[AnyOutput | Exception], None]:
+        """Return the sink of the request with an index."""
+        return functools.partial(self._put, index)
+
+    async def outputs(self) -> list[AnyOutput]:
+        """Wait until all requests have ended; return their last outputs, in order.
+
+        Raises:
+            RefusedInCallError: the engine refused one.
+            Exception: the error that ended one.
+        """
+        await self._has_ended.wait()
+        if self._error is not None:
+            raise self._error
+        return [output for output in self._outputs if output is not None]
+
+    def _put(self, index: int, item: AnyOutput | Exception) -> None:
+        if self._has_ended.is_set():
+            return
+        if isinstance(item, Exception):
+            self._error = item
+        elif (rejected := rejection(item)) is not None:
+            self._error = RefusedInCallError(index, rejected)
+        elif item.finished:
+            self._outputs[index] = item
+            self._missing -= 1
+        if self._error is not None or not self._missing:
+            self._has_ended.set()

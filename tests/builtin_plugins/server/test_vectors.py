@@ -138,6 +138,8 @@ def test_scores_of_one_with_each_and_of_pairs(server, vectors):
 WRONG = [
     (EMBEDDINGS, {}, "input"),
     (EMBEDDINGS, {"input": []}, "input: expected 1 to 2048 texts, got 0"),
+    (EMBEDDINGS, {"input": ""}, "input: expected a text or token ids, not empty"),
+    (EMBEDDINGS, {"input": [[]]}, "input[0]: expected a text or a list of token ids, not empty"),
     (EMBEDDINGS, {"input": ["a"] * 2049}, "input: expected 1 to 2048 texts, got 2049"),
     (EMBEDDINGS, {"input": ["a", ""]}, "input[1]: expected a text or a list of token ids, not emp"),
     (EMBEDDINGS, {"input": ["a", [1, "b"]]}, "input[1]: expected a text or a list of token ids"),

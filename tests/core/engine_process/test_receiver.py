@@ -23,6 +23,7 @@ from hardpoint.plugins.requests import LoRARequest
 from hardpoint.system.encoding import Encoder
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
+ADD_ALL = RequestType.ADD_ALL
 
 
 class Desk:
@@ -69,7 +70,55 @@ def named(**fields):
     return [msgspec.msgpack.encode(fields)]
 
 
+def of_call(*requests):
+    return Encoder().encode(list(requests))
+
+
 ID_KEY = msgspec.msgpack.encode("request_id")
+
+
+class TestRequestsOfOneCall:
+    def test_they_are_queued_together(self):
+        (call,) = Desk().take(ADD_ALL, of_call(request("a"), request("b"))).queued
+        assert [one.request.request_id for one in call.requests] == ["a", "b"]
+
+    def test_one_that_is_wrong_refuses_all_and_comes_first(self):
+        desk = Desk(check=RequestCheck(50))
+        desk.take(ADD_ALL, of_call(request("a"), request("b", prompt=[99]), request("c")))
+        assert desk.queued == []
+        refused = [output for _, output in desk.refused]
+        assert [output.request_id for output in refused] == ["b", "a", "c"]
+        assert {output.error_kind for output in refused} == {"RequestError"}
+        (error,) = {output.error for output in refused}
+        assert "99" in error
+
+    def test_wrong_types_equal_ids_and_other_clients_refuse_all(self):
+        for frames, message in [
+            (of_call({"request_id": "a"}, {"request_id": "b", "params": 1}), "[0]: "),
+            (of_call(request("a"), request("a")), "expected ids of their own of a call's requests"),
+            (of_call(request("a"), request("b", client_index=1)), "client_index: expected 0"),
+        ]:
+            refused = Desk().take(ADD_ALL, frames).refused
+            for _, output in refused:
+                assert message in output.error
+            assert len(refused) == 2
+
+    def test_a_live_request_is_not_answered_in_place_of_the_new_one(self):
+        desk = Desk(check=RequestCheck(50)).take(ADD, request("a"))
+        desk.take(ADD_ALL, of_call(request("a", prompt=[99]), request("b")))
+        assert [output.request_id for _, output in desk.refused] == ["b"]
+        live, refusal = desk.queued
+        assert (live.request_id, refusal.request_id) == ("a", "a")
+        assert isinstance(refusal, Refusal)
+
+    def test_what_cannot_be_read_is_logged(self, caplog):
+        desk = Desk()
+        (frame,) = Encoder().encode([request("a"), request("b")])
+        for damaged in ([bytes(frame)[:-3]], [msgspec.msgpack.encode([{}, {}])], []):
+            caplog.clear()
+            desk.take(ADD_ALL, damaged)
+            assert (desk.queued, desk.refused) == ([], [])
+            assert "dropped a message of client 0" in caplog.text
 
 
 class TestMessages:

@@ -110,7 +110,7 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
         await llm.health()
         Ends.reasons.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(client_of(llm), "offer_request", lambda _: lambda: False)
+            patch.setattr(client_of(llm), "offer_requests", lambda _: lambda: False)
             task = asyncio.create_task(collect(llm.generate("say abc", GREEDY)))
             await until(lambda: send_queue_of(llm).num_waiting, "the attempt to send it")
             task.cancel()
@@ -123,7 +123,7 @@ def test_one_cancelled_while_it_is_sent_counts_as_aborted(run, monkeypatch):
 
 
 def test_a_second_attempt_gives_nothing_of_the_first(scripted):
-    """One completion had given a token when the engine was found dead at the other one."""
+    """A completion had given a token when the engine was found dead."""
 
     async def main():
         params = SamplingParams(
@@ -131,15 +131,11 @@ def test_a_second_attempt_gives_nothing_of_the_first(scripted):
         )
         async with AsyncLLM(config=scripted_config(scripted), restart="on_failure") as llm:
             expected = await collect(llm.generate("say abc", params))
-            client, offer = client_of(llm), client_of(llm).offer_request
+            client = client_of(llm)
 
-            def offered(request):
-                attempt = offer(request)
-                if request.child_index == 0:
-                    return attempt
-                state = states_of(output_processor_of(engine_of(llm)))[
-                    f"0_{request.request_id[2:]}"
-                ]
+            def offered(requests):
+                assert [request.child_index for request in requests] == [0, 1]
+                state = states_of(output_processor_of(engine_of(llm)))[requests[0].request_id]
                 state.parent.sink(expected[0])
                 os.kill(llm.engine_pid, signal.SIGKILL)
                 until_told_of_its_death(client)
@@ -149,7 +145,7 @@ def test_a_second_attempt_gives_nothing_of_the_first(scripted):
 
                 return dead
 
-            client.offer_request = offered
+            client.offer_requests = offered
             outputs = await collect(llm.generate("say abc", params))
             assert (await llm.health()).restarts == 1
             for index in range(2):

@@ -55,13 +55,13 @@ def test_prompts_are_rendered_one_at_a_time(llm, monkeypatch):
 def test_registration_comes_before_sending(scripted):
     engine = scripted_engine(scripted)
     client, known = engine.parts.client, output_processor_of(engine)
-    add, sent = client.add_request, []
+    add, sent = client.add_requests, []
 
-    def noted(request):
-        sent.append((request.child_index, known.is_live(request.request_id)))
-        add(request)
+    def noted(requests):
+        sent.extend((one.child_index, known.is_live(one.request_id)) for one in requests)
+        add(requests)
 
-    client.add_request = noted
+    client.add_requests = noted
     engine.add_request("r", "x", MANY)
     assert sent == [(index, True) for index in range(4)]
     engine.close()
@@ -71,13 +71,13 @@ def test_in_an_event_loop_too(scripted):
     async def main():
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
             client, known = client_of(llm), output_processor_of(engine_of(llm))
-            offer, sent = client.offer_request, []
+            offer, sent = client.offer_requests, []
 
-            def noted(request):
-                sent.append((request.child_index, known.is_live(request.request_id)))
-                return offer(request)
+            def noted(requests):
+                sent.extend((one.child_index, known.is_live(one.request_id)) for one in requests)
+                return offer(requests)
 
-            client.offer_request = noted
+            client.offer_requests = noted
             outputs = [output async for output in llm.generate("x", MANY)]
             assert outputs[-1].finished
             assert sent == [(index, True) for index in range(4)]

@@ -114,8 +114,9 @@ def test_request_types():
         "UTILITY": b"\x03",
         "EXECUTOR_FAILED": b"\x04",
         "WAKEUP": b"\x05",
+        "ADD_ALL": b"\x06",
     }
-    for kind in list(RequestType)[:3]:
+    for kind in (*list(RequestType)[:3], RequestType.ADD_ALL):
         assert RequestType.from_wire(bytes(kind)) is kind
         assert RequestType.from_wire(memoryview(kind)) is kind
 
@@ -126,14 +127,14 @@ def test_request_types():
         (b"\x02", "02"),
         (b"\x04", "04"),
         (b"\x05", "05"),
-        (b"\x06", "06"),
+        (b"\x07", "07"),
         (b"", "nothing"),
         (b"\x00\x00", "0000"),
         (b"\x01" * 1000, "0101010101010101..."),
     ],
 )
 def test_request_types_that_may_not_arrive(frame, got):
-    known = "00 (ADD), 01 (ABORT), 03 (UTILITY)"
+    known = "00 (ADD), 01 (ABORT), 03 (UTILITY), 06 (ADD_ALL)"
     assert refusal(RequestType.from_wire, frame) == (
         f"request type: expected one of {known}, got {got}"
     )
@@ -141,7 +142,7 @@ def test_request_types_that_may_not_arrive(frame, got):
 
 def test_constants():
     assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
-    assert PROTOCOL_VERSION == 2
+    assert PROTOCOL_VERSION == 3
     assert [(state.name, int(state)) for state in ShutdownState] == [
         ("RUNNING", 0),
         ("REQUESTED", 1),
@@ -206,7 +207,7 @@ def test_neither_and_both_are_refused():
 
 
 def test_the_ready_response_has_defaults():
-    plain = ["SERVING", 2, "abc", 4096]
+    plain = ["SERVING", 3, "abc", 4096]
     ready = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=4096)
     assert decode_plain(EngineCoreReadyResponse, plain) == ready
     assert (ready.num_gpu_blocks, ready.dp_stats_address) == (0, None)
@@ -225,12 +226,12 @@ METADATA = HandshakeMetadata(
 
 def test_handshake_messages_begin_with_status_and_version():
     hello = Hello(local=True, headless=False)
-    assert msgpack.decode(encoded(hello)) == ["HELLO", 2, True, False]
-    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 2]
+    assert msgpack.decode(encoded(hello)) == ["HELLO", 3, True, False]
+    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 3]
     ready = Ready(local=True, headless=False)
-    assert msgpack.decode(encoded(ready)) == ["READY", 2, True, False, 0, None, None]
+    assert msgpack.decode(encoded(ready)) == ["READY", 3, True, False, 0, None, None]
     serving = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
-    assert msgpack.decode(encoded(serving)) == ["SERVING", 2, "abc", 64, 0, None]
+    assert msgpack.decode(encoded(serving)) == ["SERVING", 3, "abc", 64, 0, None]
 
 
 def test_handshake_messages_are_told_apart():
@@ -250,12 +251,12 @@ def test_handshake_messages_are_told_apart():
         ["HELLO", 1, True, False],
         ["HELLO", 1],
         ["HELLO", 0, {"other": "fields"}],
-        ["GREETING", 3, True, False, "more"],
+        ["GREETING", 4, True, False, "more"],
     ],
 )
 def test_another_version_is_named(plain):
     assert refusal(decode_handshake, msgpack.encode(plain), Hello, Ready) == (
-        f"protocol version: expected 2, got {plain[1]}; "
+        f"protocol version: expected 3, got {plain[1]}; "
         "frontend and engine need the same version of Hardpoint"
     )
 
@@ -272,9 +273,9 @@ def test_the_version_is_written_even_where_it_is_a_default():
         (b"\x01", "handshake: expected a list, got a whole number"),
         (msgpack.encode(["HELLO"]), "handshake: expected a list of at least length 2, got 1"),
         (msgpack.encode(["HELLO", "1"]), "handshake.protocol: expected a whole number, got a str"),
-        (msgpack.encode(["HELLO", 2, True]), "Hello: expected a list of at least length 4, got 3"),
+        (msgpack.encode(["HELLO", 3, True]), "Hello: expected a list of at least length 4, got 3"),
         (
-            msgpack.encode(["HELLO", 2, True, 5]),
+            msgpack.encode(["HELLO", 3, True, 5]),
             "Hello.headless: expected true or false, got a whole number",
         ),
         (encoded(Hello(local=True, headless=True)) + b"\x00", "handshake: the frame is damaged"),
@@ -325,7 +326,7 @@ STRUCTS_OF_THE_CONTRACT = [
 
 def test_fields_of_a_call_and_their_order_belong_to_this_version_of_the_protocol():
     """Whoever changes them raises PROTOCOL_VERSION with it."""
-    assert PROTOCOL_VERSION == 2
+    assert PROTOCOL_VERSION == 3
     assert UtilityCall.__struct_fields__ == ("client_index", "call_id", "method", "args")
     assert UtilityCall.__struct_config__.array_like
 

@@ -1,0 +1,67 @@
+"""No tokenizer: prompts are token ids, and so are outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from hardpoint.plugins import DecodeStream, RequestError, Tokenizer
+
+_WHY = 'for the engine has no tokenizer (tokenizer.use = "none")'
+
+
+class NoTokenizer(Tokenizer):
+    """Of engines without a tokenizer, which read none of its files.
+
+    Prompts of token ids run, and give vectors, or token ids with `detokenize=False`. What needs
+    texts is refused.
+    """
+
+    contract = 1
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """None but the model's own."""
+        return ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:  # noqa: ARG002
+        """Refuse a text.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(f"prompt: expected token ids, {_WHY}, got a text")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:  # noqa: ARG002
+        """Return no text, which is that of tokens in log-probabilities."""
+        return ""
+
+    def decode_stream(
+        self,
+        prompt_token_ids: Sequence[int],  # noqa: ARG002
+        *,
+        skip_special_tokens: bool = True,  # noqa: ARG002
+    ) -> DecodeStream:
+        """Refuse a request that wants text.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(f"detokenize: expected false, {_WHY}, got true")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],  # noqa: ARG002
+        *,
+        add_generation_prompt: bool = True,  # noqa: ARG002
+        template: str | None = None,  # noqa: ARG002
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002
+        continue_final_message: bool = False,  # noqa: ARG002
+        variables: Mapping[str, Any] | None = None,  # noqa: ARG002
+    ) -> NoReturn:
+        """Refuse a conversation.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(f"messages: expected a prompt of token ids, {_WHY}")

@@ -306,7 +306,7 @@ class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
             return []
         calls = self._calls
         requests = [(prompt, _whole(params), extras) for prompt, params in call.prompts]
-        ids = calls.add(requests, name=processor.prompts)
+        ids = calls.add_at_once(requests, processor.prompts)
         try:
             places = {request_id: place for place, request_id in enumerate(ids)}
             found: dict[str, AnyOutput] = {}

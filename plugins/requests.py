@@ -110,7 +110,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
         trace_headers: headers of the trace that it belongs to, for sinks and hooks; the engine
             carries them and makes no spans.
-        resumable: whether more of its prompt may follow.
+        resumable: false; a prompt comes whole, also that of a turn of a conversation.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.
         reasoning_markers: the token ids that enclose reasoning, by which a grammar knows where the

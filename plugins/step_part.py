@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
+REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features"})
 """Optional fields of `EngineCoreRequest` that only step parts make use of."""
 
 

@@ -72,9 +72,10 @@ class RequestCheck:
                 f"lora: expected none, no worker of this engine holds adapters, got "
                 f"{request.lora.name!r}"
             )
-        if request.resumable and "resumable" not in self._used:
+        if request.resumable:
             raise RequestError(
-                "resumable: expected false, this engine takes no prompts in parts, got true"
+                "resumable: expected false, for each turn of a conversation is a request with all "
+                "tokens before it, got true"
             )
         for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
             if (value := getattr(request, name)) is not None:

@@ -7,6 +7,7 @@ from `hardpoint.plugins`.
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import (
+    ConversationEndedError,
     EngineClosedError,
     EngineDeadError,
     EnginePausedError,
@@ -28,7 +29,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.requests import PoolingRequestOutput, PromptPart
 from hardpoint.registry.discovery import installed_version
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "ConversationEndedError",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
@@ -56,6 +58,7 @@ __all__ = [
     "PluginError",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptPart",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",

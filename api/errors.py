@@ -11,6 +11,7 @@ HardpointError
 │       └── EngineFaultError        its failure ended the engine; also an EngineDeadError
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
+│   ├── ConversationEndedError  an open conversation has ended; the message says why
 │   ├── OverloadedError         too many requests wait; try again later
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
 ├── EngineClosedError       the engine was closed before the call
@@ -29,6 +30,7 @@ import traceback
 __all__ = [
     "CommunicationAbortedError",
     "ConfigError",
+    "ConversationEndedError",
     "EngineClosedError",
     "EngineDeadError",
     "EngineFaultError",
@@ -108,6 +110,10 @@ class RequestError(HardpointError, ValueError):
 
 class OverloadedError(RequestError):
     """The request is valid, but too many wait already; try again later."""
+
+
+class ConversationEndedError(RequestError):
+    """The conversation has ended, by its lease, an abort or its end; the message says by which."""
 
 
 class PromptTooLongError(RequestError):

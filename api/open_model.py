@@ -19,6 +19,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 
+from .conversations import OpenConversations
 from .requests import (
     BatchOptions,
     OpenCalls,
@@ -36,6 +37,15 @@ class OpenModel(Generic[Engine]):
     """A model with an engine that runs it; base of LLM and AsyncLLM."""
 
     _engine: Engine
+    _conversations: OpenConversations
+
+    def _begin(self, engine: Engine) -> None:
+        """Own an engine, and its conversations."""
+        self._engine = engine
+        parts = engine.parts
+        length = parts.config.max_model_len
+        assert isinstance(length, int)
+        self._conversations = OpenConversations(parts.config.conversations, length, parts.clock)
 
     @property
     def config(self) -> EngineConfig:

@@ -27,6 +27,7 @@ __all__ = [
     "PoolingRequestOutput",
     "PrefillStats",
     "Prompt",
+    "PromptPart",
     "RequestOutput",
     "TokenLogprobs",
     "ToolCall",
@@ -35,6 +36,20 @@ __all__ = [
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or what `apply_chat_template` returns."""
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """A part of a prompt that goes on.
+
+    Attributes:
+        prompt: as `generate` takes it; of no tokens, it begins no turn.
+        sampling_params: of this turn and later ones; None is those of the turn before.
+        commit: whether it begins a turn; if not, it is computed with the parts after it.
+    """
+
+    prompt: Prompt
+    sampling_params: SamplingParams | None = None
+    commit: bool = True
 
 
 class FinishReason(IntEnum):
@@ -389,6 +404,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
         finished: whether every completion has ended.
         num_cached_tokens: prompt tokens that were not computed; None until known.
         kv_transfer_params: in the last output, from the KV connector.
+        turn: number of its turn in a conversation, from 0; None outside of any.
     """
 
     request_id: str
@@ -399,6 +415,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    turn: int | None = None
 
     @property
     def metrics(self) -> RequestMetrics | None:

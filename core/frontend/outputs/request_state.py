@@ -19,7 +19,6 @@ from hardpoint.plugins import (
     FinishReason,
     HardpointError,
     Logprob,
-    RequestError,
     RequestOutput,
     RequestOutputKind,
     Tokenizer,

@@ -27,6 +27,7 @@ from .application import AdminAuthentication, Application, Authentication
 from .config import ServerConfig
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionDialect
+from .dialects.conversations import ConversationRoute
 from .dialects.messages import MessagesDialect
 from .dialects.responses import ResponsesDialect
 from .dialects.tokens import TokenRoutes
@@ -76,6 +77,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *MessagesDialect(service).routes(),
         *TokenRoutes(service).routes(),
         *VectorRoutes(service).routes(),
+        *ConversationRoute(service).routes(),
     ]
 
 

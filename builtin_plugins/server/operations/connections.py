@@ -40,7 +40,7 @@ _WITHOUT_CHUNKS = ("0.9", "1.0")
 class Connection(HttpToolsProtocol):
     """One connection; it ends with the reason for a client that is too slow, or sends no HTTP.
 
-    Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it, and so
+    Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it. So
     are those for a WebSocket where no route is one.
     """
 

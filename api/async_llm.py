@@ -138,14 +138,14 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, Asy
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
         with ProgressDisplay() as display:
-            engine = build_async_engine(
+            built = build_async_engine(
                 config,
                 config_sources,
                 restart=restart == "on_failure",
                 progress=display.report,
                 handed=handed,
             )
-        self._begin(engine)
+        self._begin(built)
 
     @takes_options
     def generate(

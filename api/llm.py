@@ -126,8 +126,8 @@ class LLM(PoolingCalls, SyncAdapterCalls, SyncWeightCalls):
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
-            engine = build_engine(config, config_sources, progress=display.report, handed=handed)
-        self._begin(engine)
+            built = build_engine(config, config_sources, progress=display.report, handed=handed)
+        self._begin(built)
         self._calls = OpenCalls(self._engine)
 
     @takes_options

@@ -29,7 +29,7 @@ from hardpoint.plugins import (
     SamplingParams,
 )
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import PoolingRequestOutput, PromptPart
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.registry.discovery import installed_version
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from .async_llm import AsyncLLM
     from .llm import LLM
+    from .turns import PromptPart
 
 __all__ = [
     "LLM",
@@ -86,6 +87,10 @@ def __getattr__(name: str) -> Any:
         from .async_llm import AsyncLLM  # noqa: PLC0415
 
         return AsyncLLM
+    if name == "PromptPart":
+        from .turns import PromptPart  # noqa: PLC0415
+
+        return PromptPart
     if name == "__version__":
         return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

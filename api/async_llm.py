@@ -32,7 +32,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
-from hardpoint.plugins.requests import PoolingRequestOutput, PromptPart
+from hardpoint.plugins.requests import PoolingRequestOutput
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import config_from
@@ -44,7 +44,7 @@ from .chat import Chat, Messages
 from .open_model import OpenModel
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
-from .turns import AsyncConversation, check_options
+from .turns import AsyncConversation, PromptPart, check_options
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]
@@ -193,8 +193,8 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, Asy
         """Open a conversation, whose prompt goes on after each answer.
 
         Args:
-            sampling_params: of its turns, until one has others; None is what the model's files
-                recommend.
+            sampling_params: parameters of its turns, until one has others; None is what the model's
+                files recommend.
             request_id: id of its turns; None numbers them. `abort` ends the conversation by it.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.

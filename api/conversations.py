@@ -91,14 +91,14 @@ TRANSITIONS: Mapping[
         ConversationEvent.END: (_ENDED,),
     },
 }
-"""Where events lead; of two states, the second one if parts have come meanwhile.
+"""Where events lead; of two states, the second one if parts have come during the turn.
 
 An event that is missing is refused: APPEND and COMMIT with an error, and the others do not occur.
 """
 
 
 _WITHOUT_LEASE = (ConversationEvent.CANCEL, ConversationEvent.COMMIT)
-"""Events that do not begin the lease anew."""
+"""Events that do not begin the lease again."""
 
 
 class OpenConversations:
@@ -187,7 +187,7 @@ class OpenConversations:
         self.num_tokens += count
 
     def touch(self, history: History) -> None:
-        """Begin the lease of a conversation anew."""
+        """Begin the lease of a conversation again."""
         self._idle[history] = self._clock() + self._config.lease_seconds
         self._idle.move_to_end(history)
 
@@ -353,7 +353,7 @@ class History:
             self._move(ConversationEvent.FINISH, parts=len(self._tokens) > self._num_done)
 
     def fail(self) -> None:
-        """End the turn; the conversation is as before it, with the parts that came meanwhile."""
+        """End the turn; the conversation is as before it, with the parts that came during it."""
         with self._owner.lock:
             self._take_later()
             self._move(ConversationEvent.FAIL)

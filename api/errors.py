@@ -11,7 +11,7 @@ HardpointError
 │       └── EngineFaultError        its failure ended the engine; also an EngineDeadError
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
-│   ├── ConversationEndedError  an open conversation has ended; the message says why
+│   ├── ConversationEndedError  an open conversation has ended; the message has the reason
 │   ├── OverloadedError         too many requests wait; try again later
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
 ├── EngineClosedError       the engine was closed before the call
@@ -113,7 +113,7 @@ class OverloadedError(RequestError):
 
 
 class ConversationEndedError(RequestError):
-    """The conversation has ended, by its lease, an abort or its end; the message says by which."""
+    """The conversation has ended; the message has the reason: lease, abort or close."""
 
 
 class PromptTooLongError(RequestError):

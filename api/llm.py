@@ -270,8 +270,8 @@ class LLM(PoolingCalls, SyncAdapterCalls, SyncWeightCalls):
         """Open a conversation, whose prompt goes on after each answer.
 
         Args:
-            sampling_params: of its turns, until one has others; None is what the model's files
-                recommend.
+            sampling_params: parameters of its turns, until one has others; None is what the model's
+                files recommend.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.
             options: `RequestOptions` of each turn.

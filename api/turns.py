@@ -16,15 +16,32 @@ from collections.abc import (
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
-from hardpoint.plugins.requests import PromptPart
 
 from .conversations import ConversationState, History
 from .requests import OutputStream, check_generates, with_output_kind
 
-__all__ = ["AsyncConversation", "Conversation"]
+__all__ = ["AsyncConversation", "Conversation", "PromptPart"]
+
+
+class PromptPart(msgspec.Struct, frozen=True):
+    """A part of a prompt that goes on.
+
+    Attributes:
+        prompt: what `generate` takes; of no tokens, it begins no turn.
+        sampling_params: parameters of this turn and later ones; None keeps those of the turn
+            before.
+        commit: whether it begins a turn; if not, it is computed with the parts after it.
+    """
+
+    prompt: Prompt
+    sampling_params: SamplingParams | None = None
+    commit: bool = True
+
 
 _CLOSED = "it was closed"
 _LOST = ("abort", "error")
@@ -35,7 +52,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Check the options of a conversation's turns.
 
     Raises:
-        RequestError: one would change what was said before.
+        RequestError: one would change the prompt of earlier turns.
     """
     if (last := options.get("truncate_prompt_tokens")) is not None:
         raise RequestError(
@@ -44,8 +61,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-class _Turns:
-    """What conversations of both engines have in common."""
+class _ConversationBase:
+    """Parameters, parts and state of a conversation; base of both conversations."""
 
     def __init__(
         self,
@@ -65,7 +82,7 @@ class _Turns:
 
     @property
     def state(self) -> ConversationState:
-        """What it does; ENDED also once its lease has run out."""
+        """Its state; ENDED also once its lease has run out."""
         return self._history.state
 
     @property
@@ -87,7 +104,7 @@ class _Turns:
         """Return the parameters of a turn: the newest ones that were given.
 
         Raises:
-            RequestError: they have several completions, or are none.
+            RequestError: they have several completions, or another type.
         """
         if params is None:
             return self._params
@@ -132,8 +149,8 @@ class _Turn:
         self._token_ids: list[int] = []
         self._is_over = False
 
-    def take(self, output: RequestOutput) -> None:
-        """Take an output; the last one ends the turn."""
+    def add_output(self, output: RequestOutput) -> None:
+        """Add an output; the last one ends the turn."""
         output.turn = self._number
         for completion in output.outputs:
             if self._delta:
@@ -159,7 +176,7 @@ def _as_prompt(token_ids: list[int]) -> Mapping[str, Any]:
     return {"type": "token", "prompt_token_ids": token_ids}
 
 
-class Conversation(_Turns):
+class Conversation(_ConversationBase):
     """A conversation that stays open, of an `LLM`; `LLM.open_conversation` makes one.
 
     One thread at a time sends.
@@ -209,7 +226,7 @@ class Conversation(_Turns):
         Without a part since the last turn, there is no turn and no output.
 
         Args:
-            sampling_params: of this turn and later ones; None is those of the turn before.
+            sampling_params: parameters of this turn and later ones; None keeps those before.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs. The parts wait for another turn.
@@ -227,7 +244,7 @@ class Conversation(_Turns):
             with contextlib.closing(self._stream(_as_prompt(prompt), params)) as outputs:
                 self._params = params
                 for output in outputs:
-                    turn.take(output)
+                    turn.add_output(output)
                     yield output
         except Exception:
             turn.end(has_failed=True)
@@ -260,7 +277,7 @@ class Conversation(_Turns):
         self.close()
 
 
-class AsyncConversation(_Turns):
+class AsyncConversation(_ConversationBase):
     """A conversation that stays open, of an `AsyncLLM`; its `open_conversation` makes one.
 
     Several tasks may add parts, which are taken in the order of the calls; one turn runs at a time.
@@ -318,7 +335,7 @@ class AsyncConversation(_Turns):
         Without a part since the last turn, there is no turn and no output.
 
         Args:
-            sampling_params: of this turn and later ones; None is those of the turn before.
+            sampling_params: parameters of this turn and later ones; None keeps those before.
 
         Raises:
             RequestError: the parameters are wrong, or a turn runs. The parts wait for another turn.
@@ -335,7 +352,7 @@ class AsyncConversation(_Turns):
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     self._params = params
-                    turn.take(output)
+                    turn.add_output(output)
                     yield output
         except Exception:
             turn.end(has_failed=True)

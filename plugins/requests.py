@@ -27,7 +27,6 @@ __all__ = [
     "PoolingRequestOutput",
     "PrefillStats",
     "Prompt",
-    "PromptPart",
     "RequestOutput",
     "TokenLogprobs",
     "ToolCall",
@@ -36,20 +35,6 @@ __all__ = [
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or what `apply_chat_template` returns."""
-
-
-class PromptPart(msgspec.Struct, frozen=True):
-    """A part of a prompt that goes on.
-
-    Attributes:
-        prompt: as `generate` takes it; of no tokens, it begins no turn.
-        sampling_params: of this turn and later ones; None is those of the turn before.
-        commit: whether it begins a turn; if not, it is computed with the parts after it.
-    """
-
-    prompt: Prompt
-    sampling_params: SamplingParams | None = None
-    commit: bool = True
 
 
 class FinishReason(IntEnum):

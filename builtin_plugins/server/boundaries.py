@@ -219,7 +219,7 @@ _BEGINNINGS = ("http.response.start", "websocket.http.response.start", "websocke
 
 
 class HandshakeExpected:
-    """What answers a request to the path of a WebSocket that does not open one."""
+    """The answer to a request for the path of a WebSocket that does not open one."""
 
     def __init__(self, route: Route) -> None:
         """Answer for a route."""
@@ -229,7 +229,7 @@ class HandshakeExpected:
         """Refuse the request.
 
         Raises:
-            AnswerError: it is none that opens a WebSocket.
+            AnswerError: it does not open a WebSocket.
         """
         scope["state"]["route"] = self._path
         raise AnswerError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.async_requests import config, endless
-from support.internals import engine_of, output_processor_of
+from support.internals import engine_of, open_conversations_of, output_processor_of
 from support.waiting import until
 
 from hardpoint import (
@@ -322,7 +322,7 @@ class TestTurns:
     def test_what_has_no_place_in_a_conversation(self, llm, options, words):
         with pytest.raises(RequestError, match=words):
             llm.open_conversation(**options)
-        assert len(llm._conversations) == 0
+        assert len(open_conversations_of(llm)) == 0
 
     def test_a_part_after_the_end(self, llm):
         talk = llm.open_conversation(GREEDY)
@@ -391,7 +391,7 @@ def run(shared):
 
     async def checked(main):
         result = await asyncio.wait_for(main(llm), 60)
-        assert len(llm._conversations) == 0
+        assert len(open_conversations_of(llm)) == 0
         assert output_processor_of(engine_of(llm)).num_unfinished_requests() == 0
         return result
 

@@ -40,7 +40,7 @@ class Opening(Strict):
     Attributes:
         model: name of the model, or of an adapter.
         keep_last: whether the last token of an answer is part of the conversation.
-        priority, timeout: of each turn.
+        priority, timeout: options of each turn.
         cache_salt: conversations with different salts share no cached prompts.
     """
 
@@ -91,7 +91,7 @@ _MESSAGES: dict[str, type[Any]] = {
 
 
 class ResponseDelta(msgspec.Struct):
-    """What is new of an answer.
+    """A piece of an answer.
 
     Attributes:
         turn: number of the turn, from 0.
@@ -118,7 +118,7 @@ class ResponseDone(msgspec.Struct):
 
 
 class ErrorEvent(msgspec.Struct):
-    """What is wrong with a message or a turn; the conversation goes on unless it is closed."""
+    """The error of a message or a turn; the conversation goes on unless it is closed."""
 
     error: ErrorDetail
     type: Literal["error"] = "error"
@@ -217,7 +217,7 @@ class _Talk:
                     if message["type"] == "websocket.disconnect":
                         return
                     receiving = asyncio.ensure_future(self._websocket.receive())
-                    await self._answering(self._take(message))
+                    await self._answering(self._process(message))
                 else:
                     await self._answering(self._conversation.append(""))  # unless the lease is over
         finally:
@@ -241,7 +241,7 @@ class _Talk:
                 self._code = _ENDING
             await self._send(ErrorEvent(answer.detail))
 
-    async def _take(self, message: Mapping[str, Any]) -> None:
+    async def _process(self, message: Mapping[str, Any]) -> None:
         """Do what a message of the client asks for."""
         if (text := message.get("text")) is None:
             raise RequestError("message: expected a text, got bytes")

@@ -11,6 +11,7 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_bytes import read_answer_of_many
 from support.http_server import running
+from support.internals import open_conversations_of
 from support.scripted_server import server_config, write_model
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
@@ -225,7 +226,7 @@ def test_the_client_goes_in_the_middle_of_a_turn(server):
         talk.send("input.commit", max_tokens=900, **slow)
         assert talk.next()["type"] == "response.delta"
     deadline = time.monotonic() + 20
-    while server.service.load.open or len(server.engine._conversations):
+    while server.service.load.open or len(open_conversations_of(server.engine)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     stats = server.call(server.engine.scheduler_stats)

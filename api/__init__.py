@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hardpoint.core.frontend.llm_engine import LLMEngine
 
     from .async_llm import AsyncLLM
+    from .conversations.turns import PromptPart
     from .llm import LLM
-    from .turns import PromptPart
 
 __all__ = [
     "LLM",
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
         return AsyncLLM
     if name == "PromptPart":
-        from .turns import PromptPart  # noqa: PLC0415
+        from .conversations.turns import PromptPart  # noqa: PLC0415
 
         return PromptPart
     if name == "__version__":

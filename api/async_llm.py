@@ -41,10 +41,10 @@ from hardpoint.registry.references import handed_over
 
 from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
+from .conversations.turns import AsyncConversation, PromptPart, check_options
 from .open_model import OpenModel
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
-from .turns import AsyncConversation, PromptPart, check_options
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]

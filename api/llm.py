@@ -32,6 +32,7 @@ from hardpoint.registry.references import handed_over
 
 from .adapters import SyncAdapterCalls
 from .chat import Chat, Messages
+from .conversations.turns import Conversation, check_options
 from .open_model import PoolingCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
@@ -48,7 +49,6 @@ from .requests import (
     takes_options,
     with_output_kind,
 )
-from .turns import Conversation, check_options
 from .weights import SyncWeightCalls
 
 __all__ = ["LLM"]

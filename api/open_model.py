@@ -19,7 +19,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 
-from .conversations import OpenConversations
+from .conversations.states import OpenConversations
 from .requests import (
     BatchOptions,
     OpenCalls,

@@ -38,6 +38,7 @@ _ERRORS = {
     500: "The server or a plugin failed; not to be sent again if x-should-retry is false.",
     503: "The engine is being restarted or the server ends; send it again after Retry-After.",
 }
+_OF_WEBSOCKETS = {426: "The request opens no WebSocket."}
 _STATES = ("/health", "/ready", "/ping")
 """Paths whose answers with 503 have the same form as those with 200, and are no errors."""
 
@@ -235,7 +236,8 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
     operation["responses"] = {"101" if route.websocket else "200": answer}
     is_messages = route.path == MESSAGES_PATH or route.path.startswith(f"{MESSAGES_PATH}/")
     error = content(MessagesErrorBody if is_messages else ErrorBody)
-    for status, meaning in _ERRORS.items():
+    errors = _ERRORS | _OF_WEBSOCKETS if route.websocket else _ERRORS
+    for status, meaning in errors.items():
         response: dict[str, Any] = {"description": meaning}
         if status != 503 or route.request_type is not None:
             response["content"] = error

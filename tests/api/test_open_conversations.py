@@ -26,7 +26,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.conversations import (
+from hardpoint.conversations.states import (
     TRANSITIONS,
     ConversationEvent,
     ConversationState,

@@ -9,7 +9,8 @@ import time
 import msgspec
 import numpy as np
 
-from hardpoint.conversations import OpenConversations
+from hardpoint.conversations.states import OpenConversations
+from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -28,7 +29,6 @@ from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.hooks import HookSet
-from hardpoint.turns import AsyncConversation
 
 
 class FakeTokenizer:

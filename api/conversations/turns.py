@@ -21,9 +21,9 @@ import msgspec
 from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
+from hardpoint.requests import OutputStream, check_generates, with_output_kind
 
-from .conversations import ConversationState, History
-from .requests import OutputStream, check_generates, with_output_kind
+from .states import ConversationState, History
 
 __all__ = ["AsyncConversation", "Conversation", "PromptPart"]
 

@@ -166,9 +166,10 @@ class OpenConversations:
                 history.end(why)
 
     def end_all(self, why: str) -> None:
-        """End all conversations."""
+        """End all conversations, because the engine ends."""
         with self.lock:
             for history in list(self._open):
+                history.is_lost = True
                 history.end(why)
 
     def reserve(self, count: int) -> None:
@@ -229,18 +230,18 @@ class History:
     Attributes:
         request_id: id of its turns.
         num_turns: turns that have ended; the number of the next one.
-        has_expired: whether its lease has run out.
+        is_lost: whether its lease or the engine has ended it, and no call for that.
         on_end: called once it has ended; None calls nothing.
     """
 
     __slots__ = (
         "_keep_last", "_later", "_num_done", "_owner", "_state", "_tokens", "_why",
-        "has_expired", "num_turns", "on_end", "request_id",
+        "is_lost", "num_turns", "on_end", "request_id",
     )  # fmt: skip
 
     def __init__(self, owner: OpenConversations, request_id: str, *, keep_last: bool) -> None:
         """Start without tokens; see `OpenConversations.open`."""
-        self.request_id, self.num_turns, self.has_expired = request_id, 0, False
+        self.request_id, self.num_turns, self.is_lost = request_id, 0, False
         self.on_end: Callable[[], object] | None = None
         self._owner, self._keep_last = owner, keep_last
         self._state = ConversationState.IDLE
@@ -360,7 +361,7 @@ class History:
 
     def expire(self, why: str) -> None:
         """End it because its lease has run out."""
-        self._why, self.has_expired = why, True
+        self._why, self.is_lost = why, True
         self._move(ConversationEvent.EXPIRE)
 
     def end(self, why: str) -> None:

@@ -306,7 +306,8 @@ class AsyncConversation(_ConversationBase):
         self._encode, self._generate, self._abort = encode, generate, abort
         self._appending = asyncio.Lock()
         self._ended = asyncio.Event()
-        self._history.on_end = self._ended.set
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._history.on_end = self._set_ended
 
     async def append(self, prompt: Prompt) -> None:
         """Add a part, which is computed with the next turn. One without tokens changes nothing.
@@ -379,7 +380,7 @@ class AsyncConversation(_ConversationBase):
 
         Raises:
             RequestError: a part is wrong; the message has its index.
-            ConversationEndedError: no part came within the lease.
+            ConversationEndedError: no part came within the lease, or the engine was closed.
             EngineDeadError: as `commit`.
         """
         source, index = aiter(parts), 0
@@ -425,12 +426,21 @@ class AsyncConversation(_ConversationBase):
         """Close."""
         await self.aclose()
 
+    def _set_ended(self) -> None:
+        """Wake up who waits for a part; in any thread."""
+        if self._loop is None:
+            self._ended.set()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ended.set)
+
     async def _next_of(self, source: AsyncIterator[Any]) -> Any:
         """Return the next part; `_NO_MORE` after the last one, and once it was aborted.
 
         Raises:
-            ConversationEndedError: the lease runs out first.
+            ConversationEndedError: the lease runs out first, or the engine ends.
         """
+        self._loop = asyncio.get_running_loop()
         reading = asyncio.ensure_future(_read_from(source))
         ended = asyncio.ensure_future(self._ended.wait())
         try:
@@ -442,7 +452,7 @@ class AsyncConversation(_ConversationBase):
                 )
                 if not reading.done():
                     self._history.check_lease()
-            if self._history.has_expired:
+            if self._history.is_lost:
                 raise self._history.ended()
             return reading.result() if reading.done() else _NO_MORE
         finally:

@@ -19,6 +19,7 @@ from hardpoint import (
     AsyncLLM,
     ConversationEndedError,
     EngineDeadError,
+    HardpointError,
     OverloadedError,
     PoolingParams,
     PromptPart,
@@ -341,7 +342,7 @@ class TestTurns:
         }
         params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
         with LLM(config=scripted_config(folder, table)) as small:
-            talks = [small.open_conversation(params) for _ in range(6)]
+            talks = [small.open_conversation(params) for _ in range(4)]
             for turn in range(2):
                 streams = [t.send(f"{turn} {i}") for i, t in enumerate(talks)]
                 got = [[] for _ in talks]
@@ -356,6 +357,29 @@ class TestTurns:
                     prompt = talk.token_ids[:-60]
                     (alone,) = small.generate({"prompt_token_ids": prompt}, params)
                     assert tokens == alone.outputs[0].token_ids
+            assert small.scheduler_stats().num_preemptions > 0
+
+    @pytest.mark.parametrize(
+        "table",
+        [
+            {"scheduler": {"max_num_batched_tokens": 24}},
+            {"kv_cache": {"prefix_caching": False}},
+            {"speculation": {"use": ["ngram"]}},
+            {"scheduler": {"asynchronous": True}},
+        ],
+        ids=["chunks", "no prefix cache", "drafts", "planned ahead"],
+    )
+    def test_a_conversation_has_the_same_tokens_with_each_feature(self, llm, folder, table):
+        params = SamplingParams(temperature=1.0, seed=7, max_tokens=20, ignore_eos=True)
+
+        def history_of(model):
+            with model.open_conversation(params) as talk:
+                for text in ("say abc", " and a longer part than one chunk takes", ", more"):
+                    list(talk.send(text))
+                return talk.token_ids
+
+        with LLM(config=scripted_config(folder, table)) as other:
+            assert history_of(other) == history_of(llm)
 
     def test_a_conversation_without_room_to_answer(self, llm):
         params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
@@ -509,6 +533,18 @@ class TestIterators:
             assert outputs[-1].outputs[0].finish_reason == "abort"
 
         run(main)
+
+    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder):
+        async def main():
+            llm = AsyncLLM(config=scripted_config(folder))
+            waiting = asyncio.ensure_future(taken(llm.generate(slowing("a", "b", "late"), GREEDY)))
+            await until(lambda: len(open_conversations_of(llm)), "a conversation")
+            await asyncio.sleep(0.1)
+            await llm.aclose()
+            with pytest.raises(HardpointError, match="closed"):
+                await waiting
+
+        asyncio.run(main())
 
     def test_leaving_the_loop_ends_the_sender_too(self, run):
         ended = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,10 @@ from hardpoint.builtin_plugins.server.streaming import ClientGoneError
 
 from .traffic import Traffic
 
+_log = logging.Logger("hardpoint.websockets", logging.WARNING)
+"""Without uvicorn's lines for each handshake, which have the query."""
+_log.parent = logging.getLogger("hardpoint")
+
 _OF_HANDSHAKE = (b"host", b"upgrade", b"connection")
 _PREFIX = b"sec-websocket-"
 
@@ -27,6 +32,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         """Serve a connection that the traffic counts already; arguments as of `Connection`."""
         super().__init__(**kwargs)
         self._settings, self._traffic = settings, traffic
+        self.logger = _log
 
     def take_over(
         self, transport: asyncio.Transport, url: bytes, headers: Sequence[tuple[bytes, bytes]]

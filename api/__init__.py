@@ -7,6 +7,7 @@ from `hardpoint.plugins`.
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.errors import (
+    ConversationEndedError,
     EngineClosedError,
     EngineDeadError,
     EnginePausedError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from hardpoint.core.frontend.llm_engine import LLMEngine
 
     from .async_llm import AsyncLLM
+    from .conversations.turns import PromptPart
     from .llm import LLM
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
+    "ConversationEndedError",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
@@ -56,6 +59,7 @@ __all__ = [
     "PluginError",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptPart",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
@@ -83,6 +87,10 @@ def __getattr__(name: str) -> Any:
         from .async_llm import AsyncLLM  # noqa: PLC0415
 
         return AsyncLLM
+    if name == "PromptPart":
+        from .conversations.turns import PromptPart  # noqa: PLC0415
+
+        return PromptPart
     if name == "__version__":
         return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

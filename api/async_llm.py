@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -12,6 +13,7 @@ from typing import Any, Literal, Unpack
 import msgspec
 
 from hardpoint.core.build import build_async_engine
+from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -38,9 +40,10 @@ from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
 from .open_model import AsyncProcessorCalls
+from .conversations.turns import AsyncConversation, PromptPart, check_options
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, prompt_list, takes_options, with_place
-from .sessions import AsyncSessionCalls
+from .conversations.sessions import AsyncSessionCalls
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]
@@ -134,29 +137,33 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
         with ProgressDisplay() as display:
-            self._engine = build_async_engine(
+            built = build_async_engine(
                 config,
                 config_sources,
                 restart=restart == "on_failure",
                 progress=display.report,
                 handed=handed,
             )
+        self._begin(built)
 
     @takes_options
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | AsyncIterable[Prompt | PromptPart],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; yield outputs of `sampling_params.output_kind` as they come.
 
+        A prompt that goes on comes in parts: each is answered in a turn of its own, as
+        `AsyncConversation.generate` does, and the outputs have the number of the turn.
+
         Outputs that the consumer is too slow for are merged into one, so nothing piles up.
         Leaving the loop early, or cancelling the task that runs it, aborts the request.
 
         Args:
-            prompt: as `LLM.generate` takes it.
+            prompt: as `LLM.generate` takes it, or an asynchronous iterator of parts.
             sampling_params: never changed; None is what the model's files recommend, see
                 `default_sampling_params`.
             request_id: outputs carry it; None numbers them. Live requests may share one.
@@ -169,7 +176,61 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             EngineClosedError: the engine was closed.
         """
         check_generates(sampling_params)
+        if isinstance(prompt, AsyncIterable):
+            return self._converse(prompt, sampling_params, request_id, options)
         return self._generate(prompt, sampling_params, request_id, options)
+
+    @takes_options
+    def open_conversation(
+        self,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        keep_last: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncConversation:
+        """Open a conversation, whose prompt goes on after each answer.
+
+        Args:
+            sampling_params: parameters of its turns, until one has others; None is what the model's
+                files recommend.
+            request_id: id of its turns; None numbers them. `abort` ends the conversation by it.
+            keep_last: whether the last token of an answer is part of the conversation; its keys and
+                values are computed with the next turn.
+            options: `RequestOptions` of each turn.
+
+        Raises:
+            RequestError: parameters or options are wrong for a conversation.
+            OverloadedError: `conversations.max_open` are open.
+        """
+        check_options(options)
+        return AsyncConversation(
+            functools.partial(self._conversations.open, request_id, keep_last=keep_last),
+            self._engine.parts.model_config.vocab_size,
+            self.default_sampling_params(),
+            sampling_params,
+            encode=self._encode,
+            generate=lambda name, prompt, params: self._generate(prompt, params, name, options),
+            abort=self._engine.abort,
+        )
+
+    async def _encode(self, text: str, is_first: bool) -> list[int]:
+        return await self._engine.tokenise(text, add_special_tokens=is_first)
+
+    async def _converse(
+        self,
+        parts: AsyncIterable[Prompt | PromptPart],
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer the parts of a prompt in a conversation that ends with them."""
+        async with (
+            self.open_conversation(params, request_id, **options) as conversation,
+            contextlib.aclosing(conversation.generate(parts)) as outputs,
+        ):
+            async for output in outputs:
+                yield output
 
     @takes_options
     def encode(
@@ -348,9 +409,12 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".
 
-        Unknown ids are ignored.
+        A conversation that has one of the ids ends too, whether a turn of it runs or not. Unknown
+        ids are ignored.
         """
-        await self._engine.abort(request_ids)
+        listed = listed_ids(request_ids)
+        self._conversations.end(listed, "it was aborted")
+        await self._engine.abort(listed)
 
     @property
     def engine_pid(self) -> int:
@@ -417,6 +481,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
 
         It blocks for a moment; `aclose` does not block the event loop.
         """
+        self._conversations.end_all("the engine was closed")
         self._engine.close()
         self._weight_files.keep(())
 

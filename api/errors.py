@@ -11,6 +11,7 @@ HardpointError
 │       └── EngineFaultError        its failure ended the engine; also an EngineDeadError
 ├── ModelError              a model cannot be found, read or supported
 ├── RequestError            a request is wrong; nothing else is disturbed
+│   ├── ConversationEndedError  an open conversation has ended; the message has the reason
 │   ├── OverloadedError         too many requests wait; try again later
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
 ├── RequestEndedError       it ended without a result, by its timeout for example
@@ -30,6 +31,7 @@ import traceback
 __all__ = [
     "CommunicationAbortedError",
     "ConfigError",
+    "ConversationEndedError",
     "EngineClosedError",
     "EngineDeadError",
     "EngineFaultError",
@@ -110,6 +112,10 @@ class RequestError(HardpointError, ValueError):
 
 class OverloadedError(RequestError):
     """The request is valid, but too many wait already; try again later."""
+
+
+class ConversationEndedError(RequestError):
+    """The conversation has ended; the message has the reason: lease, abort or close."""
 
 
 class PromptTooLongError(RequestError):

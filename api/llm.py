@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
 from .open_model import ProcessorCalls
+from .conversations.turns import Conversation, check_options
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
@@ -46,7 +48,7 @@ from .requests import (
     takes_options,
     with_output_kind,
 )
-from .sessions import SyncSessionCalls
+from .conversations.sessions import SyncSessionCalls
 from .weights import SyncWeightCalls
 
 __all__ = ["LLM"]
@@ -124,9 +126,8 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
-            self._engine = build_engine(
-                config, config_sources, progress=display.report, handed=handed
-            )
+            built = build_engine(config, config_sources, progress=display.report, handed=handed)
+        self._begin(built)
         self._calls = OpenCalls(self._engine)
 
     @takes_options
@@ -259,6 +260,41 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         return UnorderedCall(self._calls, given, window).outputs()
 
     @takes_options
+    def open_conversation(
+        self,
+        sampling_params: SamplingParams | None = None,
+        *,
+        keep_last: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> Conversation:
+        """Open a conversation, whose prompt goes on after each answer.
+
+        Args:
+            sampling_params: parameters of its turns, until one has others; None is what the model's
+                files recommend.
+            keep_last: whether the last token of an answer is part of the conversation; its keys and
+                values are computed with the next turn.
+            options: `RequestOptions` of each turn.
+
+        Raises:
+            RequestError: parameters or options are wrong for a conversation.
+            OverloadedError: `conversations.max_open` are open.
+        """
+        check_options(options)
+        return Conversation(
+            functools.partial(self._conversations.open, keep_last=keep_last),
+            self._engine.parts.model_config.vocab_size,
+            self.default_sampling_params(),
+            sampling_params,
+            encode=self._encode,
+            stream=lambda prompt, params: self._stream(prompt, params, options),
+        )
+
+    def _encode(self, text: str, is_first: bool) -> list[int]:
+        with self._engine.lock:
+            return self.tokenizer.encode(text, add_special_tokens=is_first)
+
+    @takes_options
     def stream_chat(
         self,
         messages: Messages,
@@ -338,6 +374,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
 
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
+        self._conversations.end_all("the engine was closed")
         self._engine.close()
         self._weight_files.keep(())
 

@@ -32,6 +32,7 @@ from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
 
 from .adapters import AsyncAdapterCalls, SyncAdapterCalls
+from .conversations.states import OpenConversations
 from .requests import (
     BatchOptions,
     OpenCalls,
@@ -51,6 +52,15 @@ class OpenModel(Generic[Engine]):
     """A model with an engine that runs it; base of LLM and AsyncLLM."""
 
     _engine: Engine
+    _conversations: OpenConversations
+
+    def _begin(self, engine: Engine) -> None:
+        """Own an engine, and its conversations."""
+        self._engine = engine
+        parts = engine.parts
+        length = parts.config.max_model_len
+        assert isinstance(length, int)
+        self._conversations = OpenConversations(parts.config.conversations, length, parts.clock)
 
     @property
     def config(self) -> EngineConfig:

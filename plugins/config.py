@@ -27,6 +27,7 @@ from .config_tables import (
     OpsConfig,
     ParallelConfig,
     PluginsConfig,
+    PositiveSeconds,
     QuantizationConfig,
     ReasoningConfig,
     Reference,
@@ -43,6 +44,21 @@ from .config_tables import KVConnectorConfig as KVConnectorConfig
 __all__ = ["ConfigSources", "EngineConfig"]
 
 T = TypeVar("T", bound=Strict)
+
+
+class ConversationsConfig(Strict):
+    """Conversations that stay open.
+
+    Attributes:
+        lease_seconds: time without a part or a turn after which a conversation ends.
+        max_open: conversations that are open at once; further ones are refused.
+        max_tokens: tokens that all open conversations hold, 4 bytes each; further parts are
+            refused. Turns that run may go over it.
+    """
+
+    lease_seconds: PositiveSeconds = 600.0
+    max_open: Count = 16384
+    max_tokens: Count = 1 << 25
 
 
 # Positional, so that `plugin`, which is not, comes after the tables that plugins declare.
@@ -74,6 +90,7 @@ class _CoreTables(Strict, kw_only=False):
     reasoning: ReasoningConfig = ReasoningConfig()
     tools: ToolsConfig = ToolsConfig()
     grammar: GrammarConfig = GrammarConfig()
+    conversations: ConversationsConfig = ConversationsConfig()
     load: LoadConfig = LoadConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()

@@ -132,7 +132,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
         trace_headers: headers of the trace that it belongs to, for sinks and hooks; the engine
             carries them and makes no spans.
-        resumable: whether more of its prompt may follow.
+        resumable: false; a prompt comes whole, also that of a turn of a conversation.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.
         reasoning_markers: the token ids that enclose reasoning, by which a grammar knows where the
@@ -418,6 +418,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
         kv_transfer_params: in the last output, from the KV connector.
         lora_request: its adapter, with the hash of the content that it has; None is the model
             itself.
+        turn: number of its turn in a conversation, from 0; None outside of any.
     """
 
     request_id: str
@@ -429,6 +430,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     lora_request: LoRARequest | None = None
+    turn: int | None = None
 
     @property
     def metrics(self) -> RequestMetrics | None:

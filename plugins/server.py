@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
     from starlette.responses import Response
     from starlette.types import ASGIApp
+    from starlette.websockets import WebSocket
 
 __all__ = [
     "AsyncGenerator",
@@ -40,6 +41,7 @@ __all__ = [
     "InstalledExtension",
     "LiveRequest",
     "Middleware",
+    "OpenConversation",
     "Route",
     "ServerContext",
     "ServerExtension",
@@ -51,6 +53,28 @@ T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 PauseModeName = Literal["abort", "wait", "keep"]
+
+
+class OpenConversation(Protocol):
+    """A conversation that stays open; `AsyncConversation` is one."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The rest of its lease; None while a turn runs, and once it has ended."""
+
+    async def append(self, prompt: Prompt) -> None:
+        """Add a part, which is computed with the next turn."""
+
+    def commit(
+        self, sampling_params: SamplingParams | None = None
+    ) -> c.AsyncGenerator[RequestOutput, None]:
+        """Begin a turn; yield its outputs as they come."""
+
+    async def cancel(self) -> None:
+        """End the turn that runs, if one does."""
+
+    async def aclose(self) -> None:
+        """End the conversation."""
 
 
 class AsyncGenerator(Protocol):
@@ -95,6 +119,21 @@ class AsyncGenerator(Protocol):
             RequestError: prompt or parameters are wrong.
             OverloadedError: too many requests wait.
             EngineDeadError: the engine died; the request may be sent again.
+        """
+
+    def open_conversation(
+        self,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        keep_last: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> OpenConversation:
+        """Open a conversation, whose prompt goes on after each answer.
+
+        Raises:
+            RequestError: parameters or options are wrong for a conversation.
+            OverloadedError: too many are open.
         """
 
     @property
@@ -308,14 +347,20 @@ class Route:
             names the plugin.
         methods: methods that it answers; GET answers HEAD too.
         admin: whether it is on the admin address instead of the users'.
+        websocket: whether it is a WebSocket, which GET opens: the endpoint takes starlette's
+            WebSocket, and accepts it or raises; an error after that closes it with the code 1011.
         summary: one line for the OpenAPI document.
         request_type, response_type: types of JSON bodies, for the OpenAPI document.
     """
 
     path: str
-    endpoint: Callable[[HTTPRequest], Awaitable[Response | msgspec.Struct]]
+    endpoint: (
+        Callable[[HTTPRequest], Awaitable[Response | msgspec.Struct]]
+        | Callable[[WebSocket], Awaitable[None]]
+    )
     methods: Sequence[str] = ("GET",)
     admin: bool = False
+    websocket: bool = False
     summary: str = ""
     request_type: type[msgspec.Struct] | None = None
     response_type: type[msgspec.Struct] | None = None
@@ -329,7 +374,8 @@ class Middleware:
     once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
     error, two answers or none end that request alone with 500, which names the plugin. So does a
     pause of more than `server.extension_seconds` outside of the application inside. The server's
-    own `/health` and `/ready` pass no middleware, so that no plugin fails a probe.
+    own `/health` and `/ready` pass no middleware, so that no plugin fails a probe. A WebSocket is a
+    scope of the type "websocket", as in ASGI.
 
     Attributes:
         wrap: takes an application and returns another one; called once, when the server starts.

@@ -40,15 +40,7 @@ __all__ = [
 
 
 REQUEST_FIELDS = frozenset(
-    {
-        "lora",
-        "pooling_params",
-        "second_type_start",
-        "prompt_embeds",
-        "features",
-        "resumable",
-        "retention",
-    }
+    {"lora", "pooling_params", "second_type_start", "prompt_embeds", "features", "retention"}
 )
 """Optional fields of `EngineCoreRequest` that only step parts make use of."""
 

@@ -41,6 +41,7 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
+    "hardpoint.builtin_plugins.server.operations.websockets": "another protocol and its library",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
     "hardpoint.boundary.hang_watch": "an algorithm with tests of its own",

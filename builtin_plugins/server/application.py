@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
+from starlette.routing import BaseRoute, Router, WebSocketRoute, compile_path
 from starlette.routing import Route as StarletteRoute
-from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hardpoint.plugins.server import Authenticator, Client, Route
 
 from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
-from .boundaries import Boundary, Endpoint, MiddlewareBoundary, PluginEndpoint
+from .boundaries import (
+    Boundary,
+    Endpoint,
+    HandshakeExpected,
+    MiddlewareBoundary,
+    PluginEndpoint,
+)
 from .errors import AnswerError, no_route
 from .faults import AnswerCutError, BlamedError, BrokenContractError, Owned, ServerFaults
 from .operations.traffic import request_id_of
@@ -36,18 +43,15 @@ def make_router(routes: Sequence[tuple[Route, Owned | None]], faults: ServerFaul
     async def not_found(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
         raise no_route(scope["path"], paths)
 
-    return Router(
-        [
-            StarletteRoute(
-                route.path,
-                Endpoint(route) if owned is None else PluginEndpoint(owned, faults),
-                methods=list(route.methods),
-            )
-            for route, owned in routes
-        ],
-        redirect_slashes=False,
-        default=not_found,
-    )
+    found: list[BaseRoute] = []
+    for route, owned in routes:
+        endpoint = Endpoint(route) if owned is None else PluginEndpoint(owned, faults)
+        if route.websocket:
+            found.append(WebSocketRoute(route.path, endpoint))
+            found.append(StarletteRoute(route.path, HandshakeExpected(route), methods=["GET"]))
+        else:
+            found.append(StarletteRoute(route.path, endpoint, methods=list(route.methods)))
+    return Router(found, redirect_slashes=False, default=not_found)
 
 
 class AdminAuthentication:
@@ -173,6 +177,7 @@ class Application:
         self._root_path = "" if is_admin else service.settings.root_path
         self._is_admin = is_admin
         self.routes = [route for route, _ in routes]
+        self._websockets = [compile_path(r.path)[0] for r, _ in routes if r.websocket]
         self._guard = guard
         self._cross_origin = cross_origin or CrossOrigin()
         self._authentication = authentication
@@ -186,8 +191,9 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             return
+        scope.setdefault("method", "GET")  # of the handshake
         scope["app"] = self  # starlette then raises instead of answering in plain text
         state = scope.setdefault("state", {})
         state["request_id"] = request_id = request_id_of(scope)
@@ -202,7 +208,7 @@ class Application:
 
         async def noting() -> Message:
             message = await receive()
-            if message["type"] == "http.disconnect":
+            if message["type"] in ("http.disconnect", "websocket.disconnect"):
                 state["is_gone"] = True
             return message
 
@@ -213,11 +219,19 @@ class Application:
         finally:
             self._traffic.end(exchange, scope, admin=self._is_admin)
 
+    def takes_websocket(self, path: str) -> bool:
+        """Return whether a path, as a client names it, is that of a WebSocket."""
+        if self._root_path and path.startswith(f"{self._root_path}/"):
+            path = path.removeprefix(self._root_path)
+        return any(pattern.match(path) for pattern in self._websockets)
+
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard.check(scope)
         if (answer := self._cross_origin.preflight(scope)) is not None:
             return await answer(scope, receive, send)
         scope["state"]["client"] = await self._authentication.client(scope)
+        # What goes on for long asks again, so that its turns count and its key can be withdrawn.
+        scope["state"]["ask_again"] = functools.partial(self._authentication.client, scope)
         app = self._router if scope["path"] in self._probes else self._inner
         return await app(scope, receive, send)
 

@@ -27,6 +27,7 @@ from .application import AdminAuthentication, Application, Authentication
 from .config import ServerConfig
 from .dialects.chat import ChatDialect
 from .dialects.completions import CompletionDialect
+from .dialects.conversations import ConversationRoutes
 from .dialects.messages import MessagesDialect
 from .dialects.pooling import PoolingRoute
 from .dialects.responses import ResponsesDialect
@@ -39,7 +40,6 @@ from .operations.addresses import BoundAddress
 from .routes.admin import AdminRoutes
 from .routes.models import StatusRoutes
 from .routes.page import live_routes, page_routes, with_page_files
-from .routes.sessions import SessionRoutes
 from .service import Service, call_of
 from .streaming import while_connected
 from .timing import without_limit
@@ -80,7 +80,7 @@ def core_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
         *TokenRoutes(service).routes(),
         *vectors.routes(),
         *PoolingRoute(service, vectors).routes(),
-        *SessionRoutes(service).routes(),
+        *ConversationRoutes(service).routes(),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import ConfigError
@@ -17,7 +19,7 @@ from hardpoint.plugins.server import Route
 from hardpoint.toolkit.http_heads import fault_of_head
 from hardpoint.typed import reason_of
 
-from .errors import error_response
+from .errors import AnswerError, error_response
 from .faults import AnswerCutError, BrokenContractError, Owned, ServerFaults
 from .service import Service
 from .streaming import ClientGoneError
@@ -42,10 +44,14 @@ class CheckedSend:
         Raises:
             BrokenContractError: it is not the next one of an answer, or HTTP cannot carry it.
         """
-        is_start = message["type"] == "http.response.start"
+        if message["type"] in _OF_WEBSOCKETS:
+            await self._pass_on(message)
+            return
+        kind = message["type"].removeprefix("websocket.")
+        is_start = kind == "http.response.start"
         if self.finished or (is_start and self.started):
             raise BrokenContractError("it answered twice")
-        if message["type"] == "http.response.body" and not self.started:
+        if kind == "http.response.body" and not self.started:
             raise BrokenContractError("it sent a body before the start of an answer")
         if is_start:
             message["headers"] = headers = list(message.get("headers", ()))
@@ -55,8 +61,19 @@ class CheckedSend:
         await self._send(message)
         if is_start:
             self.started = True
-        elif message["type"] == "http.response.body":
+        elif kind == "http.response.body":
             self.finished = not message.get("more_body", False)
+
+    async def _pass_on(self, message: Message) -> None:
+        """Pass a message of a WebSocket on."""
+        kind = message["type"]
+        if self.finished or (kind == "websocket.accept" and self.started):
+            raise BrokenContractError("it went on after the end of its WebSocket")
+        if kind == "websocket.send" and not self.started:
+            raise BrokenContractError("it sent a message before it accepted the WebSocket")
+        await self._send(message)
+        self.started = True
+        self.finished = kind == "websocket.close"
 
     def check_ended(self, scope: Scope) -> None:
         """Check that the answer is complete, unless the client is gone.
@@ -67,6 +84,12 @@ class CheckedSend:
         if not self.finished and not scope["state"]["is_gone"]:
             missing = "did not finish its answer" if self.started else "ended without an answer"
             raise BrokenContractError(f"it {missing}")
+
+
+_OF_WEBSOCKETS = ("websocket.accept", "websocket.send", "websocket.close")
+_FAILED = 1011
+"""The code of a WebSocket that an error of the server or of a plugin closes."""
+_LONGEST_REASON = 120
 
 
 class Boundary:
@@ -99,8 +122,17 @@ class Boundary:
             answer = self._service.failure(error)
             scope["state"]["refused"] = answer.detail.code or answer.detail.type
             if started:
+                if scope["type"] == "websocket":
+                    await _close_failed(send, answer.detail.message)
                 raise AnswerCutError from error
             await error_response(answer, scope["path"])(scope, receive, send)
+
+
+async def _close_failed(send: Send, message: str) -> None:
+    """Close a WebSocket with the reason for it; it may be closed already."""
+    reason = message.encode()[:_LONGEST_REASON].decode(errors="ignore")
+    with contextlib.suppress(ClientGoneError, RuntimeError):
+        await send({"type": "websocket.close", "code": _FAILED, "reason": reason})
 
 
 class _Inside:
@@ -175,8 +207,38 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         scope["state"]["route"] = self._route.path
-        response = _as_response(await self._route.endpoint(Request(scope, receive, send)))
+        endpoint: Any = self._route.endpoint
+        if self._route.websocket:
+            await endpoint(WebSocket(scope, receive, send))
+            return
+        response = _as_response(await endpoint(Request(scope, receive, send)))
         await response(scope, receive, send)
+
+
+_BEGINNINGS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
+
+
+class HandshakeExpected:
+    """The answer to a request for the path of a WebSocket that does not open one."""
+
+    def __init__(self, route: Route) -> None:
+        """Answer for a route."""
+        self._path = route.path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Refuse the request.
+
+        Raises:
+            AnswerError: it does not open a WebSocket.
+        """
+        scope["state"]["route"] = self._path
+        raise AnswerError(
+            426,
+            f"upgrade: expected a handshake of a WebSocket of version 13 at {self._path}, on a "
+            "connection without other requests",
+            code="websocket_expected",
+            headers={"upgrade": "websocket"},
+        )
 
 
 class PluginEndpoint:
@@ -203,10 +265,14 @@ class PluginEndpoint:
                 await self._faults.timed(
                     self._owned, what, self._answered, limit, scope, receive, sent
                 )
+            if route.websocket and sent.started and not sent.finished:
+                await sent({"type": "websocket.close", "code": 1000, "reason": ""})
             sent.check_ended(scope)
         except BaseException as raised:
             cause = self._faults.too_slow() if limit.timeout.expired() else raised
             error = self._faults.passed(self._owned, what, cause, may_refuse=True)
+            if route.websocket and sent.started and isinstance(error, Exception):
+                await _close_failed(send, str(error))
             raise _cut(error, sent) from None
         finally:
             ROUTE_LIMIT.reset(token)
@@ -215,10 +281,13 @@ class PluginEndpoint:
         self, limit: RouteLimit, scope: Scope, receive: Receive, send: Send
     ) -> None:
         async def begun(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] in _BEGINNINGS:
                 limit.stop()
             await send(message)
 
+        if self._owned.part.websocket:
+            await self._owned.part.endpoint(WebSocket(scope, receive, begun))
+            return
         response = _as_response(await self._owned.part.endpoint(Request(scope, receive)))
         await response(scope, receive, begun)
 

@@ -188,19 +188,28 @@ class Transforms:
         head, data = _parts(event)
         if not data.startswith(b"{"):
             return event + b"\n\n"
+        changed = self.event_data(call, data)
+        return b"" if changed is None else head + b"data: " + changed + b"\n\n"
+
+    def event_data(self, call: Call, data: bytes) -> bytes | None:
+        """Return the data of one event as the transforms leave it; None leaves it out.
+
+        Raises:
+            BlamedError: a transform failed.
+        """
         for owned, change in self._events:
             began = time.perf_counter()
             try:
                 body = change(call, msgspec.json.decode(data))
                 if body is None:
-                    return b""
+                    return None
                 data = _object(body)
             except BaseException as cause:
                 raise self._faults.passed(owned, "event transform", cause) from None
             finally:
                 taken = time.perf_counter() - began
                 self._faults.check_blocking(owned, "event transform", taken)
-        return head + b"data: " + data + b"\n\n"
+        return data
 
 
 def _parts(event: bytes) -> tuple[bytes, bytes]:

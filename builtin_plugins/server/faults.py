@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.websockets import WebSocketDisconnect
 
 from hardpoint.errors import (
     EngineClosedError,
@@ -108,7 +109,7 @@ class ServerFaults:
         Args:
             may_refuse: whether it may refuse the request.
         """
-        if isinstance(cause, ClientDisconnect):
+        if isinstance(cause, ClientDisconnect | WebSocketDisconnect):
             return ClientGoneError()
         if may_refuse and _is_refusal(cause):
             wrong = None

@@ -38,6 +38,7 @@ _ERRORS = {
     500: "The server or a plugin failed; not to be sent again if x-should-retry is false.",
     503: "The engine is being restarted or the server ends; send it again after Retry-After.",
 }
+_OF_WEBSOCKETS = {426: "The request opens no WebSocket."}
 _STATES = ("/health", "/ready", "/ping")
 """Paths whose answers with 503 have the same form as those with 200, and are no errors."""
 
@@ -237,11 +238,9 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
     def content(type_: type[msgspec.Struct]) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": _REF + names[type_]}}}
 
-    answer: dict[str, Any] = {"description": "The answer."}
+    answer = _answer(route)
     if route.response_type is not None:
         answer["content"] = content(route.response_type)
-    elif route.path == _METRICS:
-        answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
     operation: dict[str, Any] = {"summary": route.summary or route.path}
     if parameters := [_parameter(name, kind) for name, kind in _PARAMETER.findall(route.path)]:
         operation["parameters"] = parameters
@@ -249,10 +248,11 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
         operation["requestBody"] = {"required": True, "content": content(route.request_type)}
         if "stream" in route.request_type.__struct_fields__ and "content" in answer:
             answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    operation["responses"] = {"200": answer}
+    operation["responses"] = {"101" if route.websocket else "200": answer}
     is_messages = route.path == MESSAGES_PATH or route.path.startswith(f"{MESSAGES_PATH}/")
     error = content(MessagesErrorBody if is_messages else ErrorBody)
-    for status, meaning in _ERRORS.items():
+    errors = _ERRORS | _OF_WEBSOCKETS if route.websocket else _ERRORS
+    for status, meaning in errors.items():
         response: dict[str, Any] = {"description": meaning}
         if status != 503 or route.request_type is not None:
             response["content"] = error
@@ -260,6 +260,16 @@ def _operation(route: Route, names: Mapping[type[msgspec.Struct], str]) -> dict[
             response["content"] = answer["content"]
         operation["responses"][str(status)] = response
     return operation
+
+
+def _answer(route: Route) -> dict[str, Any]:
+    """Return the description of the answer to a request, without a type."""
+    if route.websocket:
+        return {"description": "The connection is a WebSocket from here on."}
+    answer: dict[str, Any] = {"description": "The answer."}
+    if route.path == _METRICS:
+        answer["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    return answer
 
 
 def _parameter(name: str, kind: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from hardpoint.errors import EngineDeadError
@@ -229,6 +229,25 @@ class Service:
                 except RequestError:
                     raise wrong from None
                 raise self.transforms.blame_request() from wrong
+
+    async def read_message(self, call: Call, message: bytes) -> dict[str, Any]:
+        """Return the fields of a message of a WebSocket, as transforms leave them.
+
+        Raises:
+            AnswerError, RequestError: it is no JSON object, or a transform refuses it.
+        """
+        fields = await self._large(message, self._decoded, message)
+        if self.transforms.changes_requests:
+            fields = await self.transforms.request(call, fields)
+        return fields
+
+    def checked(self, fields: dict[str, Any], type_: type[T]) -> T:
+        """Return the fields of a message as its type.
+
+        Raises:
+            RequestError: one is wrong.
+        """
+        return self._converted(fields, type_)
 
     async def read_plain(self, request: Request, type_: type[T]) -> T:
         """Return the checked body of a request to a route of a plugin.
@@ -536,7 +555,7 @@ def _restarting() -> AnswerError:
     )
 
 
-def call_of(request: Request) -> Call:
+def call_of(request: HTTPConnection) -> Call:
     """Return who makes a request."""
     headers = {
         name: value

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from hardpoint.plugins import ConfigError, HardpointError
 
+from .application import Application
 from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
@@ -86,9 +86,11 @@ class Serving:
         self._end = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
-    def _listener(self, application: ASGIApp, address: BoundAddress) -> _Listener:
+    def _listener(self, application: Application, address: BoundAddress) -> _Listener:
         settings = self._service.settings
-        protocol: Any = functools.partial(Connection, settings, self._service.traffic)
+        protocol: Any = functools.partial(
+            Connection, settings, self._service.traffic, application.takes_websocket
+        )
         keep_alive: Any = settings.keep_alive_seconds  # uvicorn takes fractions as well
         return _Listener(
             uvicorn.Config(
@@ -99,7 +101,11 @@ class Serving:
                 server_header=False,
                 date_header=True,
                 proxy_headers=False,
-                ws="none",
+                ws="none",  # a Connection becomes one itself
+                ws_max_size=settings.limits.body_bytes,
+                ws_ping_interval=settings.heartbeat_seconds or None,
+                ws_ping_timeout=settings.send_seconds,
+                ws_per_message_deflate=False,
                 http=protocol,
                 backlog=_BACKLOG,
                 timeout_keep_alive=keep_alive,

@@ -123,7 +123,7 @@ class Frontend:
         Raises:
             RequestError: one is no string; none ends.
         """
-        return self._dispatch(self.output.abort(self.output.live_of(_listed(ids)))).aborts
+        return self._dispatch(self.output.abort(self.output.live_of(listed_ids(ids)))).aborts
 
     def forget(
         self, ids: str | Iterable[str], reason: FinishReason = FinishReason.ABORT
@@ -139,7 +139,7 @@ class Frontend:
         Raises:
             RequestError: one is no string; none ends.
         """
-        live = self.output.live_of(_listed(ids))
+        live = self.output.live_of(listed_ids(ids))
         self.output.drop(live, reason)
         return live
 
@@ -208,7 +208,7 @@ class Frontend:
         Raises:
             RequestError: no live request has that id.
         """
-        live = self.output.live_of(_listed([request_id]))
+        live = self.output.live_of(listed_ids([request_id]))
         if not live:
             raise RequestError(f"request_id: {request_id!r} is not a live request")
         return {child: self.output.index_of(child) for child in live}
@@ -278,7 +278,7 @@ class Frontend:
                 completion.finish_reason, completion.error = "error", str(fault)
 
 
-def _listed(ids: str | Iterable[str]) -> list[str]:
+def listed_ids(ids: str | Iterable[str]) -> list[str]:
     """Return one id or several as a list.
 
     Raises:

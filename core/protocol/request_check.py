@@ -87,9 +87,10 @@ class RequestCheck:
             )
         if request.retention is not None and "retention" not in self._used:
             raise RequestError("retention: expected none, no part of this engine keeps blocks")
-        if request.resumable and "resumable" not in self._used:
+        if request.resumable:
             raise RequestError(
-                "resumable: expected false, this engine takes no prompts in parts, got true"
+                "resumable: expected false, for each turn of a conversation is a request with all "
+                "tokens before it, got true"
             )
         for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
             if (value := getattr(request, name)) is not None:

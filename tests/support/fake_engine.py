@@ -2,11 +2,15 @@
 
 import asyncio
 import dataclasses
+import functools
 import re
+import time
 
 import msgspec
 import numpy as np
 
+from hardpoint.conversations.states import OpenConversations
+from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -106,13 +110,25 @@ class FakeEngine:
 
     def generate(self, prompt, sampling_params=None, request_id=None, **extras):
         if isinstance(prompt, dict):
-            ids, text = list(prompt["prompt_token_ids"]), prompt["prompt"]
+            ids, text = list(prompt["prompt_token_ids"]), prompt.get("prompt")
             return self._answer(prompt, text, ids, sampling_params, request_id, extras)
         if not isinstance(prompt, str) and any(not 0 <= token < 0x110000 for token in prompt):
             raise RequestError("prompt: expected token ids below 1114112")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(list(prompt))
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._answer(prompt, text, ids, sampling_params, request_id, extras)
+
+    def open_conversation(self, params=None, request_id=None, *, keep_last=True, **extras):
+        open_ones = OpenConversations(self.config.conversations, 4096, time.monotonic)
+        return AsyncConversation(
+            functools.partial(open_ones.open, request_id, keep_last=keep_last),
+            0x110000,
+            self.default_sampling_params(),
+            params,
+            encode=lambda text, first: self.tokenise(text, add_special_tokens=first),
+            generate=lambda name, prompt, given: self.generate(prompt, given, name, **extras),
+            abort=self.abort,
+        )
 
     supported_tasks = ("generate", "embed", "token_embed", "classify")
 

@@ -68,3 +68,8 @@ def states_of(output: OutputProcessor) -> dict[str, Any]:
 def keeps_nothing(output: OutputProcessor) -> bool:
     """Whether an output processor has forgotten all requests."""
     return output._states == output._by_parent == output._by_external == {}
+
+
+def open_conversations_of(llm):
+    """Return the open conversations of an LLM or AsyncLLM."""
+    return llm._conversations

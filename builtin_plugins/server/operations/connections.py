@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import fcntl
 import termios
+import urllib.parse
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +25,7 @@ from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError, error_response, unavailable
 
 from .traffic import Traffic, request_id_of
+from .websockets import WebSocketConnection
 
 _LINGER_SECONDS = 2.0
 _HEADER_SEPARATORS = 4
@@ -37,17 +40,27 @@ _WITHOUT_CHUNKS = ("0.9", "1.0")
 class Connection(HttpToolsProtocol):
     """One connection; it ends with the reason for a client that is too slow, or sends no HTTP.
 
-    Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it.
+    Requests for another protocol, such as HTTP/2, are answered as if they did not ask for it. So
+    are those for a WebSocket where no route is one.
     """
 
-    def __init__(self, settings: ServerConfig, traffic: Traffic, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        settings: ServerConfig,
+        traffic: Traffic,
+        takes_websocket: Callable[[str], bool] = lambda _: False,
+        **kwargs: Any,
+    ) -> None:
         """Serve a connection.
 
         Args:
+            takes_websocket: returns whether a path is that of a WebSocket.
             kwargs: arguments of uvicorn's protocol.
         """
         super().__init__(**kwargs)
         self._settings, self._traffic = settings, traffic
+        self._takes_websocket, self._kwargs = takes_websocket, kwargs
+        self._websocket: WebSocketConnection | None = None
         self._in_head = True
         self._head_bytes = 0
         self._frame_bytes = 0
@@ -105,6 +118,9 @@ class Connection(HttpToolsProtocol):
     def _read(self, data: bytes) -> None:
         """Parse data; leave a rest for later if as much waits as may."""
         for start in range(0, len(data), _PIECE_BYTES):
+            if self._websocket is not None:
+                self._websocket.data_received(data[start:])
+                return
             if not self._reads:
                 return
             if not self._has_room():
@@ -138,13 +154,16 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
+                if self._asks_for_websocket():
+                    self._become_websocket(data[upgrade.args[0] :])
+                    return
                 head = self._without_upgrade()  # which makes another parser
                 self.parser.feed_data(head + data[upgrade.args[0] :])
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as wrong:
             error, reason = self._refusal or (_malformed(wrong, data), "malformed")
             self._refuse(error, reason)
             return
-        limit = self._settings.limits.header_bytes
+        limit = self._header_limit
         if in_head and self._in_head and self._head_bytes:
             if self._head_bytes > limit:
                 self._refuse(self._too_long(), "header_size")
@@ -182,8 +201,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._frame_bytes = 0
         self._stop_head_timer()
-        size = len(self.url) + sum(len(n) + len(v) + _HEADER_SEPARATORS for n, v in self.headers)
-        if size > self._settings.limits.header_bytes:
+        if self._head_size() > self._header_limit:
             self._refusal = self._too_long(), "header_size"
             raise ValueError("the headers are too long")
         super().on_headers_complete()
@@ -202,6 +220,46 @@ class Connection(HttpToolsProtocol):
 
         self._running = cycle
         super()._start_asgi_task(cycle, until_cut)  # type: ignore[arg-type]
+
+    def _asks_for_websocket(self) -> bool:
+        """Return whether a head opens a WebSocket that there is; else it is answered in HTTP."""
+        if self._upgrading != (b"GET", "1.1") or self._head_size() > self._header_limit:
+            return False
+        if self.app is not self.config.loaded_app:  # which refuses the connection
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return False  # requests before it are not answered yet
+        headers = dict(self.headers)
+        is_asked = headers.get(b"upgrade", b"").lower() == b"websocket"
+        is_complete = headers.get(b"sec-websocket-version") == b"13" and (
+            b"sec-websocket-key" in headers and b"content-length" not in headers
+        )
+        path = urllib.parse.unquote(self.url.partition(b"?")[0].decode("ascii", "replace"))
+        return is_asked and is_complete and self._takes_websocket(path)
+
+    def _become_websocket(self, rest: bytes) -> None:
+        """Let another protocol go on with the connection.
+
+        Args:
+            rest: what has come after the head.
+        """
+        self._stop_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self.connections.discard(self)
+        self._websocket = WebSocketConnection(self._settings, self._traffic, **self._kwargs)
+        self._websocket.take_over(self.transport, self.url, self.headers)
+        self.transport.set_protocol(self._websocket)
+        if rest:
+            self._websocket.data_received(rest)
+
+    def _head_size(self) -> int:
+        names = sum(len(n) + len(v) + _HEADER_SEPARATORS for n, v in self.headers)
+        return len(self.url) + names
+
+    @property
+    def _header_limit(self) -> int:
+        return self._settings.limits.header_bytes
 
     def _without_upgrade(self) -> bytes:
         """Return the head of a request again, without its wish for another protocol.
@@ -286,7 +344,7 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def _too_long(self, expected: str = "headers: expected at most {} bytes") -> AnswerError:
-        limit = self._settings.limits.header_bytes
+        limit = self._header_limit
         return AnswerError(431, f"{expected.format(limit)} (server.limits.header_bytes)")
 
     def _refuse(self, error: AnswerError, reason: str) -> None:

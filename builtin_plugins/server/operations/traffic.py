@@ -22,6 +22,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
+_SWITCHING = 101
 _LONGEST_TEXT = 512
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SPECIAL = {ord('"'): '\\"', ord("\\"): "\\\\"}
@@ -121,14 +122,15 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
+        kind = message["type"].removeprefix("websocket.")
+        if kind in ("http.response.start", "accept"):
+            self.status = message.get("status", _SWITCHING)
             self.state["is_answered"] = True
             message["headers"] = [*message.get("headers", ()), *self._headers]
         else:
             if not self.first_byte:
                 self.first_byte = time.perf_counter()
-            self.bytes += len(message.get("body", b""))
+            self.bytes += len(message.get("body", b"")) + len(message.get("text") or "")
         await self._send(message)
 
 

@@ -113,13 +113,6 @@ class CompletionStream:
         """Parse no more, and forget what was found: the text is kept."""
         self._parser = self.parts = None
 
-    def resume(self, decoder: DecodeStream | None) -> None:
-        """Continue after a further part of the prompt, by another stream of the tokenizer."""
-        self._decoder = decoder
-        self._pending = None
-        self._tail = ""
-        self.stop_string = None
-
     @property
     def num_tokens(self) -> int:
         """The number of tokens so far."""

@@ -81,7 +81,7 @@ class OutputProcessor:
         parsers: OutputParsers | None = None,
         sought: SoughtCalls | None = None,
     ) -> None:
-        """Register a request, or a further part of its prompt, before the engine gets it.
+        """Register a request before the engine gets it.
 
         Args:
             parsers: parsers of its output; it holds them until its end.
@@ -89,14 +89,11 @@ class OutputProcessor:
             arrived: arrival time on the frontend's clock, for statistics.
 
         Raises:
-            RequestError: nothing may follow the prompt of the live request of that id.
+            RequestError: a live request has that id.
         """
         request_id = request.request_id
-        if (known := self._states.get(request_id)) is not None:
-            if known.parts is None:
-                raise RequestError(f"request_id: {request_id!r} is the id of a live request")
-            known.parts.add(request, prompt)
-            return  # the first part has the parsers
+        if request_id in self._states:
+            raise RequestError(f"request_id: {request_id!r} is the id of a live request")
         state: _State
         if request.pooling_params is not None:
             state = PoolingState(request, parent)
@@ -270,20 +267,13 @@ class OutputProcessor:
         if output.error_kind is not None:
             self._reject(state, output, processed)
             return
-        parts = state.parts
-        if parts is not None and parts.skips(output):
-            return
         state.update(output)
         if self._statistics is not None and state.figures is not None:
             self._statistics.record_output(state.figures, output, state.num_tokens)
-        reason = state.finish_reason
-        if reason is not None and (parts is None or not parts.ends_one(reason)):
-            parts = None
+        if (reason := state.finish_reason) is not None:
             self._finish(state, output, reason, processed)
         if (request_output := state.output()) is not None:
             processed.request_outputs.append((state.parent, request_output))
-        if reason is not None and parts is not None:
-            parts.finish(in_engine=output.finished)
 
     def _finish(
         self,

@@ -18,13 +18,11 @@ class PoolingState:
         figures: for statistics; None if they are off.
         index: always 0, because a prompt has one pooling request.
         num_tokens: always 0.
-        parts: None, because its prompt comes whole.
         plain: None, because it has no text.
     """
 
     index = 0
     num_tokens = 0
-    parts: None = None
     plain: None = None
 
     def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:

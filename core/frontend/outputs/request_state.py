@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,7 +19,6 @@ from hardpoint.plugins import (
     FinishReason,
     HardpointError,
     Logprob,
-    RequestError,
     RequestOutput,
     RequestOutputKind,
     Tokenizer,
@@ -33,8 +30,6 @@ from .output_parsers import OutputParsers, SoughtCalls
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 """The outputs that users get."""
-
-_ENDS_OF_PARTS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 OutputSink = Callable[[AnyOutput | Exception], None]
 """Gets a request's outputs, or the error that ends it."""
@@ -113,77 +108,6 @@ class ParentRequest(msgspec.Struct, eq=False):
         return [self.finished[index] for index in sorted(self.finished)], True
 
 
-@dataclass(frozen=True)
-class PromptPart:
-    """A further part of a prompt.
-
-    Attributes:
-        text: text of the part, if it was given as text.
-        last: whether it is the last part.
-    """
-
-    token_ids: list[int]
-    text: str | None
-    last: bool
-
-
-class PromptParts:
-    """The running part of a prompt and the parts that wait for its end.
-
-    Attributes:
-        complete: whether the last part has come.
-    """
-
-    def __init__(self, begin: Callable[[PromptPart], None]) -> None:
-        """Start with the first of several parts; `begin` is called with each later one."""
-        self.complete = False
-        self._begin = begin
-        self._waiting: deque[PromptPart] = deque()
-        self._last = self._idle = self._cut = False
-
-    def add(self, request: EngineCoreRequest, text: str | None) -> None:
-        """Add a part; it begins when those before it have ended.
-
-        Raises:
-            RequestError: the last part was added already.
-        """
-        if self.complete:
-            raise RequestError(
-                f"request_id: the prompt of {request.request_id!r} is complete, nothing may follow"
-            )
-        self.complete = not request.resumable
-        self._waiting.append(PromptPart(request.prompt_token_ids, text, self.complete))
-        if self._idle:
-            self._next()
-
-    def skips(self, output: EngineCoreOutput) -> bool:
-        """Return whether an output belongs to a part that a stop string has ended already."""
-        if not self._cut or (output.finished and output.finish_reason not in _ENDS_OF_PARTS):
-            return False
-        if output.finished:
-            self._next()
-        return True
-
-    def ends_one(self, reason: FinishReason | None) -> bool:
-        """Return whether an end with this reason is that of a part, not of the whole request."""
-        return not self._last and reason in _ENDS_OF_PARTS
-
-    def finish(self, *, in_engine: bool) -> None:
-        """Mark the part finished; after a stop in the frontend, wait for the engine's end."""
-        if in_engine:
-            self._next()
-        else:
-            self._cut = True
-
-    def _next(self) -> None:
-        self._cut = False
-        self._idle = not self._waiting
-        if self._waiting:
-            part = self._waiting.popleft()
-            self._last = part.last
-            self._begin(part)
-
-
 _UNANSWERED = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 """Ends after which no answer is validated."""
 
@@ -193,7 +117,6 @@ class RequestState:
 
     Attributes:
         figures: for statistics; None if they are off.
-        parts: parts of a prompt that comes in parts, else None.
         plain: after the first output, the stream of a request whose outputs until the last one are
             deltas of text alone, for `advance`; None of others.
         plugins: names of the plugins that get arguments of the request.
@@ -223,13 +146,12 @@ class RequestState:
         self.parent = parent
         self.finish_reason: FinishReason | None = None
         self.figures: RequestFigures | None = None
-        self.parts = PromptParts(self._begin) if request.resumable else None
         self._request = request
         self.plugins = tuple(request.plugin_args)
         self._prompt = prompt
         self._prompt_token_ids = request.prompt_token_ids
         self._tokenizer = tokenizer
-        self._decoder = self._decoder_after(request.prompt_token_ids) if params.detokenize else None
+        self._decoder = self._new_decoder() if params.detokenize else None
         # Made on use: a hundred thousand requests may wait, and the garbage collector visits each
         # object.
         self._stream: CompletionStream | None = None
@@ -267,10 +189,10 @@ class RequestState:
         """How many output tokens it has."""
         return 0 if self._stream is None else self._stream.num_tokens
 
-    def _decoder_after(self, prompt_token_ids: list[int]) -> DecodeStream:
+    def _new_decoder(self) -> DecodeStream:
         """Return a decode stream; the prompt's end decides how the first token reads."""
         skip = self._request.params.skip_special_tokens
-        return self._tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=skip)
+        return self._tokenizer.decode_stream(self._prompt_token_ids, skip_special_tokens=skip)
 
     def update(self, output: EngineCoreOutput) -> None:
         """Update the state from one engine output."""
@@ -318,7 +240,7 @@ class RequestState:
         params = self._request.params
         asks = self._logprobs is not None or self._prompt_logprobs is not None
         asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
-        watches = self._parsers is not None or self._flaw_of is not None or self.parts is not None
+        watches = self._parsers is not None or self._flaw_of is not None
         is_alone = self._delta and self.parent.n == self._interval == 1
         return is_alone and self._decoder is not None and not (asks or watches)
 
@@ -337,7 +259,7 @@ class RequestState:
 
     def end(self, reason: FinishReason) -> None:
         """End the request without the engine."""
-        self.finish_reason, self.parts = reason, None
+        self.finish_reason = reason
         if self._stream is not None:
             self._stream.finish()
             if self._stream.stop_string is not None:
@@ -345,7 +267,7 @@ class RequestState:
 
     def fail(self, error: str) -> None:
         """End the request because a plugin failed; it keeps the text that it has."""
-        self.finish_reason, self.parts = FinishReason.ERROR, None
+        self.finish_reason = FinishReason.ERROR
         if self._stream is not None:
             self._stream.drop_parser()
         self._error = self._error or error
@@ -364,17 +286,6 @@ class RequestState:
         if has_tokens or self.finish_reason is not FinishReason.ERROR:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
             self._error = None
-
-    def _begin(self, part: PromptPart) -> None:
-        """Begin the completion of a further part of the prompt."""
-        self._prompt_token_ids = [*self._prompt_token_ids, *part.token_ids]
-        if part.text is not None:
-            self._prompt = (self._prompt or "") + part.text
-        if self._decoder is not None:
-            self._decoder = self._decoder_after(self._prompt_token_ids)
-            if self._stream is not None:
-                self._stream.resume(self._decoder)
-                self._parse_by(self._stream)
 
     def rejected(self, output: EngineCoreOutput) -> RequestOutput:
         """Return the user's output of a request that the engine rejected."""
@@ -414,9 +325,8 @@ class RequestState:
     def output(self) -> RequestOutput | None:
         """Return the user's next output, if there is one."""
         finished = self.finish_reason is not None
-        ended = finished and (self.parts is None or not self.parts.ends_one(self.finish_reason))
         stream = self._stream or self._new_stream()
-        if (self._final_only and not ended) or (not finished and stream.waits()):
+        if (self._final_only and not finished) or (not finished and stream.waits()):
             return None
         first_token = stream.num_shown if self._delta else 0
         completion = stream.pop(finished=finished)
@@ -433,9 +343,10 @@ class RequestState:
                 completion.metrics = self.figures.metrics
             completion.part_figures = self._part_figures
             completion.routed_experts = self._all_experts()
-        if ended:
             self.close()
-        outputs, is_last = self.parent.gather(completion, ended=ended, final_only=self._final_only)
+        outputs, is_last = self.parent.gather(
+            completion, ended=finished, final_only=self._final_only
+        )
         if not outputs:
             return None
         shown = self._to_user(outputs, finished=is_last)
@@ -450,8 +361,7 @@ class RequestState:
             return None
         self._routed_experts = [np.concatenate(self._routed_experts)]
         # A stop string ends the output before tokens that the engine has computed.
-        count = None if self._request.resumable else len(self._prompt_token_ids) + self.num_tokens
-        return self._routed_experts[0][: count and count - 1]
+        return self._routed_experts[0][: len(self._prompt_token_ids) + self.num_tokens - 1]
 
     def _validate(
         self,

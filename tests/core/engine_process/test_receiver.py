@@ -290,8 +290,6 @@ class TestRequestCheck:
     def test_fields_that_a_part_uses(self):
         check = RequestCheck(100, used={"lora", "pooling_params"})
         check(request("a", lora=LoRARequest("poems", 1), pooling_params=PoolingParams()))
-        with pytest.raises(ValueError, match="resumable: expected false"):
-            check(request("a", resumable=True))
 
     def test_arguments_that_nobody_checked(self):
         sent = request("a")

@@ -1,0 +1,1 @@
+"""Conversations that stay open: their states and tokens, and their turns."""

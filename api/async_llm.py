@@ -39,11 +39,11 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
-from .open_model import AsyncProcessorCalls
+from .conversations.sessions import AsyncSessionCalls
 from .conversations.turns import AsyncConversation, PromptPart, check_options
+from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, prompt_list, takes_options, with_place
-from .conversations.sessions import AsyncSessionCalls
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]

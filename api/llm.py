@@ -31,8 +31,9 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .chat import Chat, Messages
-from .open_model import ProcessorCalls
+from .conversations.sessions import SyncSessionCalls
 from .conversations.turns import Conversation, check_options
+from .open_model import ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
@@ -48,7 +49,6 @@ from .requests import (
     takes_options,
     with_output_kind,
 )
-from .conversations.sessions import SyncSessionCalls
 from .weights import SyncWeightCalls
 
 __all__ = ["LLM"]

@@ -22,7 +22,11 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     check_ended,
     new_id,
 )
-from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, SamplingFields
+from hardpoint.builtin_plugins.server.routes.fields import (
+    TEXT_REFUSED,
+    AdapterScale,
+    SamplingFields,
+)
 from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
@@ -45,6 +49,7 @@ class Opening(Strict):
         cache_salt: conversations with different salts share no cached prompts.
         session, retain_seconds: how long what a turn has computed is to be kept in the prefix
             cache, under which name.
+        lora_scale: factor of what the adapter changes that `model` names.
     """
 
     model: str | None = None
@@ -54,6 +59,7 @@ class Opening(Strict):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     session: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     retain_seconds: Annotated[float, Meta(gt=0)] | None = None
+    lora_scale: AdapterScale | None = None
 
 
 class InputAppend(Strict):
@@ -66,16 +72,15 @@ class InputAppend(Strict):
     text: str
 
 
+_OF_OPENING = (*Opening.__struct_fields__, "tags")
+
+
 class InputCommit(SamplingFields):
     """The start of a turn; without fields, its parameters are those of the turn before."""
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,
-        **dict.fromkeys(
-            ("model", "priority", "timeout", "tags", "cache_salt", "session", "retain_seconds"),
-            _AT_OPENING,
-        ),
-        "lora_scale": "adapters have their own scale here",
+        **dict.fromkeys(_OF_OPENING, _AT_OPENING),
         "include": "the route has the text and the usage alone",
         "kv_transfer_params": "turns are computed where the conversation is",
         "logprob_token_ids": "the route has the text and the usage alone",

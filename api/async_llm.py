@@ -19,7 +19,6 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
-    HardpointError,
     LoRARequest,
     RequestError,
     RequestOutput,
@@ -43,7 +42,7 @@ from .conversations.sessions import AsyncSessionCalls
 from .conversations.turns import AsyncConversation, PromptPart, check_options
 from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
-from .requests import check_generates, make_extras, prompt_list, takes_options, with_place
+from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]
@@ -257,53 +256,6 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
                 f"pooling_params: expected PoolingParams, got {type(params).__name__}"
             )
         return self._engine.generate(prompt, params, request_id, make_extras(**options))
-
-    @takes_options
-    async def encode_batch(
-        self,
-        prompts: Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
-        request_id: str | None = None,
-        names: Sequence[str] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> list[PoolingRequestOutput]:
-        """Pool the prompts of one call, which travel to the engine in one message.
-
-        Cancelling the task ends all.
-
-        Args:
-            prompts: as `LLM.encode` takes them.
-            pooling_params: parameters of all.
-            request_id: id of all; None numbers them.
-            names: what errors call the prompts; by default `prompts[0]` and so on.
-            options: `RequestOptions` of all.
-
-        Returns:
-            Their outputs, in order. One that a fault of a pooler, a timeout or `abort` ended has no
-            `outputs`; its `finish_reason` gives the reason.
-
-        Raises:
-            RequestError: one is wrong, by its name, or the model cannot do the task; none runs.
-            OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
-        """
-        params = PoolingParams() if pooling_params is None else pooling_params
-        if not isinstance(params, PoolingParams):
-            raise RequestError(
-                f"pooling_params: expected PoolingParams, got {type(params).__name__}"
-            )
-        listed = prompt_list(prompts)
-        if names is None:
-            names = [f"prompts[{index}]" for index in range(len(listed))]
-        elif len(names) != len(listed):
-            raise RequestError(f"names: expected {len(listed)}, one per prompt, got {len(names)}")
-        if not listed:
-            return []
-
-        def named(error: HardpointError, index: int) -> HardpointError:
-            return with_place(error, names[index])
-
-        extras = make_extras(**options)
-        return await self._engine.generate_all(listed, params, request_id, extras, named)
 
     @takes_options
     async def chat(

@@ -41,6 +41,7 @@ from .requests import (
     prompt_list,
     takes_options,
     with_output_kind,
+    with_place,
 )
 
 __all__ = ["AsyncProcessorCalls", "OpenModel", "PoolingCalls", "ProcessorCalls"]
@@ -330,7 +331,54 @@ class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
 
 
 class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls):
-    """The calls of IO processors of a program that runs an event loop."""
+    """The calls of a program that runs an event loop that pool, and those of IO processors."""
+
+    @takes_options
+    async def encode_batch(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        names: Sequence[str] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Pool the prompts of one call, which travel to the engine in one message.
+
+        Cancelling the task ends all.
+
+        Args:
+            prompts: as `LLM.encode` takes them.
+            pooling_params: parameters of all.
+            request_id: id of all; None numbers them.
+            names: what errors call the prompts; by default `prompts[0]` and so on.
+            options: `RequestOptions` of all.
+
+        Returns:
+            Their outputs, in order. One that a fault of a pooler, a timeout or `abort` ended has no
+            `outputs`; its `finish_reason` gives the reason.
+
+        Raises:
+            RequestError: one is wrong, by its name, or the model cannot do the task; none runs.
+            OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
+        """
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise RequestError(
+                f"pooling_params: expected PoolingParams, got {type(params).__name__}"
+            )
+        listed = prompt_list(prompts)
+        if names is None:
+            names = [f"prompts[{index}]" for index in range(len(listed))]
+        elif len(names) != len(listed):
+            raise RequestError(f"names: expected {len(listed)}, one per prompt, got {len(names)}")
+        if not listed:
+            return []
+
+        def named(error: HardpointError, index: int) -> HardpointError:
+            return with_place(error, names[index])
+
+        extras = make_extras(**options)
+        return await self._engine.generate_all(listed, params, request_id, extras, named)
 
     @takes_options
     async def process(

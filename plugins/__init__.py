@@ -108,7 +108,7 @@ from .stats import (
 from .step_cost import StepCost
 from .step_part import EngineHalf, StepPart, StepPartContext
 from .step_record import StepRecord, WaitingFor, WaitReason
-from .tokenizer import DecodeStream, Tokenizer, TokenizerContext
+from .tokenizer import DecodeStream, EncodedPair, Tokenizer, TokenizerContext
 from .worker_half import WorkerHalf
 from .wrapper import Wrapper
 
@@ -143,6 +143,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "BatchLogitsProcessor",
     "BatchUpdate",
     "Edits",
+    "EncodedPair",
     "LogitsContext",
     "LogitsOps",
     "LogitsProcessor",

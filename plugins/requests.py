@@ -15,6 +15,7 @@ from .params import PoolingParams, SamplingParams
 from .stats import RequestMetrics, SchedulerStats
 
 __all__ = [
+    "AdapterScale",
     "CompletionOutput",
     "EngineCoreEvent",
     "EngineCoreEventType",

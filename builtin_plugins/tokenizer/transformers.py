@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     Annotated,
     ConfigError,
     DecodeStream,
+    EncodedPair,
     Meta,
     ModelError,
     RequestError,
@@ -30,7 +31,6 @@ from hardpoint.plugins import (
     TokenizerContext,
 )
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.tokenizer import EncodedPair
 from hardpoint.toolkit.hf_config import short
 
 from .chat_template import ChatRenderer

@@ -150,7 +150,8 @@ class PoolingWorker(WorkerHalf):
             self._fail(name, prompt, f"finish() gave {defect}")
             return
         prompt.state = None
-        params, asked = prompt.params, (None, False)
+        params = prompt.params
+        asked: tuple[int | None, bool] = None, False
         if params.task in PAIRED:
             values = self._classified(pooled, params)
         else:

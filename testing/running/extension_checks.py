@@ -369,7 +369,8 @@ async def _ask_route(route: Route, method: str, what: str, sent: list[dict[str, 
     async def send(message: Any) -> None:
         sent.append(dict(message))
 
-    answer: Any = await route.endpoint(Request(scope, receive))
+    request: Any = Request(scope, receive)  # an endpoint takes that, or a WebSocket
+    answer: Any = await route.endpoint(request)
     if isinstance(answer, msgspec.Struct):
         msgspec.json.encode(answer)
     elif isinstance(answer, Response):

@@ -22,14 +22,11 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     check_ended,
     new_id,
 )
-from hardpoint.builtin_plugins.server.routes.fields import (
-    TEXT_REFUSED,
-    AdapterScale,
-    SamplingFields,
-)
+from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, SamplingFields
 from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
+from hardpoint.plugins.requests import AdapterScale
 from hardpoint.plugins.server import Call, OpenConversation, Route
 from hardpoint.typed import Strict, convert, shown
 

@@ -1,0 +1,185 @@
+"""What plugins add to an HTTP server: routes, middleware, transforms and authenticators."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hardpoint.typed import Strict
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response
+    from starlette.types import ASGIApp
+    from starlette.websockets import WebSocket
+
+__all__ = [
+    "Authenticator",
+    "Call",
+    "Client",
+    "InstalledExtension",
+    "Middleware",
+    "Route",
+    "ServerExtension",
+    "Transform",
+]
+
+
+class Client(Strict):
+    """Who makes a call: what an authenticator found out, and the bounds of it.
+
+    Attributes:
+        name: for logs and statistics.
+        cache_salt: hashed together with the `cache_salt` of each request, so that clients share no
+            cached prompts; empty shares them.
+        tags: tags of each request; a request's own never replace them.
+        min_priority: the smallest, which is the most important, that requests may have.
+        max_priority: the largest.
+        max_timeout: seconds that requests may run; also the timeout of those that have none. None
+            is no limit.
+        kv_transfer: whether requests may bring `kv_transfer_params`.
+        admin: whether it may use the admin address.
+    """
+
+    name: str
+    cache_salt: str = ""
+    tags: dict[str, str] = {}
+    min_priority: int = 0
+    max_priority: int = 2**31 - 1
+    max_timeout: float | None = None
+    kv_transfer: bool = False
+    admin: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request that a transform sees.
+
+    Attributes:
+        request_id: id of the HTTP request.
+        path: path of the route, such as "/v1/chat/completions".
+        client: who makes it.
+        headers: by lower-case name, without credentials.
+    """
+
+    request_id: str
+    path: str
+    client: Client
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A route of a server.
+
+    A route that a plugin adds may take the place of the server's own only if
+    `server.replace_routes` lists its path; otherwise the server does not start.
+
+    Attributes:
+        path: such as "/acme/usage" or "/acme/users/{name}".
+        endpoint: takes starlette's request, whose `state.client` is the Client, and returns its
+            response, or a struct, which is sent as JSON. A HardpointError or starlette's
+            HTTPException that it raises becomes an answer, any other error an answer 500 that
+            names the plugin.
+        methods: methods that it answers; GET answers HEAD too.
+        admin: whether it is on the admin address instead of the users'.
+        websocket: whether it is a WebSocket, which GET opens: the endpoint takes starlette's
+            WebSocket, and accepts it or raises; an error after that closes it with the code 1011.
+        summary: one line for the OpenAPI document.
+        request_type, response_type: types of JSON bodies, for the OpenAPI document.
+    """
+
+    path: str
+    endpoint: (
+        Callable[[HTTPRequest], Awaitable[Response | msgspec.Struct]]
+        | Callable[[WebSocket], Awaitable[None]]
+    )
+    methods: Sequence[str] = ("GET",)
+    admin: bool = False
+    websocket: bool = False
+    summary: str = ""
+    request_type: type[msgspec.Struct] | None = None
+    response_type: type[msgspec.Struct] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Middleware:
+    """An ASGI middleware around all routes of the users' address; it runs after authentication.
+
+    `scope["state"]["client"]` is the Client. It answers a request, or calls the application inside
+    once. To refuse a request it raises starlette's HTTPException or a RequestError; any other
+    error, two answers or none end that request alone with 500, which names the plugin. So does a
+    pause of more than `server.extension_seconds` outside of the application inside. The server's
+    own `/health` and `/ready` pass no middleware, so that no plugin fails a probe. A WebSocket is a
+    scope of the type "websocket", as in ASGI.
+
+    Attributes:
+        wrap: takes an application and returns another one; called once, when the server starts.
+        before, after: names of plugins whose middleware runs inside of it, or around it.
+    """
+
+    wrap: Callable[[ASGIApp], ASGIApp]
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """Changes the JSON bodies of routes that generate; each part may be left out.
+
+    An error that one raises answers that request alone: of `request`, a RequestError as 400 and
+    starlette's HTTPException with its status; any other as 500, which names the plugin.
+
+    Attributes:
+        request: takes a decoded body without its nulls, returns the one that is checked and
+            answered.
+        response: takes the body of a whole answer, returns the one that is sent.
+        event: takes the data of one event of a stream, returns the one that is sent, or None to
+            leave it out. It is called per token and slows streams down.
+        before, after: names of plugins whose transforms run after it, or before it. Requests pass
+            transforms in that order, answers in the reverse one.
+    """
+
+    request: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
+    response: Callable[[Call, dict[str, Any]], Awaitable[dict[str, Any]]] | None = None
+    event: Callable[[Call, dict[str, Any]], dict[str, Any] | None] | None = None
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Authenticator:
+    """Finds out who makes a call. With at least one, every closed route needs a client.
+
+    An error that one raises refuses that request: starlette's HTTPException with its status, any
+    other with 500, which names the plugin.
+
+    Attributes:
+        authenticate: takes the headers by lower-case name, and the path; returns the client, or
+            None if it knows none, and the next authenticator is asked. With none left, it is 401.
+        before, after: names of plugins that are asked after it, or before it.
+    """
+
+    authenticate: Callable[[Mapping[str, str], str], Awaitable[Client | None]]
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+
+ServerExtension = Route | Middleware | Transform | Authenticator
+
+
+@dataclass(frozen=True)
+class InstalledExtension:
+    """An extension and the plugin that adds it.
+
+    Attributes:
+        plugin: its name, for the order.
+        source: the plugin and its distribution, for messages.
+    """
+
+    plugin: str
+    source: str
+    extension: ServerExtension

@@ -1,4 +1,4 @@
-"""What plugins add to an HTTP server: routes, middleware, transforms and authenticators."""
+"""Extensions of an HTTP server by plugins: routes, middleware, transforms, authenticators."""
 
 from __future__ import annotations
 

@@ -39,7 +39,16 @@ __all__ = [
 ]
 
 
-REQUEST_FIELDS = frozenset({"lora", "pooling_params", "prompt_embeds", "features", "resumable"})
+REQUEST_FIELDS = frozenset(
+    {
+        "features",
+        "lora",
+        "pooling_params",
+        "prompt_embeds",
+        "prompt_is_token_ids",
+        "resumable",
+    }
+)
 """Optional fields of `EngineCoreRequest` that only step parts make use of."""
 
 

@@ -11,7 +11,12 @@ from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
 from hardpoint.errors import PluginFaultError, RequestError
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
-from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext, ToolCalls
+from hardpoint.plugins.frontend_half import (
+    FrontendHalf,
+    FrontendHalfContext,
+    GivenPrompt,
+    ToolCalls,
+)
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
@@ -50,6 +55,11 @@ class FrontendParts:
         self._halves, self._components = halves, components
         self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
+        self._reading = [
+            (frozenset(half.half.prompt_keys), half)
+            for half in halves
+            if half.overrides("read_prompt")
+        ]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
 
@@ -61,6 +71,35 @@ class FrontendParts:
         """Show the halves another generation of the plugins."""
         if self._components is not None:
             self._components.use(plugins)
+
+    def reader_of(self, prompt: Mapping[str, Any]) -> BoundFrontendHalf | None:
+        """Return the half that reads a prompt; None if its form is no part's own."""
+        for keys, half in self._reading:
+            if not keys.isdisjoint(prompt):
+                return half
+        return None
+
+    def read_prompt(
+        self,
+        half: BoundFrontendHalf,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        tokenise: Callable[[str, bool], list[int]],
+    ) -> GivenPrompt:
+        """Return what a prompt is to the engine, as its `reader_of` reads it.
+
+        Raises:
+            RequestError: it refuses it, or failed.
+        """
+        try:
+            found = half.half.read_prompt(prompt, tokenise)
+            if not isinstance(found, GivenPrompt):
+                raise TypeError(f"expected a GivenPrompt, got {type(found).__name__}")
+        except RequestError:
+            raise
+        except BaseException as cause:
+            raise self._refusal(half, "read_prompt", request_id, cause) from cause
+        return found
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
         """Check and complete a request by each half.
@@ -74,7 +113,7 @@ class FrontendParts:
             except RequestError:
                 raise
             except BaseException as cause:
-                raise self._refusal(half, "prepare", request, cause) from cause
+                raise self._refusal(half, "prepare", request.request_id, cause) from cause
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a request that has tools by each half.
@@ -88,7 +127,7 @@ class FrontendParts:
             except RequestError:
                 raise
             except BaseException as cause:
-                raise self._refusal(half, "prepare_calls", request, cause) from cause
+                raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
 
     def reads_answer(self, request: EngineCoreRequest) -> bool:
         """Return whether a half validates the answer of a request.
@@ -101,19 +140,15 @@ class FrontendParts:
                 if half.half.reads_answer(request):
                     return True
             except BaseException as cause:
-                raise self._refusal(half, "reads_answer", request, cause) from cause
+                raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
         return False
 
     def _refusal(
-        self,
-        half: BoundFrontendHalf,
-        method: str,
-        request: EngineCoreRequest,
-        cause: BaseException,
+        self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
     ) -> RequestError:
         """Record a fault of a half; return the error that refuses its request."""
         message = half.fault(method, cause)
-        self._record(half.name, request.request_id, message)
+        self._record(half.name, request_id, message)
         return RequestError(message)
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:

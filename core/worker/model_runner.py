@@ -426,7 +426,7 @@ class ModelRunner:
         sampler_arguments = dict.pop(arguments, self._sampler_key, self._no_arguments)
         request = LogitsRequest(
             request_id=source.request_id,
-            prompt_token_ids=ReadOnlyList(source.prompt_token_ids),
+            prompt_token_ids=ReadOnlyList(source.known_prompt_ids),
             output_token_ids=outputs,
             params=read_only(source.params),
             stop_token_ids=ReadOnlyList(source.stop_token_ids),
@@ -435,7 +435,8 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
-        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
+        known = [*source.prompt_token_ids, *outputs]
+        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, known=known)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
         if self._sampling is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from .prompts import (
     Prompt,
     ReadPrompt,
     checked_ids,
+    copied,
     read_prompt,
 )
 
@@ -144,11 +146,16 @@ class InputProcessor:
             pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
             params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
-        given = read_prompt(prompt)
+        given = self._read(request_id, prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         whole = self._tokens(given, token_ids)
         room = 0 if pooling is not None else params.max_tokens or 1
+        if given.fields and extras.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens: expected none for a prompt with "
+                f"{', '.join(sorted(given.fields))}, got {extras.truncate_prompt_tokens}"
+            )
         token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
         if pooling is None:
             params = self._completed(params, len(token_ids))
@@ -167,6 +174,8 @@ class InputProcessor:
             pooling_params=pooling,
             lora=extras.lora_request,
         )
+        for field, value in given.fields.items():
+            setattr(request, field, value)
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
@@ -174,8 +183,21 @@ class InputProcessor:
 
     def text_of(self, prompt: Prompt) -> str | None:
         """Return the text to tokenise, None if the prompt has token ids."""
+        if isinstance(prompt, Mapping) and self._arguments.reads_prompt(prompt):
+            return None  # `process` reads it
         given = read_prompt(prompt)
         return given.text if given.token_ids is None else None
+
+    def _read(self, request_id: str, prompt: Prompt) -> ReadPrompt:
+        if isinstance(prompt, Mapping):
+            mapping = copied(prompt, "prompt")
+            found = self._arguments.read_prompt(request_id, mapping, self._tokenise_piece)
+            if found is not None:
+                return ReadPrompt(token_ids=list(found.token_ids), fields=found.fields)
+        return read_prompt(prompt)
+
+    def _tokenise_piece(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenise(text, add_special_tokens=add_special_tokens)
 
     def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens. May be called in any thread, one call at a time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.frontend_half import ToolCalls
+from hardpoint.plugins.frontend_half import GivenPrompt, ToolCalls
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
@@ -97,6 +97,24 @@ class PluginArguments:
     def close(self) -> None:
         """Close the parsers that requests have chosen."""
         self._parsers.close()
+
+    def reads_prompt(self, prompt: Mapping[str, Any]) -> bool:
+        """Return whether a step part reads a prompt, whose form is its own."""
+        return self._parts.reader_of(prompt) is not None
+
+    def read_prompt(
+        self,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        tokenise: Callable[[str, bool], list[int]],
+    ) -> GivenPrompt | None:
+        """Return a prompt as a step part reads it; None if its form is no part's own.
+
+        Raises:
+            RequestError: the part refuses it, or failed.
+        """
+        half = self._parts.reader_of(prompt)
+        return half and self._parts.read_prompt(half, request_id, prompt, tokenise)
 
     def _load(self, plugins: PluginSet) -> None:
         self._plugins = plugins
@@ -246,7 +264,7 @@ class PluginArguments:
                 )
                 self._parts.prepare_calls(request, given_calls)
             if markers is not None:
-                request.reasoning_ended = markers.ended(request.prompt_token_ids)
+                request.reasoning_ended = markers.ended(request.known_prompt_ids)
             self._parts.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
         except BaseException:
@@ -272,7 +290,7 @@ class PluginArguments:
                 context = PrepareContext(
                     options=taker.options,
                     params=read_only(request.params),
-                    prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
+                    prompt_token_ids=ReadOnlyList(request.known_prompt_ids),
                     stop_token_ids=request.stop_token_ids,
                     vocab_size=self._vocab_size,
                     tokenizer=self._tokenizer,

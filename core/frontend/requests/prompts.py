@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -17,7 +17,7 @@ from hardpoint.registry.blame import describe
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
-`arrival_time`."""
+`arrival_time`; or a mapping that a step part reads."""
 
 Params = SamplingParams | PoolingParams
 """What is to be made of a prompt: tokens that follow it, or vectors."""
@@ -34,12 +34,14 @@ class ReadPrompt:
         token_ids: unchecked; None if the text is to be tokenised.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
+        fields: fields of the request that a step part has read.
     """
 
     text: str | None = None
     token_ids: Any = None
     cache_salt: str | None = None
     arrival_time: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _TokenInput(typed.Strict):

@@ -32,8 +32,9 @@ class DraftModel(Speculator):
     distributions choose the same token nearly as often as they overlap (M. Daliri, C. Musco,
     A. T. Suresh, "Coupling without communication and drafter-invariant speculative decoding",
     2024).
-    A prompt with embeddings has no drafts. The drafts of a request do not depend on others, and its KV cache is its own: it survives a
-    preemption of the request, and a prefix that the engine had cached is computed once.
+    The drafts of a request do not depend on others, and its KV cache is its own: it survives a
+    preemption of the request, and a prefix that the engine had cached is computed once. A request
+    whose prompt has embeddings, which are those of the engine's model, has no drafts.
     """
 
     contract = 1

@@ -88,7 +88,8 @@ class CompletionRequest(TextFields):
             return None
         if not allowed:
             raise RequestError(
-                "prompt_embeds: expected none, this server takes no embeddings (server.prompt_embeds)"
+                "prompt_embeds: expected none, this server takes no embeddings "
+                "(server.prompt_embeds is false)"
             )
         if given is None:
             raise RequestError("prompt_is_token_ids: expected none without prompt_embeds")
@@ -127,7 +128,7 @@ class CompletionRequest(TextFields):
     def _prompts(self, limit: int) -> list[str | list[int]]:
         given = self.prompt
         if given is msgspec.UNSET:
-            raise RequestError("prompt: missing")
+            raise RequestError("prompt: missing, and it has no default")
         if isinstance(given, str):
             return [given]
         if not isinstance(given, list):

@@ -93,8 +93,8 @@ class ServerConfig(Strict):
             answer begins, without what it waits for in `read` and `while_connected`.
         adapter_folders: folders that administrators may load adapters from.
         weight_folders: folders that administrators may load weights from.
-        prompt_embeds: whether prompts may be embeddings, which the step part `prompt_embeddings` has
-            to take, too.
+        prompt_embeds: whether prompts may be embeddings; `plugin.prompt_embeddings.enabled` has to
+            be set, too.
         page: whether `/` is a web page.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no

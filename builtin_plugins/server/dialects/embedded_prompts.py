@@ -48,9 +48,12 @@ def decoded(given: str | RawTensor) -> np.ndarray[Any, Any]:
     try:
         tensors = dict(deserialize(data))
     except SafetensorError as error:
+        what = f"{len(data)} bytes: {error}"
+        if data.startswith(_PICKLES):
+            what = "what torch.save or pickle writes, which is never read"
         raise RequestError(
             f"{FIELD}: expected base64 of safetensors, or an object of data, dtype and shape, got "
-            f"{len(data)} bytes: {error}"
+            f"{what}"
         ) from None
     if list(tensors) != [FIELD]:
         names = ", ".join(sorted(tensors)) or "none"
@@ -64,17 +67,11 @@ def decoded(given: str | RawTensor) -> np.ndarray[Any, Any]:
 
 def _bytes(text: str) -> bytes:
     try:
-        data = base64.b64decode(text, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(
             f"{FIELD}: expected base64, got {len(text)} characters: {error}"
         ) from None
-    if data.startswith(_PICKLES):
-        raise RequestError(
-            f"{FIELD}: expected safetensors, or raw numbers with dtype and shape, got what "
-            "torch.save or pickle writes, which is never read"
-        )
-    return data
 
 
 def _array(data: bytes, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:

@@ -84,8 +84,14 @@ FORMS = {
     "no parts": ({"prompt_parts": []}, "prompt_parts: expected a list of parts"),
     "parts of text": ({"prompt_parts": "ab"}, "prompt_parts: expected a list of parts"),
     "a wrong part": ({"prompt_parts": [[1], 5]}, r"prompt_parts\[1\]: expected a tensor or array"),
-    "a part of no rows": ({"prompt_parts": [ROWS[:0]]}, r"prompt_parts\[0\]: expected at least one"),
-    "a wrong id in a part": ({"prompt_parts": [[1, -1], ROWS]}, r"prompt_parts\[0\]\[1\]: expected"),
+    "a part of no rows": (
+        {"prompt_parts": [ROWS[:0]]},
+        r"prompt_parts\[0\]: expected at least one",
+    ),
+    "a wrong id in a part": (
+        {"prompt_parts": [[1, -1], ROWS]},
+        r"prompt_parts\[0\]\[1\]: expected",
+    ),
     "parts too large together": (
         {"prompt_parts": [np.ones((60, 64), np.float32), np.ones((31, 64), np.float32)]},
         r"prompt_parts\[1\]: expected at most .* bytes of float32",

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from allpairspy import AllPairs
 from support.driving import FINAL, Job, summary, varied_jobs
@@ -118,6 +119,7 @@ REQUEST: dict[str, dict[str, Level]] = {
     "thinking": {"none": {}, "with a budget": {"thinking_token_budget": 5}},
     "tools": {"none": {}, "free": {}, "required": {}},
     "priority": {"of all": {}, "its own": {}},
+    "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}},
     "completions": {"one": {}, "three": {"n": 3}},
     "logprobs": {
         "none": {},
@@ -140,17 +142,24 @@ EXTRAS: dict[tuple[str, str], Level] = {
     ("priority", "its own"): {"priority": -1},
 }
 """What levels of a request are besides parameters."""
-REFUSED = {
-    (("speculator", name), ("processor", "of the batch")): (
-        "batch_bias.*does not declare supports_drafts.*speculation"
-    )
-    for name in ENGINE["speculator"]
-    if name != "none"
-} | {
-    (("model", "with windows"), ("stores", "memory")): (
-        r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
-    )
-}
+REFUSED = (
+    {
+        (("prompt", name), ("logprobs", "of the prompt")): "prompt_logprobs: .*with prompt_embeds"
+        for name in ("of embeddings", "of both")
+    }
+    | {
+        (("speculator", name), ("processor", "of the batch")): (
+            "batch_bias.*does not declare supports_drafts.*speculation"
+        )
+        for name in ENGINE["speculator"]
+        if name != "none"
+    }
+    | {
+        (("model", "with windows"), ("stores", "memory")): (
+            r"kv_connector.use: 'stores' moves blocks .* release those which a sliding window"
+        )
+    }
+)
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
     (("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"
@@ -212,6 +221,7 @@ BASE = {
     "scheduler": {"max_num_seqs": 6},
     "reasoning": {"parser": "think_tags"},
     "tools": {"parser": "hermes"},
+    "plugin": {"prompt_embeddings": {"enabled": True}},
 }
 CANARY = {"debug": {"kv_canary": True}}  # of the engines that are compared with the plain one
 COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
@@ -256,6 +266,10 @@ class Models:
                 (own / name).write_bytes((scripted / name).read_bytes())
         self.folders = dict.fromkeys(ENGINE["model"], real)
         self.folders |= {"scripted": scripted, "with windows": windowed}
+        ids = np.arange(shape["vocab_size"], dtype=np.float32)
+        table = np.random.default_rng(0).normal(0, 0.5, (len(ids), shape["hidden_size"]))
+        self.tables = dict.fromkeys(ENGINE["model"], table.astype(np.float32))
+        self.tables["scripted"] = np.stack([ids, ids], 1)
         self.results: dict[str, Any] = {}
         self.engines: dict[str, LLMEngine] = {}
 
@@ -263,15 +277,38 @@ class Models:
         """Return the configuration of an engine of a model."""
         return scripted_config(self.folders[model], merged(ENGINE["model"][model], extra))
 
+    def given(self, row: Mapping[str, str], jobs: list[Job]) -> list[Job]:
+        """Return the requests with embeddings in place of ids, where a row has some.
+
+        The ids that a prompt of both keeps are every third one, and the last one.
+        """
+        if row["prompt"] == "of ids":
+            return jobs
+        table, found = self.tables[row["model"]], []
+        for request_id, prompt, params in jobs:
+            if not request_id.startswith("s"):
+                found.append((request_id, prompt, params))
+                continue
+            every = row["prompt"] == "of embeddings"
+            parts = [
+                [token]
+                if not every and (place % 3 == 1 or place == len(prompt) - 1)
+                else table[[token]]
+                for place, token in enumerate(prompt)
+            ]
+            found.append((request_id, {"prompt_parts": parts}, params))
+        return found
+
     def alone(self, row: Mapping[str, str], jobs: list[Job]) -> dict[str, Any]:
         """Return the results of requests, each alone in a plain engine."""
         found = {}
         for job in jobs:
             extras = extras_of(row | {"priority": "of all"}, job[0])
-            key = repr((row["model"], job[1:], extras))
+            form = row["prompt"] if job[0].startswith("s") else ""
+            key = repr((row["model"], form, job[1:], extras))
             if key not in self.results:
                 (self.results[key],) = drive(
-                    self._plain(row["model"]), [job], {job[0]: extras}
+                    self._plain(row["model"]), self.given(row, [job]), {job[0]: extras}
                 ).values()
             found[job[0]] = self.results[key]
         return found
@@ -400,7 +437,7 @@ def check(models: Models, row: Mapping[str, str], number: int) -> None:
     expected = models.alone(row, jobs)
     extras = {job[0]: extras_of(row, job[0]) for job in jobs}
     with LLM(config=config_of(row, jobs, expected, models)) as llm:
-        found = drive(engine_of(llm), jobs, extras, row["in between"])
+        found = drive(engine_of(llm), models.given(row, jobs), extras, row["in between"])
     wrong = [name for name in expected if found.get(name) != expected[name]]
     assert not wrong, f"{wrong} differ in row {number}: {row}"
 
@@ -416,8 +453,12 @@ def needs_kernels() -> None:
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " and ".join(map(str, pair)))
 def test_a_refused_pair_names_what_does_not_fit(models, pair):
     row = {feature: next(iter(names)) for feature, names in ALL.items()} | dict(pair)
-    with pytest.raises(Exception, match=REFUSED[pair]):
-        LLM(config=config_of(row, [], {}, models))
+    with (
+        pytest.raises(Exception, match=REFUSED[pair]),
+        LLM(config=config_of(row, [], {}, models)) as llm,
+    ):
+        jobs = requests_of(row, 0)
+        drive(engine_of(llm), models.given(row, jobs), {job[0]: NO_EXTRAS for job in jobs})
 
 
 def test_the_rows_cover_each_pair():

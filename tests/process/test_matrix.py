@@ -453,12 +453,14 @@ def needs_kernels() -> None:
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " and ".join(map(str, pair)))
 def test_a_refused_pair_names_what_does_not_fit(models, pair):
     row = {feature: next(iter(names)) for feature, names in ALL.items()} | dict(pair)
-    with (
-        pytest.raises(Exception, match=REFUSED[pair]),
-        LLM(config=config_of(row, [], {}, models)) as llm,
-    ):
-        jobs = requests_of(row, 0)
-        drive(engine_of(llm), models.given(row, jobs), {job[0]: NO_EXTRAS for job in jobs})
+
+    def run() -> None:
+        jobs = models.given(row, requests_of(row, 0))
+        with LLM(config=config_of(row, [], {}, models)) as llm:
+            drive(engine_of(llm), jobs, {job[0]: NO_EXTRAS for job in jobs})
+
+    with pytest.raises(Exception, match=REFUSED[pair]):
+        run()
 
 
 def test_the_rows_cover_each_pair():

@@ -63,15 +63,21 @@ class ToolCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenPrompt:
-    """A prompt that a half has read.
+    """A prompt, whatever form it was given in.
 
     Attributes:
-        token_ids: ids of the prompt, one per position.
-        fields: fields of its request, of those that the part makes use of
+        token_ids: one per position; checked later. None if `text` is to be tokenised.
+        text: text of the prompt, if it is known.
+        cache_salt: used if the request has none.
+        arrival_time: seconds on the frontend's clock, used if the request has none.
+        fields: fields of its request that a step part has read, of those that it makes use of
             (`StepPart.request_fields`).
     """
 
-    token_ids: Sequence[int]
+    token_ids: Any = None
+    text: str | None = None
+    cache_salt: str | None = None
+    arrival_time: float | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -91,13 +97,15 @@ class FrontendHalf:
     def read_prompt(
         self,
         prompt: Mapping[str, Any],
-        tokenise: Callable[[str, bool], list[int]],  # noqa: ARG002
+        tokenise: Callable[..., list[int]],  # noqa: ARG002
     ) -> GivenPrompt:
-        """Return what a prompt of the part's own form is to the engine; `prepare` comes later.
+        """Return the ids of a prompt of the part's own form, and fields of its request.
+
+        `prepare` is called with the request later.
 
         Args:
             prompt: as the caller gave it, with one of `prompt_keys`.
-            tokenise: returns the ids of a text; with True, those with special tokens around it.
+            tokenise: `tokenise(text, add_special_tokens=True)` returns the ids of a text.
 
         Raises:
             RequestError: it is refused; names the key, its value and the expected one.

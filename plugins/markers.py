@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -60,8 +60,9 @@ def _last(markers: Sequence[Sequence[int]], token_ids: Sequence[int]) -> tuple[i
 
 def _as_bytes(token_ids: Sequence[int | None]) -> bytes:
     """Return tokens as 64-bit integers; None, an embedding, becomes what no marker has."""
+    known: Any = token_ids
     try:
-        return array("q", token_ids).tobytes()  # type: ignore[arg-type]
+        return array("q", known).tobytes()
     except TypeError:
         return array("q", [-1 if token is None else token for token in token_ids]).tobytes()
 

@@ -31,7 +31,6 @@ __all__ = [
     "TokenLogprobs",
     "ToolCall",
     "WeightRun",
-    "ids_after_embeddings",
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -171,6 +170,12 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             pairs = zip(self.prompt_token_ids, is_id, strict=True)
             found = [token if known else None for token, known in pairs]
         return found
+
+    @property
+    def last_prompt_ids(self) -> list[int]:
+        """The ids of the prompt after its last embedding; all of one without any."""
+        ids = self.prompt_token_ids
+        return ids if self.prompt_embeds is None else ids_after_embeddings(self.known_prompt_ids)
 
     @property
     def stop_token_ids(self) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import PluginFaultError, RequestError
+from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import (
     FrontendHalf,
@@ -72,33 +72,33 @@ class FrontendParts:
         if self._components is not None:
             self._components.use(plugins)
 
-    def reader_of(self, prompt: Mapping[str, Any]) -> BoundFrontendHalf | None:
-        """Return the half that reads a prompt; None if its form is no part's own."""
-        for keys, half in self._reading:
-            if not keys.isdisjoint(prompt):
-                return half
+    def reads_prompt(self, prompt: Any) -> bool:
+        """Return whether the form of a prompt is a part's own."""
+        return self._reader_of(prompt) is not None
+
+    def _reader_of(self, prompt: Any) -> BoundFrontendHalf | None:
+        if isinstance(prompt, Mapping):
+            for keys, half in self._reading:
+                if any(key in keys for key in prompt):
+                    return half
         return None
 
-    def read_prompt(
-        self,
-        half: BoundFrontendHalf,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        tokenise: Callable[[str, bool], list[int]],
-    ) -> GivenPrompt:
-        """Return what a prompt is to the engine, as its `reader_of` reads it.
+    def read_prompt(self, prompt: Any, tokenise: Callable[..., list[int]]) -> GivenPrompt | None:
+        """Return the ids and fields of a prompt whose form is a part's own; None for any other.
 
         Raises:
-            RequestError: it refuses it, or failed.
+            RequestError: the part refuses it, or failed.
         """
+        if (half := self._reader_of(prompt)) is None:
+            return None
         try:
-            found = half.half.read_prompt(prompt, tokenise)
-            if not isinstance(found, GivenPrompt):
-                raise TypeError(f"expected a GivenPrompt, got {type(found).__name__}")
+            found = half.half.read_prompt(dict(prompt), tokenise)
+            if not isinstance(found, GivenPrompt) or not isinstance(found.token_ids, Sequence):
+                raise TypeError(f"expected a GivenPrompt with token ids, got {shown(found)}")
         except RequestError:
             raise
         except BaseException as cause:
-            raise self._refusal(half, "read_prompt", request_id, cause) from cause
+            raise self._refusal(half, "read_prompt", "", cause) from cause
         return found
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:

@@ -207,8 +207,6 @@ class InputBatch:
         block_ids: BlockIds,
         num_computed_tokens: int,
         step: int = 0,
-        *,
-        known: Sequence[int] | None = None,
     ) -> None:
         """Add a request in the lowest free row.
 
@@ -218,8 +216,6 @@ class InputBatch:
             block_ids: its block table, one per group.
             num_computed_tokens: whose keys and values are in those blocks.
             step: number of the plan that adds it.
-            known: the tokens of prompt and output for the model; None if they are those of the
-                request.
         """
         row = self._updates.pop_removed()
         if row is None:
@@ -230,7 +226,8 @@ class InputBatch:
         self._outputs[row] = output_token_ids
         self._place(request, row)
         self._added_in[request.request_id] = step
-        known = [*request.prompt_token_ids, *output_token_ids] if known is None else known
+        known = [*request.prompt_token_ids, *output_token_ids]
+        known = [token or 0 for token in known] if None in known else known  # for embeddings
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
         self._num_computed[row] = num_computed_tokens
@@ -283,10 +280,10 @@ class InputBatch:
         params = msgspec.structs.replace(
             request.params, plugin_args=ReadOnlyDict(request.arguments)
         )
-        prompt: Sequence[int | None] = request.prompt_token_ids
-        without = len(prompt) > 0 and all(token is None for token in prompt)  # one tells mostly
-        ids = None if without else request.prompt_token_ids
-        return Added(row, params, ids, self._outputs[row])
+        prompt: Sequence[int] | None = request.prompt_token_ids
+        if prompt and prompt[0] is None and all(token is None for token in prompt):
+            prompt = None
+        return Added(row, params, prompt, self._outputs[row])
 
     def _place(self, request: LogitsRequest, row: int) -> None:
         object.__setattr__(request, "row", row)  # frozen, since processors get it

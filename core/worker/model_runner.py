@@ -435,8 +435,7 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
-        known = [*source.prompt_token_ids, *outputs]
-        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, known=known)
+        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
         if self._sampling is None:

@@ -72,7 +72,7 @@ class EmbeddedPrompts(EngineHalf):
         first, end = np.searchsorted(positions, (span.start, span.stop))
         if first == end:
             return None
-        own = np.ascontiguousarray(rows[first:end])
+        own = rows[first:end].tobytes()
         places = (positions[first:end] - span.start).tolist()
         return msgspec.msgpack.encode((places, hashlib.sha256(own).digest()))
 

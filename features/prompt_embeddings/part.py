@@ -11,7 +11,7 @@ from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
-from .requests import FIELDS, NAME, EmbeddedRequests
+from .requests import FIELDS, NAME, EmbeddedRequests, RefusedEmbeddings
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
@@ -45,8 +45,9 @@ class PromptEmbeddings(StepPart):
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:  # noqa: ARG002
         """Return the half that reads prompts, or refuses them if embeddings are off."""
-        options = self.options
-        return EmbeddedRequests(self._width(), options.max_bytes, enabled=options.enabled)
+        if not self.options.enabled:
+            return RefusedEmbeddings()
+        return EmbeddedRequests(self._width(), self.options.max_bytes)
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
         """Return the half that keys blocks; None if embeddings are off."""

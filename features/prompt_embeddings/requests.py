@@ -20,23 +20,36 @@ _OFF = f"expected token ids, this engine takes no embeddings (plugin.{NAME}.enab
 _PARTS = "prompt_parts"
 _MIXED = {"prompt_token_ids", *FIELDS}
 
-Tokenise = Callable[[str, bool], list[int]]
+Tokenise = Callable[..., list[int]]
+
+
+class RefusedEmbeddings(FrontendHalf):
+    """Refuses prompts with embeddings, of an engine that takes none."""
+
+    prompt_keys = (*FIELDS, _PARTS)
+
+    def read_prompt(self, prompt: Mapping[str, Any], tokenise: Tokenise) -> GivenPrompt:  # noqa: ARG002
+        """Refuse a prompt.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError(f"{min(prompt.keys() & set(self.prompt_keys))}: {_OFF}")
 
 
 class EmbeddedRequests(FrontendHalf):
     """Reads prompts with embeddings, and checks their requests."""
 
-    prompt_keys = (*FIELDS, _PARTS)
+    prompt_keys = RefusedEmbeddings.prompt_keys
 
-    def __init__(self, width: int | None, max_bytes: int, *, enabled: bool) -> None:
+    def __init__(self, width: int | None, max_bytes: int) -> None:
         """Read prompts of a model.
 
         Args:
             width: hidden size of the model; None if its config has none, so that the engine checks.
             max_bytes: bytes of the rows of a prompt, at most.
-            enabled: whether the engine takes any.
         """
-        self._width, self._max_bytes, self._enabled = width, max_bytes, enabled
+        self._width, self._max_bytes = width, max_bytes
 
     def read_prompt(self, prompt: Mapping[str, Any], tokenise: Tokenise) -> GivenPrompt:
         """Return ids and rows of a prompt.
@@ -45,8 +58,6 @@ class EmbeddedRequests(FrontendHalf):
             RequestError: it is of no form, or a value is wrong.
         """
         keys = set(prompt)
-        if not self._enabled:
-            raise RequestError(f"{min(keys & set(self.prompt_keys))}: {_OFF}")
         if keys == {_PARTS}:
             return self._of_parts(prompt[_PARTS], tokenise)
         if keys not in ({"prompt_embeds"}, _MIXED):
@@ -80,7 +91,7 @@ class EmbeddedRequests(FrontendHalf):
         found: list[Rows] = []
         for index, part in enumerate(parts):
             if isinstance(part, str):
-                new = tokenise(part, index == 0)
+                new = tokenise(part, add_special_tokens=index == 0)
             elif _is_list(part):
                 new = _checked_ids(part, f"{_PARTS}[{index}]")
             else:
@@ -115,8 +126,6 @@ class EmbeddedRequests(FrontendHalf):
         """
         if request.prompt_embeds is None and request.prompt_is_token_ids is None:
             return
-        if not self._enabled:
-            raise RequestError(f"prompt_embeds: {_OFF}")
         check_together(request)
         rows = self._rows(request.prompt_embeds, "prompt_embeds")
         check_mask(request.prompt_token_ids, request.prompt_is_token_ids, len(rows))

@@ -18,7 +18,7 @@ _EXPECTED = f"a tensor or array [positions, hidden] of {', '.join(_DTYPES[:-1])}
 
 
 def rows_of(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
-    """Return rows as a float32 array that nobody else has, and that cannot be written to.
+    """Return rows as a float32 array of its own, which cannot be written to.
 
     Args:
         value: a tensor or array; one that this function has returned is returned as it is.
@@ -55,7 +55,7 @@ def check_shape(value: Any, path: str, width: int | None, max_bytes: int) -> Non
     """Check the shape of rows.
 
     Raises:
-        RequestError: they are none, of another width, or too many.
+        RequestError: there are none, too many, or they have another width.
     """
     shape = list(value.shape)
     if len(shape) != 2:

@@ -60,7 +60,7 @@ class EmbeddedRows(WorkerHalf):
         if prompt is None:
             return False
         own = prompt.within(self._computed[name], count)
-        return own.start < own.stop
+        return bool(own.start < own.stop)
 
     def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor | None:
         """Return the embedded tokens, with the rows of the step in their places."""

@@ -46,7 +46,7 @@ def decoded(given: str | RawTensor) -> np.ndarray[Any, Any]:
     if isinstance(given, RawTensor):
         return _array(data, given.dtype, given.shape)
     try:
-        tensors = dict(deserialize(data))
+        tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         what = f"{len(data)} bytes: {error}"
         if data.startswith(_PICKLES):

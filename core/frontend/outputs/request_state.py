@@ -26,12 +26,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     Tokenizer,
 )
-from hardpoint.plugins.requests import (
-    PoolingRequestOutput,
-    TokenLogprobs,
-    WeightRun,
-    ids_after_embeddings,
-)
+from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs, WeightRun
 
 from .completion_stream import CompletionStream
 from .output_parsers import OutputParsers, SoughtCalls
@@ -234,7 +229,7 @@ class RequestState:
         self._prompt = prompt
         self._prompt_token_ids = request.known_prompt_ids
         self._tokenizer = tokenizer
-        self._decoder = self._decoder_after(self._prompt_token_ids) if params.detokenize else None
+        self._decoder = self._decoder_after(request.last_prompt_ids) if params.detokenize else None
         # Made on use: a hundred thousand requests may wait, and the garbage collector visits each
         # object.
         self._stream: CompletionStream | None = None
@@ -275,8 +270,6 @@ class RequestState:
     def _decoder_after(self, prompt_token_ids: list[int]) -> DecodeStream:
         """Return a decode stream; the prompt's end decides how the first token reads."""
         skip = self._request.params.skip_special_tokens
-        if self._request.prompt_embeds is not None:
-            prompt_token_ids = ids_after_embeddings(prompt_token_ids)
         return self._tokenizer.decode_stream(prompt_token_ids, skip_special_tokens=skip)
 
     def update(self, output: EngineCoreOutput) -> None:

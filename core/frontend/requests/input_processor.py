@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
+from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
@@ -24,6 +25,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed.read_only import read_only
 
@@ -31,9 +33,7 @@ from .plugin_arguments import CallRules, PluginArguments
 from .prompts import (
     Params,
     Prompt,
-    ReadPrompt,
     checked_ids,
-    copied,
     read_prompt,
 )
 
@@ -86,6 +86,7 @@ class InputProcessor:
         model_config: ModelConfig,
         tokenizer: Tokenizer,
         arguments: PluginArguments,
+        parts: FrontendParts,
         *,
         max_model_len: int,
         seed: int | None,
@@ -105,7 +106,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._in_process = in_process
         self._share_params = share_params
-        self._arguments = arguments
+        self._arguments, self._parts = arguments, parts
         eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
         self._eos_token_ids = tuple(sorted(eos))
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -146,17 +147,13 @@ class InputProcessor:
             pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
             params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
-        given = self._read(request_id, prompt)
+        own = not isinstance(prompt, str) and self._parts.read_prompt(prompt, self.tokenise)
+        given = own or read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         whole = self._tokens(given, token_ids)
         room = 0 if pooling is not None else params.max_tokens or 1
-        if given.fields and extras.truncate_prompt_tokens is not None:
-            raise RequestError(
-                "truncate_prompt_tokens: expected none for a prompt with "
-                f"{', '.join(sorted(given.fields))}, got {extras.truncate_prompt_tokens}"
-            )
-        token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
+        token_ids = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields)
         if pooling is None:
             params = self._completed(params, len(token_ids))
         request = EngineCoreRequest(
@@ -183,21 +180,10 @@ class InputProcessor:
 
     def text_of(self, prompt: Prompt) -> str | None:
         """Return the text to tokenise, None if the prompt has token ids."""
-        if isinstance(prompt, Mapping) and self._arguments.reads_prompt(prompt):
-            return None  # `process` reads it
+        if self._parts.reads_prompt(prompt):
+            return None
         given = read_prompt(prompt)
         return given.text if given.token_ids is None else None
-
-    def _read(self, request_id: str, prompt: Prompt) -> ReadPrompt:
-        if isinstance(prompt, Mapping):
-            mapping = copied(prompt, "prompt")
-            found = self._arguments.read_prompt(request_id, mapping, self._tokenise_piece)
-            if found is not None:
-                return ReadPrompt(token_ids=list(found.token_ids), fields=found.fields)
-        return read_prompt(prompt)
-
-    def _tokenise_piece(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenise(text, add_special_tokens=add_special_tokens)
 
     def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens. May be called in any thread, one call at a time.
@@ -267,7 +253,7 @@ class InputProcessor:
         room = min(params.max_tokens or room, room)
         return self.seeded(msgspec.structs.replace(params, max_tokens=room))
 
-    def _tokens(self, given: ReadPrompt, token_ids: list[int] | None) -> list[int]:
+    def _tokens(self, given: GivenPrompt, token_ids: list[int] | None) -> list[int]:
         if given.token_ids is not None or given.text is None:
             token_ids = checked_ids(given.token_ids, self._model_config.vocab_size)
         elif token_ids is None:
@@ -276,13 +262,21 @@ class InputProcessor:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         return token_ids
 
-    def _cut(self, token_ids: list[int], last: int | None, room: int) -> list[int]:
+    def _cut(
+        self, token_ids: list[int], last: int | None, room: int, fields: Collection[str] = ()
+    ) -> list[int]:
         """Return the last tokens of a prompt; all, the same list, if there are no more.
 
         Args:
             last: number of tokens; -1 is what leaves room for the output.
             room: tokens of the output.
+            fields: fields of the prompt that stand by its positions.
         """
+        if last is not None and fields:
+            raise RequestError(
+                "truncate_prompt_tokens: expected none for a prompt with "
+                f"{', '.join(sorted(fields))}, got {last}"
+            )
         if last == -1:
             last = max(self._max_model_len - room, 1)
         if last is not None:

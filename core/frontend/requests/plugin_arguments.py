@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.frontend_half import GivenPrompt, ToolCalls
+from hardpoint.plugins.frontend_half import ToolCalls
 from hardpoint.registry.kinds import KINDS, Number
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.registry.request_arguments import prepare_arguments, prepares
@@ -97,24 +97,6 @@ class PluginArguments:
     def close(self) -> None:
         """Close the parsers that requests have chosen."""
         self._parsers.close()
-
-    def reads_prompt(self, prompt: Mapping[str, Any]) -> bool:
-        """Return whether a step part reads a prompt, whose form is its own."""
-        return self._parts.reader_of(prompt) is not None
-
-    def read_prompt(
-        self,
-        request_id: str,
-        prompt: Mapping[str, Any],
-        tokenise: Callable[[str, bool], list[int]],
-    ) -> GivenPrompt | None:
-        """Return a prompt as a step part reads it; None if its form is no part's own.
-
-        Raises:
-            RequestError: the part refuses it, or failed.
-        """
-        half = self._parts.reader_of(prompt)
-        return half and self._parts.read_prompt(half, request_id, prompt, tokenise)
 
     def _load(self, plugins: PluginSet) -> None:
         self._plugins = plugins

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -11,6 +10,7 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.registry.blame import describe
 
@@ -25,25 +25,6 @@ Params = SamplingParams | PoolingParams
 _KEYS = ("prompt", "prompt_token_ids")
 
 
-@dataclass(frozen=True)
-class ReadPrompt:
-    """A prompt, independent of the form that it was given in.
-
-    Attributes:
-        text: text of the prompt, if known.
-        token_ids: unchecked; None if the text is to be tokenised.
-        cache_salt: used if the request has none.
-        arrival_time: seconds on the frontend's clock, used if the request has none.
-        fields: fields of the request that a step part has read.
-    """
-
-    text: str | None = None
-    token_ids: Any = None
-    cache_salt: str | None = None
-    arrival_time: float | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
 class _TokenInput(typed.Strict):
     """A prompt that was tokenised elsewhere."""
 
@@ -54,18 +35,18 @@ class _TokenInput(typed.Strict):
     arrival_time: float | None = None
 
 
-def read_prompt(prompt: Prompt) -> ReadPrompt:
+def read_prompt(prompt: Prompt) -> GivenPrompt:
     """Return a prompt in its independent form.
 
     Raises:
         RequestError: a mapping of another form, or a list of prompts.
     """
     if isinstance(prompt, str):
-        return ReadPrompt(text=prompt)
+        return GivenPrompt(text=prompt)
     if not isinstance(prompt, Mapping):
         token_ids = copied(prompt, "prompt") if is_list(prompt) else prompt
         _check_one(token_ids)
-        return ReadPrompt(token_ids=token_ids)
+        return GivenPrompt(token_ids=token_ids)
     given: dict[Any, Any] = copied(prompt, "prompt")
     if "type" in given:
         return _tokenised(given)
@@ -77,10 +58,10 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         )
     value = given[keys[0]]
     if keys[0] == "prompt_token_ids":
-        return ReadPrompt(token_ids=_listed(value))
+        return GivenPrompt(token_ids=_listed(value))
     if not isinstance(value, str):
         raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
-    return ReadPrompt(text=value)
+    return GivenPrompt(text=value)
 
 
 def _check_one(prompt: Any) -> None:
@@ -90,12 +71,17 @@ def _check_one(prompt: Any) -> None:
         raise RequestError(f"prompt: expected one prompt, got a list of {what}")
 
 
-def _tokenised(prompt: dict[Any, Any]) -> ReadPrompt:
+def _tokenised(prompt: dict[Any, Any]) -> GivenPrompt:
     # The ids, which may be many, are checked once, with those of all other prompts.
     rest = {key: [] if key == "prompt_token_ids" else value for key, value in prompt.items()}
     checked = typed.convert(rest, _TokenInput, path="prompt", error=RequestError)
     token_ids = _listed(prompt["prompt_token_ids"])
-    return ReadPrompt(checked.prompt, token_ids, checked.cache_salt, checked.arrival_time)
+    return GivenPrompt(
+        token_ids=token_ids,
+        text=checked.prompt,
+        cache_salt=checked.cache_salt,
+        arrival_time=checked.arrival_time,
+    )
 
 
 def _listed(token_ids: Any) -> Any:

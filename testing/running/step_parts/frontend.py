@@ -152,7 +152,7 @@ def check_prompt(
 
     Args:
         half: to check.
-        prompt: of the suite.
+        prompt: prompt of the suite.
         fields: those that the part makes use of.
         vocab_size: vocabulary size of the model.
 
@@ -165,7 +165,7 @@ def check_prompt(
 
     def read() -> GivenPrompt | str:
         try:
-            return half.read_prompt(prompt, lambda text, _special: list(text.encode()))
+            return half.read_prompt(prompt, lambda text, **_options: list(text.encode()))
         except RequestError as refused:
             return str(refused)
 

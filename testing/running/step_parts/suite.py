@@ -198,8 +198,9 @@ class StepPartSuite(ComponentSuite):
             keys, given = short_repr(half.prompt_keys), len(self.prompts)
             raise PROMPTS.violation(f"prompt_keys are {keys}, and the suite has {given} prompts")
         fields = type(part).request_fields(engine_config(self.config))
-        for prompt in self.prompts if half is not None else ():
-            check_prompt(half, prompt, fields, self.vocab_size)
+        if half is not None:
+            for prompt in self.prompts:
+                check_prompt(half, prompt, fields, self.vocab_size)
         for closed in (half, part):
             if closed is not None:
                 call(CLOSE, closed.close)

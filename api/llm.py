@@ -142,7 +142,8 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         Args:
             prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}`,
                 `{"prompt_token_ids": ids}` or, made ready elsewhere,
-                `{"type": "token", "prompt_token_ids": ids, ...}`.
+                `{"type": "token", "prompt_token_ids": ids, ...}`; or what a step part reads:
+                `{"prompt_embeds": rows}` for example.
             sampling_params: one for all, or one per prompt; never changed. None is what the
                 model's files recommend, see `default_sampling_params`.
             options: `RequestOptions`, each one for all, or a list of one per prompt.

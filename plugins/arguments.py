@@ -29,6 +29,7 @@ class PrepareContext:
     Attributes:
         options: the component's own, checked.
         params: checked parameters of the request.
+        prompt_token_ids: None in place of an id where the prompt has an embedding.
         stop_token_ids: every token id that ends the request.
         tokenizer: None where a policy is changed on a running engine, for requests that are there.
         reasoning: markers of the configured reasoning parser, if any; None for parsers.

@@ -7,8 +7,10 @@ and the classes of components that the engine drives.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from hardpoint.errors import RequestError
 
 from .behaviour import PIECE, returns
 from .grammars import Vocabulary
@@ -17,7 +19,7 @@ from .output_parser import OutputParser
 from .part_components import ComponentFactory
 from .requests import EngineCoreRequest
 
-__all__ = ["FrontendHalf", "FrontendHalfContext", "ToolCalls"]
+__all__ = ["FrontendHalf", "FrontendHalfContext", "GivenPrompt", "ToolCalls"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,56 @@ class ToolCalls:
     markers: Callable[[], ReasoningMarkers]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenPrompt:
+    """A prompt, whatever form it was given in.
+
+    Attributes:
+        token_ids: one per position; checked later. None if `text` is to be tokenised.
+        text: text of the prompt, if it is known.
+        cache_salt: used if the request has none.
+        arrival_time: seconds on the frontend's clock, used if the request has none.
+        fields: fields of its request that a step part has read, of those that it makes use of
+            (`StepPart.request_fields`).
+    """
+
+    token_ids: Any = None
+    text: str | None = None
+    cache_salt: str | None = None
+    arrival_time: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
 class FrontendHalf:
     """The half of a step part in the frontend; called by one thread at a time.
 
     Every method is optional, and should be fast: other requests wait. A fault ends the request that
     it is about, whatever the `fault_scope` of the part.
+
+    Attributes:
+        prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
+            read once. Of several parts the first one reads it.
     """
+
+    prompt_keys: Collection[str] = ()
+
+    def read_prompt(
+        self,
+        prompt: Mapping[str, Any],
+        tokenise: Callable[..., list[int]],  # noqa: ARG002
+    ) -> GivenPrompt:
+        """Return the ids of a prompt of the part's own form, and fields of its request.
+
+        `prepare` is called with the request later.
+
+        Args:
+            prompt: as the caller gave it, with one of `prompt_keys`.
+            tokenise: `tokenise(text, add_special_tokens=True)` returns the ids of a text.
+
+        Raises:
+            RequestError: it is refused; names the key, its value and the expected one.
+        """
+        raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a new request that has tools; called before `prepare`.

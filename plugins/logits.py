@@ -58,7 +58,7 @@ class Added:
 
     Attributes:
         params: sampling parameters; `plugin_args` holds the checked arguments by plugin name.
-        prompt_token_ids: None for a prompt of embeddings.
+        prompt_token_ids: None for a prompt of embeddings; for a mixed one None where one stands.
         output_token_ids: live list that grows with each token; do not copy it.
     """
 
@@ -211,6 +211,7 @@ class LogitsRequest:
     """One request, as logits processors see it: they change nothing of it.
 
     Attributes:
+        prompt_token_ids: None in place of an id where the prompt has an embedding.
         output_token_ids: live list that grows with each token; do not copy it.
         stop_token_ids: every token id that ends the request.
         arguments: by plugin name, for the plugins that the request uses.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,9 +53,18 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
 
 def _last(markers: Sequence[Sequence[int]], token_ids: Sequence[int]) -> tuple[int, int]:
     """Return the index after the marker that ends last, and its length; (0, 0) without any."""
-    text = array("q", token_ids).tobytes() if markers else b""
+    text = _as_bytes(token_ids) if markers else b""
     ends = [(end, len(marker)) for marker in markers if (end := _end_of_last(marker, text))]
     return max(ends, default=(0, 0))
+
+
+def _as_bytes(token_ids: Sequence[int | None]) -> bytes:
+    """Return tokens as 64-bit integers; None, an embedding, becomes what no marker has."""
+    known: Any = token_ids
+    try:
+        return array("q", known).tobytes()
+    except TypeError:
+        return array("q", [-1 if token is None else token for token in token_ids]).tobytes()
 
 
 def _end_of_last(marker: Sequence[int], text: bytes) -> int:

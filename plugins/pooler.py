@@ -80,6 +80,6 @@ class Pooler(ComponentWithArguments):
         Called again for a prompt whose request was preempted: all its tokens are computed again.
 
         Args:
-            prompt_token_ids: read-only.
+            prompt_token_ids: read-only; None in place of an id where there is an embedding.
             arguments: an instance of `Arguments`, or of `Prepared`.
         """

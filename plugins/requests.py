@@ -37,7 +37,15 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or what `apply_chat_template` returns."""
+"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads."""
+
+
+def ids_after_embeddings(known_ids: Sequence[int | None]) -> list[int]:
+    """Return the ids after the last None of `EngineCoreRequest.known_prompt_ids`."""
+    start = len(known_ids)
+    while start and known_ids[start - 1] is not None:
+        start -= 1
+    return list(known_ids[start:])  # type: ignore[arg-type]
 
 
 class FinishReason(IntEnum):
@@ -109,7 +117,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     Attributes:
         request_id: unique among live requests.
-        prompt_token_ids: never empty, all inside the vocabulary.
+        prompt_token_ids: never empty, all inside the vocabulary; 0 at positions of `prompt_embeds`.
         params: checked; `max_tokens` and `seed` are filled in.
         eos_token_ids: the model's own end-of-sequence tokens; empty under `ignore_eos`.
         plugin_args: per component that has arguments of this request, these as plain data,
@@ -143,7 +151,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         second_type_start: position, in a pair of texts, of the first token of type 1, which those
             after it have, too (`token_type_ids`); the length of the prompt, if none does. None: the
             prompt is no pair.
-        prompt_embeds: a tensor [tokens, hidden] instead of token ids.
+        prompt_embeds: float32 array [positions, hidden] of the positions that are no token ids, in
+            their order; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
@@ -176,6 +185,25 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
+
+    @property
+    def known_prompt_ids(self) -> list[int]:
+        """The prompt as plugins see it: None, not 0, where an embedding stands."""
+        if self.prompt_embeds is None:
+            return self.prompt_token_ids
+        is_id = self.prompt_is_token_ids
+        if is_id is None:
+            found: list[Any] = [None] * len(self.prompt_token_ids)
+        else:
+            pairs = zip(self.prompt_token_ids, is_id, strict=True)
+            found = [token if known else None for token, known in pairs]
+        return found
+
+    @property
+    def last_prompt_ids(self) -> list[int]:
+        """The ids of the prompt after its last embedding; all of one without any."""
+        ids = self.prompt_token_ids
+        return ids if self.prompt_embeds is None else ids_after_embeddings(self.known_prompt_ids)
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -412,6 +440,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     Attributes:
         request_id: the user's.
         prompt: its text, if it was given as text or messages.
+        prompt_token_ids: None at positions of embeddings.
         prompt_logprobs: per prompt position, token id to Logprob; the first is None.
         outputs: by completion index.
         finished: whether every completion has ended.
@@ -445,6 +474,7 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True):
     Attributes:
         request_id: the user's.
         outputs: result of the task of `PoolingParams`; None before it is known.
+        prompt_token_ids: None at positions of embeddings.
         finished: whether it has ended.
         finish_reason: as of a CompletionOutput.
         error: with "error", what failed, and in which plugin or model.

@@ -62,7 +62,7 @@ class DraftRequest(Generic[ArgumentsT_co, StateT_co]):
     `DraftRequest[Arguments, History]` in an annotation states what its arguments and state are.
 
     Attributes:
-        prompt_token_ids: its prompt.
+        prompt_token_ids: its prompt; None in place of an id where it has an embedding.
         output_token_ids: its output so far; it grows between two calls. Do not keep a copy.
         params: sampling parameters.
         arguments: its arguments for the speculator; the defaults for a request that gives none.

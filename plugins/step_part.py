@@ -40,7 +40,15 @@ __all__ = [
 
 
 REQUEST_FIELDS = frozenset(
-    {"lora", "pooling_params", "second_type_start", "prompt_embeds", "features", "retention"}
+    {
+        "features",
+        "lora",
+        "pooling_params",
+        "prompt_embeds",
+        "prompt_is_token_ids",
+        "retention",
+        "second_type_start",
+    }
 )
 """Optional fields of `EngineCoreRequest` that only step parts make use of."""
 

@@ -61,6 +61,9 @@ SMALL_MODULES = {
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
+    "hardpoint.features.prompt_embeddings.engine_half": "imported by engines that take embeddings",
+    "hardpoint.features.prompt_embeddings.worker_half": "imports torch; the part does not",
+    "hardpoint.builtin_plugins.server.dialects.embedded_prompts": "tensors in bodies, from anyone",
 }
 """Small modules with one importer that are a concept of their own, and why."""
 

@@ -9,9 +9,14 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import PluginFaultError, RequestError
+from hardpoint.errors import PluginFaultError, RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
-from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext, ToolCalls
+from hardpoint.plugins.frontend_half import (
+    FrontendHalf,
+    FrontendHalfContext,
+    GivenPrompt,
+    ToolCalls,
+)
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import describe, raise_unless_fault
@@ -50,6 +55,11 @@ class FrontendParts:
         self._halves, self._components = halves, components
         self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
+        self._reading = [
+            (frozenset(half.half.prompt_keys), half)
+            for half in halves
+            if half.overrides("read_prompt")
+        ]
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
 
@@ -61,6 +71,35 @@ class FrontendParts:
         """Show the halves another generation of the plugins."""
         if self._components is not None:
             self._components.use(plugins)
+
+    def reads_prompt(self, prompt: Any) -> bool:
+        """Return whether the form of a prompt is a part's own."""
+        return self._reader_of(prompt) is not None
+
+    def _reader_of(self, prompt: Any) -> BoundFrontendHalf | None:
+        if isinstance(prompt, Mapping):
+            for keys, half in self._reading:
+                if any(key in keys for key in prompt):
+                    return half
+        return None
+
+    def read_prompt(self, prompt: Any, tokenise: Callable[..., list[int]]) -> GivenPrompt | None:
+        """Return the ids and fields of a prompt whose form is a part's own; None for any other.
+
+        Raises:
+            RequestError: the part refuses it, or failed.
+        """
+        if (half := self._reader_of(prompt)) is None:
+            return None
+        try:
+            found = half.half.read_prompt(dict(prompt), tokenise)
+            if not isinstance(found, GivenPrompt) or not isinstance(found.token_ids, Sequence):
+                raise TypeError(f"expected a GivenPrompt with token ids, got {shown(found)}")
+        except RequestError:
+            raise
+        except BaseException as cause:
+            raise self._refusal(half, "read_prompt", "", cause) from cause
+        return found
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
         """Check and complete a request by each half.
@@ -74,7 +113,7 @@ class FrontendParts:
             except RequestError:
                 raise
             except BaseException as cause:
-                raise self._refusal(half, "prepare", request, cause) from cause
+                raise self._refusal(half, "prepare", request.request_id, cause) from cause
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a request that has tools by each half.
@@ -88,7 +127,7 @@ class FrontendParts:
             except RequestError:
                 raise
             except BaseException as cause:
-                raise self._refusal(half, "prepare_calls", request, cause) from cause
+                raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
 
     def reads_answer(self, request: EngineCoreRequest) -> bool:
         """Return whether a half validates the answer of a request.
@@ -101,19 +140,15 @@ class FrontendParts:
                 if half.half.reads_answer(request):
                     return True
             except BaseException as cause:
-                raise self._refusal(half, "reads_answer", request, cause) from cause
+                raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
         return False
 
     def _refusal(
-        self,
-        half: BoundFrontendHalf,
-        method: str,
-        request: EngineCoreRequest,
-        cause: BaseException,
+        self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
     ) -> RequestError:
         """Record a fault of a half; return the error that refuses its request."""
         message = half.fault(method, cause)
-        self._record(half.name, request.request_id, message)
+        self._record(half.name, request_id, message)
         return RequestError(message)
 
     def validate(self, request: EngineCoreRequest, answer: str) -> str | None:

@@ -31,7 +31,9 @@ class TokenCounts:
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Count the tokens so far; `add` counts further ones."""
-        counted = dict.fromkeys(prompt, 0) | Counter(output)
+        counted: dict[Any, int] = dict.fromkeys(prompt, 0)
+        counted.pop(None, None)  # embeddings, which are no token
+        counted |= Counter(output)
         self.size = len(counted)
         self._indices = {token: index for index, token in enumerate(counted)}
         self._tokens = np.fromiter(counted.keys(), np.int64, self.size)

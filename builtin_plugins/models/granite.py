@@ -21,6 +21,7 @@ class Granite(Llama):
 
     contract = 1
     replayable = True
+    changes_before_scale = True
 
     def norm_eps(self) -> float:
         """Return the eps of the config, of hidden states divided by `residual_multiplier`."""

@@ -95,6 +95,9 @@ class Llama(Model):
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
+    changes_before_scale = False
+    """Whether step parts change embeddings before the factor, where `inputs_embeds` of transformers
+    is multiplied by it."""
     is_fused = False
     """Whether checkpoints have q, k and v in one matrix, and gate and up in another one."""
     config_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -269,9 +272,11 @@ class Llama(Model):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embedded tokens [tokens, hidden] for token_ids [tokens]."""
         x = self._embedding(token_ids)
+        if self.changes_before_scale:
+            x = self._embedding.changed(x)
         if self._embedding_scale != 1.0:
             self.context.ops.scale(x, self._embedding_scale)
-        return self._embedding.changed(x)
+        return x if self.changes_before_scale else self._embedding.changed(x)
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return the result of the MLP of a layer of this stage for h [tokens, hidden]."""

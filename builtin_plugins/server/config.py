@@ -93,6 +93,8 @@ class ServerConfig(Strict):
             answer begins, without what it waits for in `read` and `while_connected`.
         adapter_folders: folders that administrators may load adapters from.
         weight_folders: folders that administrators may load weights from.
+        prompt_embeds: whether prompts may be embeddings; `plugin.prompt_embeddings.enabled` has to
+            be set, too.
         page: whether `/` is a web page.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
@@ -127,6 +129,7 @@ class ServerConfig(Strict):
     extension_seconds: PositiveSeconds = 10.0
     adapter_folders: list[Annotated[str, Meta(min_length=1)]] = []
     weight_folders: list[Annotated[str, Meta(min_length=1)]] = []
+    prompt_embeds: bool = False
     page: bool = True
     access_log: Literal["text", "json", "off"] = "text"
     heartbeat_seconds: Seconds = 15.0

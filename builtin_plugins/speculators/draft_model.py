@@ -33,7 +33,8 @@ class DraftModel(Speculator):
     A. T. Suresh, "Coupling without communication and drafter-invariant speculative decoding",
     2024).
     The drafts of a request do not depend on others, and its KV cache is its own: it survives a
-    preemption of the request, and a prefix that the engine had cached is computed once.
+    preemption of the request, and a prefix that the engine had cached is computed once. A request
+    whose prompt has embeddings, which are those of the engine's model, has no drafts.
     """
 
     contract = 1
@@ -72,15 +73,20 @@ class DraftModel(Speculator):
         except ModelError as error:
             raise ConfigError(f"{path}: {str(error).removeprefix('model: ')}") from error
 
-    def start(self, request: DraftRequest) -> list[int]:  # noqa: ARG002
-        """Return the tokens that the draft model has computed: none."""
-        return []
+    def start(self, request: DraftRequest) -> list[int] | None:
+        """Return the tokens that the draft model has computed: none.
+
+        None for a prompt with embeddings, which are the engine's model's own: it has no drafts.
+        """
+        return None if None in request.prompt_token_ids else []
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:
         """Return drafts, one token of all requests after the other."""
         drafts: dict[str, list[int]] = {request.request_id: [] for request in requests}
         fed = {}
         for request in requests:
+            if request.state is None:
+                continue
             new = self._new_tokens(request)
             if not self._model.reserve(request.request_id, len(new) + request.limit):
                 continue

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from hardpoint import plugins
 from hardpoint.plugins import DraftRequest, Meta, Speculator
+from hardpoint.plugins.requests import ids_after_embeddings
 
 _MOST_PLACES = 16
 """Places that are compared, so that no text makes a search long."""
@@ -17,7 +18,8 @@ class NGram(Speculator):
     """Drafts from the request's own prompt and output (prompt lookup decoding).
 
     Of the places where the last `shortest` tokens stood before, the one is taken where most tokens
-    before them are the same, of equals the latest (A. Saxena, "Prompt Lookup Decoding", 2023).
+    before them are the same, of equals the latest (A. Saxena, "Prompt Lookup Decoding", 2023). Of a
+    prompt with embeddings, what comes after the last one is searched.
     """
 
     contract = 1
@@ -43,7 +45,8 @@ class NGram(Speculator):
     def start(self, request: DraftRequest) -> NGramIndex:
         """Return the index of the prompt."""
         index = NGramIndex(self.options.shortest)
-        index.extend(request.prompt_token_ids)
+        index.extend(ids_after_embeddings(request.prompt_token_ids))
+        index.num_prompt = len(index)
         return index
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:  # noqa: ARG002
@@ -52,7 +55,7 @@ class NGram(Speculator):
 
     def _after(self, request: DraftRequest) -> list[int]:
         index: NGramIndex = request.state
-        known = len(index) - len(request.prompt_token_ids)
+        known = len(index) - index.num_prompt
         index.extend(request.output_token_ids[known:])
         return index.after(self.options.longest, request.limit)
 
@@ -61,11 +64,14 @@ class NGramIndex:
     """Tokens, and where each run of a few of them stood: 16 to 100 bytes a token.
 
     Runs are found by a dictionary of the latest place of each, and the place before each place.
+
+    Attributes:
+        num_prompt: those of the prompt; the others are output.
     """
 
     def __init__(self, length: int) -> None:
         """Index runs of `length` tokens; none yet."""
-        self._length = length
+        self._length, self.num_prompt = length, 0
         self._tokens = array("i")
         self._latest: dict[tuple[int, ...], int] = {}  # of the token after each run
         self._before = array("i")  # the place before each place, -1 if there is none

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 from hardpoint import plugins
 from hardpoint.kernels.suffix_tree import Extent
 from hardpoint.plugins import DraftRequest, Meta, Speculator, SpeculatorContext
+from hardpoint.plugins.requests import ids_after_embeddings
 
 from .suffix_tree import Tree, make_tree
 
@@ -28,7 +29,8 @@ class Suffix(Speculator):
 
     Outputs, those of running requests too, are seen by requests of the same cache salt and adapter
     only. They stay until the limits of all together are reached, then the oldest go. The trees of
-    running requests take 50 to 110 bytes a token of prompt and output besides.
+    running requests take 50 to 110 bytes a token of prompt and output besides. Of a prompt with
+    embeddings, what comes after the last one is part of the text.
     """
 
     contract = 1
@@ -76,7 +78,8 @@ class Suffix(Speculator):
 
     def start(self, request: DraftRequest) -> _Text:
         """Return an empty tree of the request, and where its output is going to be."""
-        return _Text(make_tree(self._depth), Output(request.scope))
+        prompt = ids_after_embeddings(request.prompt_token_ids)
+        return _Text(make_tree(self._depth), Output(request.scope), prompt)
 
     def propose(self, requests: Sequence[DraftRequest], budget: int) -> list[list[int]]:
         """Return the drafts with the highest scores."""
@@ -102,8 +105,8 @@ class Suffix(Speculator):
         """Append new tokens of a request to its trees."""
         text: _Text = request.state
         if not text.num_tokens:
-            text.append(request.prompt_token_ids)
-        text.append(request.output_token_ids[text.num_tokens - len(request.prompt_token_ids) :])
+            text.append(text.prompt)
+        text.append(request.output_token_ids[text.num_tokens - len(text.prompt) :])
         self._keep(request)
 
     def _keep(self, request: DraftRequest) -> None:
@@ -117,7 +120,7 @@ class Suffix(Speculator):
         longest = self._depth - 1
         pattern = request.output_token_ids[-longest:]
         if missing := longest - len(pattern):
-            pattern = [*request.prompt_token_ids[-missing:], *pattern]
+            pattern = [*text.prompt[-missing:], *pattern]
         extent = self._extent(request)
         own = text.tree.draft(pattern, extent)
         other = self._outputs.draft(request.scope, pattern, extent)
@@ -157,12 +160,14 @@ class _Text:
     Attributes:
         tree: tree of its prompt and output.
         output: its output among all.
+        prompt: its prompt.
         num_tokens: number of tokens in the tree.
         num_kept: tokens of the output that were handed on.
     """
 
     tree: Tree
     output: Output
+    prompt: Sequence[int]
     num_tokens: int = 0
     num_kept: int = 0
     sequence: int = field(init=False)

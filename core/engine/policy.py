@@ -219,7 +219,7 @@ class PolicyArguments:
             context = PrepareContext(
                 options=self._options,
                 params=read_only(request.params),
-                prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
+                prompt_token_ids=ReadOnlyList(request.known_prompt_ids),
                 stop_token_ids=request.stop_token_ids,
                 vocab_size=self._vocab_size,
                 tokenizer=None,

@@ -86,6 +86,7 @@ class Frontend:
             parts.model_config,
             parts.tokenizer,
             self._arguments,
+            parts.step_parts,
             max_model_len=config.max_model_len,
             seed=config.seed,
             in_process=parts.client.in_process,

@@ -93,7 +93,7 @@ class RequestCheck:
                 "tokens before it, got true"
             )
         for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
-            if (value := getattr(request, name)) is not None:
+            if (value := getattr(request, name)) is not None and name not in self._used:
                 raise RequestError(
                     f"{name}: expected none, this engine has no use for it, got {value!r}"
                 )

@@ -195,6 +195,7 @@ class InputBatch:
         self._place(request, row)
         self._added_in[request.request_id] = step
         known = [*request.prompt_token_ids, *output_token_ids]
+        known = [token or 0 for token in known] if None in known else known  # for embeddings
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
         self._num_computed[row] = num_computed_tokens
@@ -251,7 +252,10 @@ class InputBatch:
         params = msgspec.structs.replace(
             request.params, plugin_args=ReadOnlyDict(request.arguments)
         )
-        return Added(row, params, request.prompt_token_ids, self._outputs[row])
+        prompt: Sequence[int] | None = request.prompt_token_ids
+        if prompt and prompt[0] is None and all(token is None for token in prompt):
+            prompt = None
+        return Added(row, params, prompt, self._outputs[row])
 
     def _place(self, request: LogitsRequest, row: int) -> None:
         object.__setattr__(request, "row", row)  # frozen, since processors get it

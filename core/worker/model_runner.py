@@ -425,7 +425,7 @@ class ModelRunner:
         sampler_arguments = dict.pop(arguments, self._sampler_key, self._no_arguments)
         request = LogitsRequest(
             request_id=source.request_id,
-            prompt_token_ids=ReadOnlyList(source.prompt_token_ids),
+            prompt_token_ids=ReadOnlyList(source.known_prompt_ids),
             output_token_ids=outputs,
             params=read_only(source.params),
             stop_token_ids=ReadOnlyList(source.stop_token_ids),

@@ -24,8 +24,8 @@ _MOST_REJECTED = 1 << 12
 class TokenChain:
     """Sums of hashes of a request's tokens, from the first to that at each position.
 
-    The entry of a position is a hash of its sum, so that it differs where any token before it, its
-    position, the cache salt or the adapter does.
+    The entry of a position is a hash of its sum, so that it differs where any token or embedding
+    before it, its position, the cache salt or the adapter does.
 
     Attributes:
         request_id: the request.
@@ -49,6 +49,20 @@ class TokenChain:
                 own = np.arange(feature.length, dtype=np.uint64) + np.uint64(1)
                 at = slice(feature.offset, feature.offset + feature.length)
                 self._content[at] = _mixed(own ^ np.uint64(_hash_of(feature.identifier)))
+
+        if source.prompt_embeds is not None:
+            self._mix_embeddings(source)
+
+    def _mix_embeddings(self, source: EngineCoreRequest) -> None:
+        content = np.zeros(max(len(source.prompt_token_ids), len(self._content)), dtype=np.uint64)
+        content[: len(self._content)] = self._content
+        mask = source.prompt_is_token_ids or [False] * len(source.prompt_token_ids)
+        positions = np.flatnonzero(~np.asarray(mask, dtype=np.bool_))
+        digests = [hashlib.blake2b(row.tobytes(), digest_size=8) for row in source.prompt_embeds]
+        content[positions] ^= np.array(
+            [int.from_bytes(digest.digest(), "little") for digest in digests], dtype=np.uint64
+        )
+        self._content = content
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add known tokens, as many as there is room for."""

@@ -105,7 +105,7 @@ class PoolingWorker(WorkerHalf):
             "start",
             prompt,
             pooler.pooler.start,
-            ReadOnlyList(source.prompt_token_ids),
+            ReadOnlyList(source.known_prompt_ids),
             msgspec.convert(plain, pooler.arguments),
         )
         if prompt.state is not None and not isinstance(prompt.state, PromptPooler):

@@ -124,7 +124,7 @@ class Drafting(WorkerHalf):
         output = list(new.output_token_ids)
         request = DraftRequest(
             source.request_id,
-            source.prompt_token_ids,
+            source.known_prompt_ids,
             output,
             source.params,
             msgspec.convert(arguments, self._arguments[name]),

@@ -86,7 +86,7 @@ class Answer:
         markers = source.reasoning_markers or ReasoningMarkers()
         self._tracker = ReasoningTracker(markers)
         self._prefix = markers.message_prefix + markers.content_prefix
-        prompt = source.prompt_token_ids
+        prompt = source.known_prompt_ids
         position = self._tracker.after(prompt)
         starts: tuple[tuple[int, ...], ...] = ()
         prefix = None

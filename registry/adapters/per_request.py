@@ -6,7 +6,7 @@ import copy
 import inspect
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -52,11 +52,11 @@ class RequestProcessor:
     """The callable of one request.
 
     Attributes:
-        prompt: its prompt token ids.
+        prompt: its prompt token ids, with None in place of an embedding; None if there are no ids.
         call: None leaves the request's rows unchanged.
     """
 
-    prompt: list[int]
+    prompt: list[int | None] | None
     call: Callable[..., Any] | None = None
     form: CallSignature = CallSignature.TRANSFORMERS
 
@@ -153,6 +153,16 @@ class TransformersProcessor(RowwiseAdapter):
                 ) from None
         return super().configured(options)
 
+    @classmethod
+    def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
+        """Check that the prompt has ids everywhere.
+
+        Raises:
+            ValueError: it has embeddings.
+        """
+        _with_ids(CallSignature.TRANSFORMERS, context.prompt_token_ids)
+        return arguments
+
     def start(self, request: LogitsRequest) -> RequestProcessor:
         """Return a processor of its own for the request, since some keep state between calls."""
         target: Any = self.external.target
@@ -161,7 +171,7 @@ class TransformersProcessor(RowwiseAdapter):
         if not callable(call):
             what = "its constructor made" if built else "its __deepcopy__ returned"
             raise TypeError(f"{what} a {type(call).__name__}, expected a processor")
-        return RequestProcessor(list(request.prompt_token_ids), call)
+        return RequestProcessor(_prompt_of(request), call)
 
 
 class PerRequestFactory(RowwiseAdapter):
@@ -183,11 +193,11 @@ class PerRequestFactory(RowwiseAdapter):
         extra_args = request.arguments[self.name].extra_args
         params = ExternalParams(request.params, extra_args, request.stop_token_ids)
         call = self.external.target(params)
-        prompt = list(request.prompt_token_ids)
+        prompt = _prompt_of(request)
         return (
             RequestProcessor(prompt)
             if call is None
-            else RequestProcessor(prompt, call, call_signature(call))
+            else RequestProcessor(prompt, call, _with_ids(call_signature(call), prompt))
         )
 
 
@@ -214,18 +224,19 @@ class RequestCallables(LogitsProcessor):
         """Check the signature of each callable.
 
         Raises:
-            RequestError: it cannot be called, or does not take two or three positional parameters.
+            RequestError: it cannot be called, does not take two or three positional parameters, or
+                needs ids of a prompt that has embeddings.
         """
         for index, call in enumerate(context.params.logits_processors):
             try:
-                call_signature(call)
-            except TypeError as cause:
+                _with_ids(call_signature(call), context.prompt_token_ids)
+            except (TypeError, ValueError) as cause:
                 raise RequestError(f"logits_processors[{index}]: {cause}") from None
         return arguments
 
     def start(self, request: LogitsRequest) -> list[RequestProcessor]:
         """Return a processor per callable."""
-        prompt = list(request.prompt_token_ids)
+        prompt = _prompt_of(request)
         return [
             RequestProcessor(prompt, call, call_signature(call))
             for call in request.params.logits_processors
@@ -319,6 +330,25 @@ def call_signature(call: Any) -> CallSignature:
     return forms[len(names)]
 
 
+def _prompt_of(request: LogitsRequest) -> list[int | None] | None:
+    """Return the prompt for callables; None for a prompt of embeddings alone."""
+    ids: Sequence[int | None] = request.prompt_token_ids
+    return None if ids and all(token is None for token in ids) else list(ids)
+
+
+def _with_ids(form: CallSignature, prompt: Sequence[int | None] | None) -> CallSignature:
+    """Return the form of a callable that can be called after a prompt.
+
+    Raises:
+        ValueError: it gets a tensor of all ids, and there are embeddings instead of some.
+    """
+    if form is CallSignature.TRANSFORMERS and (prompt is None or None in prompt):
+        raise ValueError(
+            f"a callable {form.value} needs the ids of the whole prompt, which has embeddings"
+        )
+    return form
+
+
 def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) -> torch.Tensor:
     """Return the checked result [vocab], or [1, vocab] in transformers' form."""
     import torch  # noqa: PLC0415 - the contract imports no torch until it is used
@@ -329,7 +359,8 @@ def _called(processor: RequestProcessor, outputs: list[int], row: torch.Tensor) 
     arguments: tuple[Any, ...] = (outputs,)
     given = row
     if processor.form is CallSignature.TRANSFORMERS:
-        ids = to_device(processor.prompt + outputs, row.device, torch.int64)
+        assert processor.prompt is not None, "see _with_ids"
+        ids = to_device([*processor.prompt, *outputs], row.device, torch.int64)
         arguments, given = (ids.unsqueeze(0),), row.unsqueeze(0)
     elif processor.form is CallSignature.PROMPT_AND_OUTPUT:
         arguments = (processor.prompt, outputs)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from allpairspy import AllPairs
@@ -126,6 +127,7 @@ REQUEST: dict[str, dict[str, Level]] = {
     "tools": {"none": {}, "free": {}, "required": {}},
     "priority": {"of all": {}, "its own": {}},
     "adapter": {"none": {}, "one": {}, "scaled": {}},
+    "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}},
     "completions": {"one": {}, "three": {"n": 3}},
     "logprobs": {
         "none": {},
@@ -150,6 +152,10 @@ EXTRAS: dict[tuple[str, str], Level] = {
 """What levels of a request are besides parameters."""
 REFUSED = (
     {
+        (("prompt", name), ("logprobs", "of the prompt")): "prompt_logprobs: .*with prompt_embeds"
+        for name in ("of embeddings", "of both")
+    }
+    | {
         (("speculator", name), ("processor", "of the batch")): (
             "batch_bias.*does not declare supports_drafts.*speculation"
         )
@@ -238,6 +244,7 @@ BASE = {
     "scheduler": {"max_num_seqs": 6},
     "reasoning": {"parser": "think_tags"},
     "tools": {"parser": "hermes"},
+    "plugin": {"prompt_embeddings": {"enabled": True}},
 }
 CANARY = {"debug": {"kv_canary": True}}  # of the engines that are compared with the plain one
 COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
@@ -285,6 +292,10 @@ class Models:
         self.folders = dict.fromkeys(ENGINE["model"], real)
         self.folders |= {"scripted": scripted, "with windows": windowed}
         self.poet = write_poet(folder / "poet")
+        ids = np.arange(SHAPE["vocab_size"], dtype=np.float32)
+        table = np.random.default_rng(0).normal(0, 0.5, (len(ids), SHAPE["hidden_size"]))
+        self.tables = dict.fromkeys(ENGINE["model"], table.astype(np.float32))
+        self.tables["scripted"] = np.stack([ids, ids], 1)
         self.results: dict[str, Any] = {}
         self.engines: dict[str, LLMEngine] = {}
 
@@ -292,15 +303,38 @@ class Models:
         """Return the configuration of an engine of a model."""
         return scripted_config(self.folders[model], merged(ENGINE["model"][model], extra))
 
+    def given(self, row: Mapping[str, str], jobs: list[Job]) -> list[Job]:
+        """Return the requests with embeddings in place of ids, where a row has some.
+
+        The ids that a prompt of both keeps are every third one, and the last one.
+        """
+        if row["prompt"] == "of ids":
+            return jobs
+        table, found = self.tables[row["model"]], []
+        for request_id, prompt, params in jobs:
+            if not request_id.startswith("s"):
+                found.append((request_id, prompt, params))
+                continue
+            every = row["prompt"] == "of embeddings"
+            parts = [
+                [token]
+                if not every and (place % 3 == 1 or place == len(prompt) - 1)
+                else table[[token]]
+                for place, token in enumerate(prompt)
+            ]
+            found.append((request_id, {"prompt_parts": parts}, params))
+        return found
+
     def alone(self, row: Mapping[str, str], jobs: list[Job]) -> dict[str, Any]:
         """Return the results of requests, each alone in a plain engine."""
         found = {}
         for job in jobs:
             extras = extras_of(row | {"priority": "of all"}, job[0], self.poet)
-            key = repr((row["model"], job[1:], extras))
+            form = row["prompt"] if job[0].startswith("s") else ""
+            key = repr((row["model"], form, job[1:], extras))
             if key not in self.results:
                 (self.results[key],) = drive(
-                    self._plain(row["model"]), [job], {job[0]: extras}
+                    self._plain(row["model"]), self.given(row, [job]), {job[0]: extras}
                 ).values()
             found[job[0]] = self.results[key]
         return found
@@ -459,7 +493,7 @@ def check(models: Models, row: Mapping[str, str], number: int) -> None:
     expected = models.alone(row, jobs)
     extras = {job[0]: extras_of(row, job[0], models.poet) for job in jobs}
     with LLM(config=config_of(row, jobs, expected, models)) as llm:
-        found = drive(engine_of(llm), jobs, extras, row["in between"])
+        found = drive(engine_of(llm), models.given(row, jobs), extras, row["in between"])
     wrong = [name for name in expected if found.get(name) != expected[name]]
     assert not wrong, f"{wrong} differ in row {number}: {row}"
 
@@ -475,8 +509,14 @@ def needs_kernels() -> None:
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: " and ".join(map(str, pair)))
 def test_a_refused_pair_names_what_does_not_fit(models, pair):
     row = {feature: next(iter(names)) for feature, names in ALL.items()} | dict(pair)
+
+    def run() -> None:
+        jobs = models.given(row, requests_of(row, 0))
+        with LLM(config=config_of(row, [], {}, models)) as llm:
+            drive(engine_of(llm), jobs, {job[0]: NO_EXTRAS for job in jobs})
+
     with pytest.raises(Exception, match=REFUSED[pair]):
-        LLM(config=config_of(row, [], {}, models))
+        run()
 
 
 def test_the_rows_cover_each_pair():

@@ -23,6 +23,7 @@ from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.features.kv_canary import KVCanary
 from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.pooling import Pooling
+from hardpoint.features.prompt_embeddings import PromptEmbeddings
 from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
@@ -155,6 +156,43 @@ class TestPooling(StepPartSuite):
                 normalize=st.none() | st.booleans(),
             ),
         )
+
+
+ROWS = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
+
+
+class TestPromptEmbeddings(StepPartSuite):
+    examples = kit_examples()
+    part = PromptEmbeddings
+    options = {"enabled": True}
+    config = {"plugin": {"prompt_embeddings": {"enabled": True}}}
+    prompts = [
+        {"prompt_embeds": ROWS},
+        {"prompt_embeds": torch.from_numpy(ROWS).to(torch.bfloat16)},
+        {"prompt_parts": ["ab", ROWS, [1, 2]]},
+        {
+            "prompt_embeds": ROWS[:1],
+            "prompt_token_ids": [5, None, 6],
+            "prompt_is_token_ids": [True, False, True],
+        },
+    ]
+
+    def requests(self):
+        def request(mask, rows, resumable):
+            count = len(mask) - sum(mask) if mask else rows
+            embeds = ROWS[:count] if count else None
+            return EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=[7 if known else 0 for known in mask] or [0] * rows,
+                params=SamplingParams(),
+                eos_token_ids=[256],
+                prompt_embeds=embeds,
+                prompt_is_token_ids=mask or None,
+                resumable=resumable,
+            )
+
+        masks = st.lists(st.booleans(), max_size=5).filter(lambda mask: mask.count(False) < 4)
+        return st.builds(request, masks, st.integers(1, 3), st.sampled_from([False] * 9 + [True]))
 
 
 class OfLayers(Adapters):

@@ -68,6 +68,12 @@ STEP_PARTS = [
     (broken.ReadsByText, "frontend", "answers", "reads_answer.. returned 'yes', expected a bool"),
     (broken.FlawAsList, "frontend", "answers", r"validate.. returned \['wrong'\], expected text"),
     (broken.ValidateRaises, "frontend", "answers", "raised ValueError: no JSON"),
+    (broken.Good, "prompts", "prompts", r"prompt_keys are \(\), and the suite has 1 prompts"),
+    (broken.ReadsIntoList, "prompts", "prompts", r"read_prompt.. returned \[97, 97, 97\]"),
+    (broken.ReadsNoToken, "prompts", "prompts", r"read_prompt.. returned GivenPrompt.*\[-1\]"),
+    (broken.ReadsFieldsOfOthers, "prompts", "prompts", r"gave the fields \['resumable'\]"),
+    (broken.RefusesWhatItReads, "prompts", "prompts", "prepare.. refused .*: not this one"),
+    (broken.ReadPromptRaises, "prompts", "prompts", "raised KeyError: 'letter'"),
     (broken.NoFrontendHalf, "frontend", "contract", r"returned \{\}, expected a FrontendHalf or"),
     (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
 ]
@@ -82,11 +88,17 @@ def _brief(monkeypatch):
 @pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STEP_PARTS, ids=label)
 def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern):
     attributes = {"part": cls, "ready_seconds": 0.05, "calls": [("live", {})]}
+    attributes["prompts"] = [{"letters": 3}]
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
 
 
 def test_every_test_catches_a_step_part():
     assert {test for _, test, _, _ in STEP_PARTS} == suite_tests(StepPartSuite)
+
+
+def test_a_part_that_reads_prompts_passes():
+    attributes = {"part": broken.ReadsLetters, "prompts": [{"letters": 3}]}
+    assert messages_of(StepPartSuite, attributes, ["prompts"]) == {}
 
 
 def test_a_part_that_divides_something_may_set_shares():

@@ -28,6 +28,7 @@ from hardpoint.plugins.requests import WeightRun
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of
 from .dialect import Asked, Dialect
+from .embedded_prompts import RawTensor, decoded
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMAS = [
@@ -46,25 +47,64 @@ class CompletionRequest(TextFields):
     """Prompts to continue.
 
     Attributes:
-        prompt: a text, token ids, or a list of texts or of lists of token ids.
+        prompt: a text, token ids, or a list of texts or of lists of token ids. With
+            `prompt_embeds`: none, or token ids with `prompt_is_token_ids`.
         max_tokens: 16 unless the model has a default; 0 with `echo` computes the prompt alone.
         logprobs: likeliest tokens per position.
         echo: whether answers begin with the prompt, and its log-probabilities with `logprobs`.
         best_of: must be `n`.
         add_special_tokens: whether those of the tokenizer are put before texts.
+        prompt_embeds: embeddings in place of token ids, where `server.prompt_embeds` lets requests
+            have some: base64 of safetensors with one tensor, "prompt_embeds", or an object of
+            base64 numbers, dtype and shape.
+        prompt_is_token_ids: for each of the token ids of `prompt` whether it is one; an embedding
+            stands for each of the others, which are 0.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
         **TEXT_REFUSED,
-        "prompt_embeds": "prompts are texts or token ids",
         "suffix": "the model continues prompts and fills in none",
     }
 
-    prompt: Annotated[Any, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]
+    prompt: Annotated[Any, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})] = msgspec.UNSET
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
+    prompt_embeds: str | RawTensor | None = None
+    prompt_is_token_ids: list[bool] | None = None
+
+    def embedded_prompt(self, *, allowed: bool) -> dict[str, Any] | None:
+        """Return the prompt with its embeddings; None for one without any.
+
+        Args:
+            allowed: whether the server lets requests have some.
+
+        Raises:
+            RequestError: it does not, or they are wrong, or together with what needs ids.
+        """
+        given, mask, ids = self.prompt_embeds, self.prompt_is_token_ids, self.prompt
+        if given is None and mask is None:
+            return None
+        if not allowed:
+            raise RequestError(
+                "prompt_embeds: expected none, this server takes no embeddings "
+                "(server.prompt_embeds is false)"
+            )
+        if given is None:
+            raise RequestError("prompt_is_token_ids: expected none without prompt_embeds")
+        if self.echo:
+            raise RequestError("echo: expected false with prompt_embeds, which have no text")
+        if mask is None and ids is not msgspec.UNSET:
+            raise RequestError(
+                "prompt: expected none with prompt_embeds, or token ids with prompt_is_token_ids"
+            )
+        rows = decoded(given)
+        if mask is None:
+            return {"prompt_embeds": rows}
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise RequestError("prompt: expected token ids with prompt_is_token_ids")
+        return {"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": mask}
 
     def prompts(self, limits: ServerLimits) -> list[str | list[int]]:
         """Return the prompts.
@@ -87,6 +127,8 @@ class CompletionRequest(TextFields):
 
     def _prompts(self, limit: int) -> list[str | list[int]]:
         given = self.prompt
+        if given is msgspec.UNSET:
+            raise RequestError("prompt: missing, and it has no default")
         if isinstance(given, str):
             return [given]
         if not isinstance(given, list):
@@ -159,9 +201,11 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
     ) -> tuple[AsyncGenerator[Numbered, None], CompletionAnswer]:
         """Return the outputs and the answer; see the base."""
         body, name = asked.body, asked.request_id
-        prompts = body.prompts(self._service.settings.limits)
+        settings = self._service.settings
+        embedded = body.embedded_prompt(allowed=settings.prompt_embeds)
+        prompts = [] if embedded is not None else body.prompts(settings.limits)
         self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
-        given = await self._tokenised(body, prompts)
+        given = [embedded] if embedded is not None else await self._tokenised(body, prompts)
         ids = [name] if len(given) == 1 else [f"{name}-{i}" for i in range(len(given))]
         is_list = prompts is body.prompt
         paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]

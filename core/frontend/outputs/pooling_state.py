@@ -67,7 +67,7 @@ class PoolingState:
         return PoolingRequestOutput(
             request_id=self.parent.request_id,
             outputs=self._result,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self._request.known_prompt_ids,
             finished=finished,
             finish_reason=str(self.finish_reason) if finished else None,
             error=self._error,

@@ -149,7 +149,7 @@ class RequestState:
         self._request = request
         self.plugins = tuple(request.plugin_args)
         self._prompt = prompt
-        self._prompt_token_ids = request.prompt_token_ids
+        self._prompt_token_ids = request.known_prompt_ids
         self._tokenizer = tokenizer
         self._decoder = self._new_decoder() if params.detokenize else None
         # Made on use: a hundred thousand requests may wait, and the garbage collector visits each
@@ -192,7 +192,9 @@ class RequestState:
     def _new_decoder(self) -> DecodeStream:
         """Return a decode stream; the prompt's end decides how the first token reads."""
         skip = self._request.params.skip_special_tokens
-        return self._tokenizer.decode_stream(self._prompt_token_ids, skip_special_tokens=skip)
+        return self._tokenizer.decode_stream(
+            self._request.last_prompt_ids, skip_special_tokens=skip
+        )
 
     def update(self, output: EngineCoreOutput) -> None:
         """Update the state from one engine output."""

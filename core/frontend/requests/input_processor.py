@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint import typed
+from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.errors import PromptTooLongError
 from hardpoint.plugins import (
@@ -110,6 +111,7 @@ class InputProcessor:
         model_config: ModelConfig,
         tokenizer: Tokenizer,
         arguments: PluginArguments,
+        parts: FrontendParts,
         *,
         max_model_len: int,
         seed: int | None,
@@ -129,7 +131,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._in_process = in_process
         self._share_params = share_params
-        self._arguments = arguments
+        self._arguments, self._parts = arguments, parts
         eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
         self._eos_token_ids = tuple(sorted(eos))
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -170,12 +172,13 @@ class InputProcessor:
             pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
             params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
-        given = read_prompt(prompt)
+        own = not isinstance(prompt, str) and self._parts.read_prompt(prompt, self.tokenise)
+        given = ReadPrompt.of(own) if own else read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         whole = self._tokens(given, token_ids, pools=pooling is not None)
         room = 0 if pooling is not None else params.max_tokens or 1
-        cut = self._cut(whole, extras.truncate_prompt_tokens, room)
+        cut = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields)
         pair = cut if isinstance(cut, EncodedPair) else None
         token_ids = cut.token_ids if isinstance(cut, EncodedPair) else cut
         if pooling is None:
@@ -197,6 +200,8 @@ class InputProcessor:
             lora=extras.lora_request,
             retention=extras.retention,
         )
+        for field, value in given.fields.items():
+            setattr(request, field, value)
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
@@ -204,6 +209,8 @@ class InputProcessor:
 
     def texts_of(self, prompt: Prompt) -> Sequence[str]:
         """Return the text to tokenise, or the two of a pair; none if the prompt has token ids."""
+        if self._parts.reads_prompt(prompt):
+            return []
         given = read_prompt(prompt)
         if given.pair is not None:
             return given.pair
@@ -306,14 +313,22 @@ class InputProcessor:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         return token_ids
 
-    def _cut(self, tokens: Tokens, last: int | None, room: int) -> Tokens:
+    def _cut(
+        self, tokens: Tokens, last: int | None, room: int, fields: Collection[str] = ()
+    ) -> Tokens:
         """Return the last tokens of a prompt, or a pair of texts without its ends.
 
         Args:
             tokens: returned as they are, if there are no more.
             last: number of tokens; -1 is what leaves room for the output.
             room: tokens of the output.
+            fields: fields of the prompt that stand by its positions.
         """
+        if last is not None and fields:
+            raise RequestError(
+                "truncate_prompt_tokens: expected none for a prompt with "
+                f"{', '.join(sorted(fields))}, got {last}"
+            )
         if last == -1:
             last = max(self._max_model_len - room, 1)
         if last is not None:

@@ -246,7 +246,7 @@ class PluginArguments:
                 )
                 self._parts.prepare_calls(request, given_calls)
             if markers is not None:
-                request.reasoning_ended = markers.ended(request.prompt_token_ids)
+                request.reasoning_ended = markers.ended(request.known_prompt_ids)
             self._parts.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
         except BaseException:
@@ -272,7 +272,7 @@ class PluginArguments:
                 context = PrepareContext(
                     options=taker.options,
                     params=read_only(request.params),
-                    prompt_token_ids=ReadOnlyList(request.prompt_token_ids),
+                    prompt_token_ids=ReadOnlyList(request.known_prompt_ids),
                     stop_token_ids=request.stop_token_ids,
                     vocab_size=self._vocab_size,
                     tokenizer=self._tokenizer,

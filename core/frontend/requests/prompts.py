@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -11,6 +11,7 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, SamplingParams
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.tokenizer import EncodedPair
 from hardpoint.registry.blame import describe
@@ -18,7 +19,8 @@ from hardpoint.registry.blame import describe
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
-`arrival_time`; or, of what reads two texts together, `{"text": text, "text_pair": text}`."""
+`arrival_time`; of what reads two texts together, `{"text": text, "text_pair": text}`; or a mapping
+that a step part reads."""
 
 Params = SamplingParams | PoolingParams
 """What is to be made of a prompt: tokens that follow it, or vectors."""
@@ -40,6 +42,7 @@ class ReadPrompt:
         token_ids: unchecked; None if the text is to be tokenised.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
+        fields: fields of the request that a step part has read.
     """
 
     text: str | None = None
@@ -47,6 +50,18 @@ class ReadPrompt:
     token_ids: Any = None
     cache_salt: str | None = None
     arrival_time: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: GivenPrompt) -> ReadPrompt:
+        """Return a prompt that a step part has read."""
+        return cls(
+            text=given.text,
+            token_ids=given.token_ids,
+            cache_salt=given.cache_salt,
+            arrival_time=given.arrival_time,
+            fields=given.fields,
+        )
 
 
 class _TokenInput(typed.Strict):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hardpoint.plugins import (
     EngineConfig,
@@ -12,8 +14,10 @@ from hardpoint.plugins import (
     FrontendHalf,
     ReasoningMarkers,
     RequestError,
+    SamplingParams,
 )
 from hardpoint.plugins.component import Component, Context
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.part_components import ComponentCalls
 from hardpoint.testing.engine_access import (
@@ -34,6 +38,12 @@ FRONTEND = Rule(
 ANSWERS = Rule(
     "answers: reads_answer gives a bool, and validate text or None for any answer",
     "decide by the request alone, and return what is wrong with an answer instead of raising it",
+)
+
+PROMPTS = Rule(
+    "prompts: read_prompt refuses a prompt by a RequestError, or gives ids and fields of its part",
+    "return a GivenPrompt with an id per position, and with fields that request_fields names; the "
+    "request that it becomes has to pass prepare",
 )
 
 Classes = Mapping[str, Mapping[str, type[Component]]]
@@ -127,12 +137,64 @@ def check_prepare(
     once = copy.deepcopy(given)
     refused = _refusal(half, given, reasoning)
     for name in given.__struct_fields__:
-        if refused is not None or getattr(once, name) != getattr(given, name):
+        if refused is not None or _differ(getattr(once, name), getattr(given, name)):
             first, found = short_repr(getattr(once, name)), short_repr(getattr(given, name))
             raise FRONTEND.violation(
                 f"prepare() gave {name} {first}, and when called again {refused or found}"
             )
     return given
+
+
+def check_prompt(
+    half: FrontendHalf, prompt: Mapping[str, Any], fields: Collection[str], vocab_size: int
+) -> None:
+    """Check that a half reads a prompt of its own form, and takes the request that it becomes.
+
+    Args:
+        half: to check.
+        prompt: prompt of the suite.
+        fields: those that the part makes use of.
+        vocab_size: vocabulary size of the model.
+
+    Raises:
+        Violation: the half breaks a rule.
+    """
+    if set(half.prompt_keys).isdisjoint(prompt):
+        keys = short_repr(half.prompt_keys)
+        raise PROMPTS.violation(f"prompt_keys are {keys}, none of the prompt {sorted(prompt)}")
+
+    def read() -> GivenPrompt | str:
+        try:
+            return half.read_prompt(prompt, lambda text, **_options: list(text.encode()))
+        except RequestError as refused:
+            return str(refused)
+
+    found = call(PROMPTS, read)
+    if isinstance(found, str):
+        raise PROMPTS.violation(f"read_prompt() refused a prompt of the suite: {found}")
+    if not isinstance(found, GivenPrompt) or not all(
+        type(token) is int and 0 <= token < vocab_size for token in found.token_ids
+    ):
+        raise PROMPTS.violation(f"read_prompt() returned {short_repr(found)}")
+    if not set(found.fields) <= set(fields):
+        raise PROMPTS.violation(
+            f"read_prompt() gave the fields {sorted(found.fields)}, and request_fields() is "
+            f"{sorted(fields)}"
+        )
+    request = EngineCoreRequest(
+        request_id="r0",
+        prompt_token_ids=list(found.token_ids),
+        params=SamplingParams(),
+        **found.fields,
+    )
+    if (refused := _refusal(half, request, None)) is not None:
+        raise PROMPTS.violation(f"prepare() refused what read_prompt() gave: {refused}")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return not np.array_equal(one, other)
+    return bool(one != other)
 
 
 def _refusal(

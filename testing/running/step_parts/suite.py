@@ -45,9 +45,11 @@ from . import rules
 from .frontend import (
     ANSWERS,
     FRONTEND,
+    PROMPTS,
     ScriptedComponents,
     check_answer,
     check_prepare,
+    check_prompt,
 )
 from .session import RequestScript, StepPartSession, Trace, with_id
 from .worker import HIDDEN_SIZE, WorkerSteps, overrides
@@ -77,6 +79,7 @@ class StepPartSuite(ComponentSuite):
         vocabulary: vocabulary of the tokenizer; None for an engine without one.
         vocab_size: vocabulary size of the model.
         calls: calls of programs that the part answers: method and arguments.
+        prompts: prompts of the part's own forms, which it reads.
         shares: whether the part divides something among requests, so that what one gets depends
             on the others.
         ready_steps: calls of a gate after which, and
@@ -92,6 +95,7 @@ class StepPartSuite(ComponentSuite):
     vocabulary: ClassVar[Vocabulary | None] = _BYTES
     vocab_size: ClassVar[int] = 300
     calls: ClassVar[Sequence[tuple[str, Mapping[str, Any]]]] = ()
+    prompts: ClassVar[Sequence[Mapping[str, Any]]] = ()
     shares: ClassVar[bool] = False
     ready_steps: ClassVar[int] = 100
     ready_seconds: ClassVar[float] = 10.0
@@ -181,6 +185,25 @@ class StepPartSuite(ComponentSuite):
         text = f"{FRONTEND.text}; {ANSWERS.text}"
         answers = st.text(max_size=8) | st.sampled_from(["{}", "[1", '"a"', "null"])
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
+
+    def test_prompts(self) -> None:
+        """`read_prompt` gives ids and fields of each of `prompts`, of which `prepare` takes all."""
+        if self.part.frontend_half is StepPart.frontend_half:
+            pytest.skip("the part has no half in the frontend")
+        self._run_checks(PROMPTS.text, self._check_prompts)
+
+    def _check_prompts(self) -> None:
+        part, half = self._build_frontend_half()
+        if half is not None and bool(half.prompt_keys) != bool(self.prompts):
+            keys, given = short_repr(half.prompt_keys), len(self.prompts)
+            raise PROMPTS.violation(f"prompt_keys are {keys}, and the suite has {given} prompts")
+        fields = type(part).request_fields(engine_config(self.config))
+        if half is not None:
+            for prompt in self.prompts:
+                check_prompt(half, prompt, fields, self.vocab_size)
+        for closed in (half, part):
+            if closed is not None:
+                call(CLOSE, closed.close)
 
     def test_calls(self) -> None:
         """`call` answers each of `calls` with plain data, and refuses others by a RequestError."""

@@ -167,7 +167,7 @@ REFUSED = {
         "chat_template_kwargs.chat_template: expected a variable that is allowed",
     ),
     "template arguments of a list": (chat(chat_template_kwargs=[]), 400, "chat_template_kwargs"),
-    "embeddings as a prompt": (text(prompt_embeds="gASVAA=="), 400, "prompt_embeds: not supported"),
+    "embeddings as a prompt": (text(prompt_embeds="gASVAA=="), 400, "prompt_embeds: expected none"),
     "unknown plugin": (chat(plugin_args={"nobody": {}}), 400, "plugin_args"),
     "wrong plugin argument": (chat(plugin_args={"min_p": {"x": 1}}), 400, "plugin_args"),
     "plugin arguments of text": (chat(plugin_args="x"), 400, "plugin_args: expected"),

@@ -13,6 +13,7 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
+from hardpoint.plugins.frontend_half import GivenPrompt
 
 
 class GoodHalf(EngineHalf):
@@ -582,6 +583,56 @@ class CompletesTwice(Good):
     class Requests(GoodRequests):
         def prepare(self, request, reasoning):
             request.priority += 1
+
+    contract = 1
+
+
+class ReadsLetters(Good):
+    class Requests(GoodRequests):
+        prompt_keys = ("letters",)
+
+        def read_prompt(self, prompt, tokenise):
+            return GivenPrompt(token_ids=[97] * prompt["letters"])
+
+    contract = 1
+
+
+class ReadsIntoList(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, tokenise):
+            return [97] * prompt["letters"]
+
+    contract = 1
+
+
+class ReadsNoToken(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, tokenise):
+            return GivenPrompt(token_ids=[-1])
+
+    contract = 1
+
+
+class ReadsFieldsOfOthers(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, tokenise):
+            return GivenPrompt(token_ids=[97], fields={"resumable": True})
+
+    contract = 1
+
+
+class RefusesWhatItReads(Good):
+    class Requests(ReadsLetters.Requests):
+        def prepare(self, request, reasoning):
+            raise RequestError("not this one")
+
+    contract = 1
+
+
+class ReadPromptRaises(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, tokenise):
+            raise KeyError("letter")
 
     contract = 1
 

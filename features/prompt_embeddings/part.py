@@ -1,0 +1,73 @@
+"""Prompt embeddings as a step part: rows of numbers in place of token ids of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated
+
+from hardpoint import plugins
+from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
+
+from .requests import FIELDS, NAME, EmbeddedRequests, RefusedEmbeddings
+
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+
+
+class PromptEmbeddings(StepPart):
+    """Prompts of which some or all positions have an embedding instead of a token id.
+
+    A fault ends the requests that have some.
+    """
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            enabled: whether requests may have embeddings. Those of the HTTP server may only if
+                `server.prompt_embeds` is set, too.
+            max_bytes: bytes of the embeddings of a prompt, as float32, at most.
+        """
+
+        enabled: bool = False
+        max_bytes: Annotated[int, Meta(ge=1)] = 256 << 20
+
+    options: Options
+
+    @classmethod
+    def request_fields(cls, config: EngineConfig) -> Collection[str]:
+        """Return the fields of prompts with embeddings, where requests may have some."""
+        return FIELDS if config.plugin.get(NAME, {}).get("enabled") is True else ()
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:  # noqa: ARG002
+        """Return the half that reads prompts, or refuses them if embeddings are off."""
+        if not self.options.enabled:
+            return RefusedEmbeddings()
+        return EmbeddedRequests(self._width(), self.options.max_bytes)
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
+        """Return the half that keys blocks; None if embeddings are off."""
+        if not self.options.enabled:
+            return None
+        from .engine_half import EmbeddedPrompts  # noqa: PLC0415 - what is off costs nothing
+
+        return EmbeddedPrompts(self._width(), self.options.max_bytes, context.call_workers)
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return the half that puts rows in their places; None if embeddings are off."""
+        if not self.options.enabled:
+            return None
+        from .worker_half import EmbeddedRows  # noqa: PLC0415 - it imports torch
+
+        embeds = context.rank < self.context.config.parallel.tensor
+        return EmbeddedRows(context, embeds=embeds)
+
+    def _width(self) -> int | None:
+        """Return the hidden size that the model's config states."""
+        config = self.context.model_config
+        found = [] if config is None else [config.hf.get(name) for name in _WIDTHS]
+        return next((size for size in found if type(size) is int), None)

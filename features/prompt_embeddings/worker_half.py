@@ -1,0 +1,80 @@
+"""The worker half of prompt embeddings: puts the rows of requests where their ids are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hardpoint.plugins import SchedulerOutput, WorkerHalf
+from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+
+from .rows import Positions, Rows, positions_of
+
+
+class _Prompt(NamedTuple):
+    rows: Rows
+    positions: Positions
+
+    def within(self, start: int, count: int) -> slice:
+        """Return which rows are of the positions of a step."""
+        first, end = np.searchsorted(self.positions, (start, start + count))
+        return slice(int(first), int(end))
+
+
+class EmbeddedRows(WorkerHalf):
+    """Replaces embedded tokens, in each rank of the first stage.
+
+    The rows of a request are kept until it ends.
+    """
+
+    wants_layers = False
+
+    def __init__(self, context: WorkerHalfContext, *, embeds: bool) -> None:
+        """Know no request yet; `embeds` is whether the rank is one of the first stage."""
+        self._width, self._embeds = context.hidden_size, embeds
+        self._prompts: dict[str, _Prompt] = {}
+        self._computed: dict[str, int] = {}
+
+    def call(self, message: bytes) -> bytes:  # noqa: ARG002
+        """Return the width of rows."""
+        return str(self._width).encode()
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
+        """Take the rows of new requests; look which ones the step needs."""
+        if not self._embeds:
+            return
+        for new in plan.new_requests:
+            if (rows := new.source.prompt_embeds) is not None:
+                self._prompts[new.source.request_id] = _Prompt(rows, positions_of(new.source))
+        self._computed = plan.num_computed_tokens()
+        self.wants_layers = any(
+            self._needs(name, count) for name, count in plan.num_scheduled_tokens.items()
+        )
+
+    def _needs(self, name: str, count: int) -> bool:
+        prompt = self._prompts.get(name)
+        if prompt is None:
+            return False
+        own = prompt.within(self._computed[name], count)
+        return bool(own.start < own.stop)
+
+    def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor | None:
+        """Return the embedded tokens, with the rows of the step in their places."""
+        changed = embedded.clone()
+        for name, (start, end) in zip(rows.request_ids, pairwise(rows.starts), strict=True):
+            prompt, computed = self._prompts[name], self._computed[name]
+            own = prompt.within(computed, end - start)
+            if own.start < own.stop:
+                places = torch.from_numpy(prompt.positions[own] - computed + start)
+                values = torch.from_numpy(np.array(prompt.rows[own]))  # which may be read-only
+                changed[places.to(changed.device)] = values.to(changed.device, changed.dtype)
+        return changed
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget requests."""
+        for name in self._prompts.keys() & request_ids:
+            del self._prompts[name]

@@ -1,0 +1,9 @@
+"""The model of these tests."""
+
+import pytest
+from support.embedded import EmbeddedModel
+
+
+@pytest.fixture(scope="package")
+def embedded(tmp_path_factory):
+    return EmbeddedModel(tmp_path_factory.mktemp("model"))

@@ -39,6 +39,7 @@ from .config_tables import (
     WeightCacheConfig,
 )
 from .config_tables import KVConnectorConfig as KVConnectorConfig
+from .media_config import ImagesConfig
 
 __all__ = ["ConfigSources", "EngineConfig"]
 
@@ -78,6 +79,7 @@ class _CoreTables(Strict, kw_only=False):
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     debug: DebugConfig = DebugConfig()
+    images: ImagesConfig = ImagesConfig()
 
 
 class EngineConfig(_CoreTables):

@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-__all__ = ["Image"]
+__all__ = ["Image", "ImageSource"]
 
 
 class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -28,3 +28,15 @@ class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         digest = hashlib.sha256(f"RGB {self.width} {self.height}\n".encode())
         digest.update(self.pixels)
         return digest.hexdigest()
+
+
+class ImageSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """An image of a request, not yet decoded.
+
+    Attributes:
+        url: a `data:` URL; or, where the operator allows it, an http, https or `file:` URL.
+        place: what errors call it: "messages[0].content[1].image_url.url".
+    """
+
+    url: str
+    place: str

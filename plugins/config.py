@@ -39,7 +39,7 @@ from .config_tables import (
     WeightCacheConfig,
 )
 from .config_tables import KVConnectorConfig as KVConnectorConfig
-from .media_config import ImagesConfig
+from .image_input import ImagesConfig
 
 __all__ = ["ConfigSources", "EngineConfig"]
 

@@ -13,11 +13,16 @@ from typing import Any
 from .behaviour import PIECE, returns
 from .grammars import Vocabulary
 from .markers import ReasoningMarkers
+from .media import PlacedMedia
 from .output_parser import OutputParser
 from .part_components import ComponentFactory
 from .requests import EngineCoreRequest
 
 __all__ = ["FrontendHalf", "FrontendHalfContext", "ToolCalls"]
+
+
+def _no_tokens(text: str) -> Sequence[int]:  # noqa: ARG001
+    raise RuntimeError("there is no tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +34,13 @@ class FrontendHalfContext:
         vocabulary: returns the vocabulary of the tokenizer, or raises NotImplementedError with the
             reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
         vocab_size: vocabulary size of the model.
+        encode: returns the tokens of a text, without special ones before and after it.
     """
 
     components: ComponentFactory
     vocabulary: Callable[[], Vocabulary]
     vocab_size: int
+    encode: Callable[[str], Sequence[int]] = _no_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,22 @@ class FrontendHalf:
     Every method is optional, and should be fast: other requests wait. A fault ends the request that
     it is about, whatever the `fault_scope` of the part.
     """
+
+    def place_media(
+        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
+    ) -> PlacedMedia:
+        """Return a prompt with the tokens of its media; at most one part overrides it.
+
+        May be called in another thread, one call at a time.
+
+        Args:
+            token_ids: the prompt, with a placeholder for each item.
+            media: items by modality, unchecked, each modality's in the order of placeholders.
+
+        Raises:
+            RequestError: they are refused; names the field, its value and the expected one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no place_media")
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a new request that has tools; called before `prepare`.

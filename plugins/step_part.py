@@ -26,6 +26,7 @@ from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
 from .requests import EngineCoreRequest
+from .scheduler import EncoderCache
 from .stats import SchedulerStats
 from .step_cost import StepCost
 from .step_record import WaitReason
@@ -115,6 +116,8 @@ class EngineHalf:
             part; read once. The worker halves of such a part get the rows of all requests.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
+        encoder_cache: what the scheduler asks for room for features in workers, which also limits
+            what a step encodes; read once. None: requests with features are refused.
         tasks: tasks of requests, as `PoolingParams.task`, that the part lets the engine do; read
             once.
     """
@@ -123,6 +126,7 @@ class EngineHalf:
     every_plan: bool = False
     num_draft_tokens: int = 0
     tasks: Collection[str] = ()
+    encoder_cache: EncoderCache | None = None
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Take what `WorkerHalf.start` returned in each rank, before the first step.
@@ -310,6 +314,12 @@ class EngineHalf:
         """Notify the part of the end of a request, with the plan that reports it.
 
         Also of one that never passed the gate.
+        """
+
+    def weights_changed(self) -> None:
+        """Notify the half that the workers have other weights, or have loaded the model again.
+
+        Called between steps, after the worker halves have lost what depends on weights.
         """
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any | Future[Any]:  # noqa: ARG002

@@ -33,6 +33,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
+from hardpoint.plugins.scheduler import EncoderCache
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
@@ -58,6 +59,7 @@ class EngineParts:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
         tasks: tasks of requests besides generating.
+        encoder_cache: that of the part that encodes features; None if there is none.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class EngineParts:
         """Bind the parts, in the order of their calls; drafts are tokens of the vocabulary.
 
         Raises:
-            PluginConflictError: several parts load blocks.
+            PluginConflictError: several parts load blocks, or encode features.
         """
         self._parts, self._vocab_size = tuple(parts), vocab_size
         self.calls = calls or PartCalls()
@@ -77,6 +79,7 @@ class EngineParts:
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         tasks = [task for part in self._parts for task in part.half.tasks]
         self.tasks = list(dict.fromkeys(tasks))
+        self.encoder_cache = self._encoder_cache()
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
@@ -96,6 +99,25 @@ class EngineParts:
                 f"{names} both load blocks of the KV cache; expected one of them"
             )
         return PartTransfers(found[0], self._faults) if found else None
+
+    def _encoder_cache(self) -> EncoderCache | None:
+        """Return the cache of the part that encodes; None if there is none."""
+        found = [part for part in self._parts if part.half.encoder_cache is not None]
+        if len(found) > 1:
+            names = " and ".join(str(part.source) for part in found)
+            raise PluginConflictError(f"{names} both encode features; expected one of them")
+        return found[0].half.encoder_cache if found else None
+
+    def weights_changed(self) -> None:
+        """Notify the parts that workers have other weights.
+
+        Raises:
+            PluginFaultError: one failed.
+        """
+        for part in self._parts:
+            if part.overrides("weights_changed"):
+                with faults_as(PluginFaultError, f"{part.source}: its weights_changed()"):
+                    part.run("weights_changed")
 
     @property
     def block_keys(self) -> Callable[[EngineCoreRequest, range], bytes] | None:

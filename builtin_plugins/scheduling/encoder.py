@@ -26,6 +26,12 @@ def check_features(tracker: RequestTracker, request: LiveRequest) -> None:
                 f"features[{index}]: expected at most {limit} encoder tokens, the budget of a "
                 f"step, got {feature.length}"
             )
+        if feature.sees_itself and feature.length > tracker.limits.max_num_batched_tokens:
+            raise RequestError(
+                f"features[{index}]: expected at most {tracker.limits.max_num_batched_tokens} "
+                f"tokens, of one step (scheduler.max_num_batched_tokens), as they see each other, "
+                f"got {feature.length}"
+            )
     lengths = {feature.identifier: feature.length for feature in request.features}
     if not tracker.limits.chunked_prefill and (total := sum(lengths.values())) > limit:
         raise RequestError(
@@ -49,8 +55,17 @@ def choose_features(
     for index, feature in enumerate(request.features):
         if feature.offset >= start + tokens:
             break
-        if feature.offset + feature.length <= start:
+        if feature.end <= start:
             continue
+        if feature.sees_itself and feature.end > start + tokens:
+            if feature.offset > start:
+                tokens = feature.offset - start
+                break
+            # What limits a prompt's tokens besides the budget would keep it from going on.
+            tokens = feature.end - start
+            if tokens > step.budget:
+                step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
+                return 0, []
         if feature.identifier in identifiers or cache.holds(request, index):
             if feature.identifier in identifiers or feature.identifier in step.encoding:
                 chosen.append(index)  # encoded in this very step
@@ -90,7 +105,7 @@ def free_computed_features(tracker: RequestTracker, request: LiveRequest) -> Non
     cache = encoder_cache(tracker)
     computed = request.num_computed_tokens
     for index, feature in enumerate(request.features):
-        if feature.offset + feature.length <= computed:
+        if feature.end <= computed:
             cache.free_input(request, index)
 
 

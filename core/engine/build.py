@@ -118,7 +118,7 @@ def build_core(
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
-            limits=_limits(config, size, executor, spec.num_draft_tokens),
+            limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
             kv_cache=kv_cache,
             clock=clock,
             record=_recorder(hooks, faults),
@@ -131,7 +131,14 @@ def build_core(
             kv_cache,
             faults=faults,
             parts_start=start,
-            weights=WeightUpdates(config, spec.loader, executor, scheduler, start),
+            weights=WeightUpdates(
+                config,
+                spec.loader,
+                executor,
+                scheduler,
+                start,
+                opened.step_parts.weights_changed,
+            ),
             activity=activity,
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info),
@@ -161,6 +168,7 @@ class _EnginePlugins:
             "policy_fault": self.policy.report_fault,
             "transfers": parts.transfers,
             "connector": parts.transfers,
+            "encoder_cache": parts.encoder_cache,
             "gates": parts.gates if parts else None,
             "grammars": GatesAsGrammars(parts.gates) if parts else None,
         }
@@ -425,13 +433,18 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
 
 
 def _limits(
-    config: EngineConfig, size: CacheSize, executor: Executor, num_draft_tokens: int
+    config: EngineConfig,
+    size: CacheSize,
+    executor: Executor,
+    parts: EngineParts,
+    num_draft_tokens: int,
 ) -> SchedulerLimits:
     ahead = plans_ahead(config, executor)
     return limits_of(
         config,
         size.max_model_len,
         num_draft_tokens=num_draft_tokens,
+        max_encoder_tokens=0 if parts.encoder_cache is None else parts.encoder_cache.num_tokens,
         asynchronous=ahead,
         num_batches=1 if ahead else executor.max_concurrent_batches,
     )

@@ -50,6 +50,7 @@ class EngineCore(EngineUtilities):
                 steps.settle,
                 parts.sleep_levels,
                 parts.parts_start,
+                parts.step_parts.weights_changed,
             )
         )
 

@@ -27,6 +27,7 @@ class PauseDependencies:
         settle: completes all steps that are under way.
         sleep_levels: levels that the workers support, in addition to 0.
         parts_start: starts worker halves that move blocks; None if there are none.
+        weights_changed: notifies step parts of a model that was loaded again.
     """
 
     scheduler: Scheduler
@@ -35,6 +36,7 @@ class PauseDependencies:
     settle: Callable[[], None]
     sleep_levels: tuple[int, ...] = (1, 2)
     parts_start: PartsStart | None = None
+    weights_changed: Callable[[], None] = lambda: None
 
 
 class PauseController:
@@ -145,16 +147,16 @@ class PauseController:
 
     def _wake_up(self, memory: Sequence[str]) -> None:
         """Reallocate memory; start worker halves of step parts again, if the model was released."""
-        core, start = self._core, self._core.parts_start
-        if self._sleep_level < _RELEASES_MODEL or start is None:
-            core.executor.collective_rpc("wake_up", (memory,))
-            self._asleep -= set(memory)
-            return
-        if "weights" in memory:
+        core = self._core
+        was_released = self._sleep_level >= _RELEASES_MODEL
+        start = core.parts_start if was_released else None
+        if start is not None and "weights" in memory:
             start.weights_load()
         core.executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
-        if "kv_cache" in memory:
+        if was_released and "weights" in memory:
+            core.weights_changed()
+        if start is not None and "kv_cache" in memory:
             start.restart()
 
     def check(self, mode: str) -> None:

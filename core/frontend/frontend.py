@@ -86,6 +86,7 @@ class Frontend:
             self._arguments,
             max_model_len=config.max_model_len,
             seed=config.seed,
+            place_media=parts.step_parts.place_media,
             in_process=parts.client.in_process,
             # A hook may change lists in place.
             share_params=not parts.hooks.has("request_received"),

@@ -191,6 +191,7 @@ class InputBatch:
         self._added_in: dict[str, int] = {}
         self._last_sampled = 0  # step of another rank whose tokens came last
         self._drafted: set[str] = set()  # requests with drafts in their last step
+        self._spans: dict[str, Sequence[range]] = {}
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -207,6 +208,7 @@ class InputBatch:
         block_ids: BlockIds,
         num_computed_tokens: int,
         step: int = 0,
+        spans: Sequence[range] = (),
     ) -> None:
         """Add a request in the lowest free row.
 
@@ -216,6 +218,7 @@ class InputBatch:
             block_ids: its block table, one per group.
             num_computed_tokens: whose keys and values are in those blocks.
             step: number of the plan that adds it.
+            spans: positions whose tokens see all of their span.
         """
         row = self._updates.pop_removed()
         if row is None:
@@ -226,6 +229,8 @@ class InputBatch:
         self._outputs[row] = output_token_ids
         self._place(request, row)
         self._added_in[request.request_id] = step
+        if spans:
+            self._spans[request.request_id] = spans
         known = [*request.prompt_token_ids, *output_token_ids]
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
@@ -253,6 +258,7 @@ class InputBatch:
             row = known.pop(request_id)
             del self._added_in[request_id]
             self._drafted.discard(request_id)
+            self._spans.pop(request_id, None)
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
@@ -362,6 +368,7 @@ class InputBatch:
         slots = blocks * self.block_size + offsets
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows] = seq_lens
+        sees = self._last_seen(rows, starts, query_starts, positions) if self._spans else None
         groups = self.num_groups
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
@@ -378,6 +385,7 @@ class InputBatch:
                 slots=group_slots,
                 block_size=self.block_size,
                 group=group,
+                sees=sees,
                 on_device=None if packed is None else (packed.starts, packed.lens),
             )
             for group, (group_table, group_slots) in enumerate(_by_group(packed, tables, slots))
@@ -392,6 +400,21 @@ class InputBatch:
             samples=seq_lens == ends,
             packed=packed,
         )
+
+    def _last_seen(
+        self, rows: IntArray, starts: IntArray, query_starts: IntArray, positions: IntArray
+    ) -> IntArray | None:
+        """Return the last position that each token of a step sees; None if each sees its own."""
+        sees: IntArray | None = None
+        for index, row in enumerate(rows.tolist()):
+            first, begin = int(starts[index]), int(query_starts[index])
+            end = first + int(query_starts[index + 1]) - begin
+            for span in self._spans.get(self._requests[row].request_id, ()):
+                seen = range(max(span.start, first), min(span.stop, end))
+                if seen:
+                    sees = positions.copy() if sees is None else sees
+                    sees[begin + seen.start - first : begin + seen.stop - first] = seen.stop - 1
+        return sees
 
     def _move(self, source: int, target: int) -> None:
         tokens = self._num_tokens[source]

@@ -435,7 +435,8 @@ class ModelRunner:
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
         )
-        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step)
+        spans = [range(f.offset, f.end) for f in source.features if f.sees_itself]
+        batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, spans)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
         if self._sampling is None:

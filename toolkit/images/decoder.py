@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hardpoint.errors import RequestError
+from hardpoint.plugins.image_input import ImagesConfig
 from hardpoint.plugins.media import Image
-from hardpoint.plugins.media_config import ImagesConfig
 from hardpoint.toolkit.limited import LimitedProcess
 
 from . import decode_program

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
-from hardpoint.plugins.media import Image, ImageSource
-from hardpoint.plugins.media_config import ImagesConfig
+from hardpoint.plugins.image_input import ImagesConfig, ImageSource
+from hardpoint.plugins.media import Image
 from hardpoint.toolkit.folders import permitted_path
 
 from .decoder import ImageDecoder, check_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -18,11 +19,13 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     LoRARequest,
     ModelConfig,
+    MultiModalFeature,
     RequestError,
     RequestOutputKind,
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.media import PlacedMedia
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed.read_only import read_only
 
@@ -34,6 +37,9 @@ from .prompts import (
     checked_ids,
     read_prompt,
 )
+
+PlaceMedia = Callable[[Sequence[int], Mapping[str, Sequence[Any]]], PlacedMedia]
+"""Returns a prompt with the tokens of its media; see `FrontendHalf.place_media`."""
 
 
 class RequestExtras(typed.Strict):
@@ -87,6 +93,7 @@ class InputProcessor:
         *,
         max_model_len: int,
         seed: int | None,
+        place_media: PlaceMedia,
         in_process: bool = True,
         share_params: bool = True,
     ) -> None:
@@ -94,6 +101,7 @@ class InputProcessor:
 
         Args:
             seed: makes the seeds of requests without one repeatable.
+            place_media: places media in prompts.
             in_process: whether the engine runs in this process, so that callables reach it.
             share_params: whether the lists of parameters, then read-only, are those of the request
                 before where both have equal parameters.
@@ -102,6 +110,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._in_process = in_process
+        self._place_media = place_media
         self._share_params = share_params
         self._arguments = arguments
         eos = {*model_config.eos_token_ids, *tokenizer.eos_token_ids}
@@ -149,7 +158,16 @@ class InputProcessor:
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         whole = self._tokens(given, token_ids)
         room = 0 if pooling is not None else params.max_tokens or 1
+        features: Sequence[MultiModalFeature] = ()
+        if given.media is not None:
+            placed = self._place_media(whole, given.media)
+            whole, features = placed.token_ids, placed.features
         token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
+        if features and token_ids is not whole:
+            raise RequestError(
+                f"truncate_prompt_tokens: expected at least {len(whole)}, the tokens of the prompt "
+                f"with its media, which is not cut, got {extras.truncate_prompt_tokens}"
+            )
         if pooling is None:
             params = self._completed(params, len(token_ids))
         request = EngineCoreRequest(
@@ -166,6 +184,7 @@ class InputProcessor:
             kv_transfer_params=extras.kv_transfer_params,
             pooling_params=pooling,
             lora=extras.lora_request,
+            features=features,
         )
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,12 +18,13 @@ from hardpoint.registry.blame import describe
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
-`arrival_time`."""
+`arrival_time`. A mapping may have `multi_modal_data`, items by modality, besides."""
 
 Params = SamplingParams | PoolingParams
 """What is to be made of a prompt: tokens that follow it, or vectors."""
 
 _KEYS = ("prompt", "prompt_token_ids")
+_MEDIA = "multi_modal_data"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class ReadPrompt:
         token_ids: unchecked; None if the text is to be tokenised.
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
+        media: items by modality, for the placeholders of the prompt; unchecked. None: there are
+            none, and no token is a placeholder.
     """
 
     text: str | None = None
     token_ids: Any = None
     cache_salt: str | None = None
     arrival_time: float | None = None
+    media: Mapping[str, Sequence[Any]] | None = None
 
 
 class _TokenInput(typed.Strict):
@@ -65,6 +70,10 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         _check_one(token_ids)
         return ReadPrompt(token_ids=token_ids)
     given: dict[Any, Any] = copied(prompt, "prompt")
+    if _MEDIA in given:
+        given = dict(given)
+        media = _listed_media(given.pop(_MEDIA))
+        return dataclasses.replace(read_prompt(given), media=media or None)
     if "type" in given:
         return _tokenised(given)
     keys = [key for key in _KEYS if key in given]
@@ -79,6 +88,26 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     if not isinstance(value, str):
         raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
     return ReadPrompt(text=value)
+
+
+def _listed_media(value: Any) -> dict[str, list[Any]]:
+    """Return media by modality, each as a list; one item alone is a list of it.
+
+    Raises:
+        RequestError: they are no mapping.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"{_MEDIA}: expected a mapping such as {{'image': [...]}}, got {type(value).__name__}"
+        )
+    media: dict[str, list[Any]] = {}
+    for modality, items in copied(value, _MEDIA).items():
+        if not isinstance(modality, str):
+            raise RequestError(f"{_MEDIA}: expected modalities as strings, got {shown(modality)}")
+        media[modality] = copied(items, f"{_MEDIA}.{modality}") if is_list(items) else [items]
+    return {modality: list(items) for modality, items in media.items() if items}
 
 
 def _check_one(prompt: Any) -> None:

@@ -1,16 +1,17 @@
-"""The table `[images]` of the configuration, with `[images.remote]`."""
+"""Images that requests bring: the table `[images]` of the configuration, and their sources."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, field
 
 from hardpoint.typed import Strict
 
 from .config_tables import Count, PositiveSeconds
 
-__all__ = ["ImagesConfig", "RemoteImagesConfig"]
+__all__ = ["ImageSource", "ImagesConfig", "RemoteImagesConfig"]
 
 Host = Annotated[str, Meta(pattern=r"^(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=253)]
 
@@ -57,3 +58,15 @@ class ImagesConfig(Strict):
     decode_seconds: PositiveSeconds = 10.0
     folders: list[Annotated[str, Meta(min_length=1)]] = []
     remote: RemoteImagesConfig = RemoteImagesConfig()
+
+
+class ImageSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """An image of a request, not yet decoded.
+
+    Attributes:
+        url: a `data:` URL; or, where the operator allows it, an http, https or `file:` URL.
+        place: what errors call it: "messages[0].content[1].image_url.url".
+    """
+
+    url: str
+    place: str

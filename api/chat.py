@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing as t
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,6 +19,9 @@ from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.typed.schema_check import check_schema
 
 from . import typed
+from .images import PartReader, PromptImages
+
+_IMAGE = {"type": "image"}
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -146,16 +149,22 @@ def _described(docstring: str) -> tuple[str, dict[str, str]]:
     return "\n".join(summary).strip(), about
 
 
-def read_messages(messages: Any) -> Any:
+def read_messages(messages: Any, parts: PartReader | None = None) -> Any:
     """Return the messages of a conversation as plain data; the tokenizer checks their form.
 
-    Content in parts is joined, and arguments of earlier tool calls that are JSON text become
-    objects, as chat templates want both.
+    Content in parts is joined unless it has images, and arguments of earlier tool calls that are
+    JSON text become objects, as chat templates want both.
+
+    Args:
+        parts: takes the images, for each of which a part `{"type": "image"}` is left; None refuses
+            them.
 
     Raises:
         RequestError: a message holds what is no plain data, a text that UTF-8 cannot hold, or a
-            part that is no text.
+            part that is no text and no image that the model takes.
     """
+    parts = PartReader(takes_images=False) if parts is None else parts
+    messages = parts.without_images(messages)
     plain = typed.convert(messages, object, path="messages", error=RequestError)
     if not isinstance(plain, list):
         return plain
@@ -168,15 +177,22 @@ def read_messages(messages: Any) -> Any:
 def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts = [_text_of(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-        message = {**message, "content": "\n".join(parts)}
+        parts = [_part_of(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        texts = [part for part in parts if isinstance(part, str)]
+        message = {**message, "content": "\n".join(texts)}
+        if len(texts) < len(parts):
+            shown_parts = [
+                {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+            ]
+            message = {**message, "content": shown_parts}
     if isinstance(calls, list):
         message = {**message, "tool_calls": list(map(_with_object, calls))}
     return message
 
 
-def _text_of(part: Any, path: str) -> str:
-    if isinstance(part, str):
+def _part_of(part: Any, path: str) -> str | dict[str, Any]:
+    """Return the text of a part; an image's part as it is."""
+    if isinstance(part, str) or part == _IMAGE:
         return part
     if not isinstance(part, dict):
         raise RequestError(f'{path}: expected {{"type": "text", "text": ...}}, got {shown(part)}')
@@ -265,14 +281,23 @@ class Chat:
         rest = {name: value for name, value in options.items() if name not in own}
         return chat, {**rest, "tools": chat.schemas, "calls": chat.calls}
 
-    def rendered(self, tokenizer: Tokenizer, messages: Any) -> Mapping[str, Any]:
+    def rendered(
+        self, tokenizer: Tokenizer, messages: Any, images: PromptImages | None = None
+    ) -> Mapping[str, Any]:
         """Return a conversation as a prompt that is tokenised already.
 
+        Args:
+            images: reads images; None refuses them.
+
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it refuses the messages; an image is
+                wrong.
         """
-        read = read_messages(messages)
-        texts = UserText(tokenizer, read, self.tools, self._variables)
+        tokens = () if images is None else images.tokens
+        parts = PartReader(takes_images=bool(tokens))
+        read = read_messages(messages, parts)
+        pictures = [] if images is None else images.reader.read(parts.found)
+        texts = UserText(tokenizer, read, self.tools, self._variables, media_tokens=tokens)
         options = {
             "tools": texts.marked(self.tools),
             "continue_final_message": self._continues,
@@ -284,7 +309,15 @@ class Chat:
             **{name: value for name, value in options.items() if value},
         )
         text, ids = texts.encode(rendered)
-        return {"type": "token", "prompt_token_ids": ids, "prompt": text}
+        prompt = {"type": "token", "prompt_token_ids": ids, "prompt": text}
+        if not pictures:
+            return prompt
+        if (count := ids.count(tokens[0])) != len(pictures):
+            raise RequestError(
+                f"messages: the chat template shows the model {count} of {len(pictures)} images; "
+                f"some templates show only those of users"
+            )
+        return {**prompt, "multi_modal_data": {"image": pictures}}
 
 
 def _check_flag(name: str, value: Any, type_: Any) -> None:
@@ -342,14 +375,18 @@ class UserText:
     """Splits the special tokens in what a template is given, before they are tokenised.
 
     Otherwise a user who writes `<|im_end|>` would end their message and begin another, as the
-    system. The assistant's messages are left alone: templates look for markers in them.
+    system. The assistant's messages are left alone: templates look for markers in them. Tokens of
+    media alone are split there, too: an image is a part of a message, never a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *given: Any) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *given: Any, media_tokens: Collection[int] = ()
+    ) -> None:
         """Look for special tokens.
 
         Args:
             given: messages, tools and variables of a template; plain data.
+            media_tokens: ids of the tokens of media.
 
         Raises:
             RequestError: they hold special tokens, and all code points that could mark them.
@@ -361,29 +398,40 @@ class UserText:
         texts = [text for text in texts if any(begin in text for begin in begins)]
         found = [token for token in special if any(token in text for text in texts)]
         self._mark = ""
-        if not found:
+        ids = tokenizer.special_tokens if media_tokens else {}
+        media = [token for token in special if ids.get(token) in media_tokens]
+        every: list[str] = []
+        if found or media:
+            every = [text for value in given for text in _texts(value, all_roles=True)]
+        media = [token for token in media if any(token in text for text in every)]
+        if not (found or media):
             return
-        every = [text for value in given for text in _texts(value, all_roles=True)]
         free = [mark for mark in _MARKS if not any(mark in text for text in every)]
         if not free:
             raise RequestError(
                 "messages: expected no special tokens together with all of U+FDD0 to U+FDEF"
             )
         self._mark = free[0]
-        # At each place where one begins, because several may overlap.
-        self._begin = re.compile(f"(?=(?:{'|'.join(map(re.escape, found))}))(.)", re.DOTALL)
+        self._begins = _beginnings({*found, *media})
+        self._begins_of_media = _beginnings(media) if media else None
 
     def marked(self, value: Any) -> Any:
         """Return plain data with a mark in each special token."""
-        if not self._mark:
-            return value
+        return self._marked(value, self._begins) if self._mark else value
+
+    def _marked(self, value: Any, begins: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return self._begin.sub(lambda begin: begin[1] + self._mark, value)
+            return begins.sub(lambda begin: begin[1] + self._mark, value)
         if isinstance(value, Mapping):
             if value.get("role") == "assistant":
-                return value
-            return {self.marked(key): self.marked(item) for key, item in value.items()}
-        return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
+                if self._begins_of_media is None:
+                    return value
+                begins = self._begins_of_media
+            marked = self._marked
+            return {marked(key, begins): marked(item, begins) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(item, begins) for item in value]
+        return value
 
     def encode(self, text: str) -> tuple[str, list[int]]:
         """Return a rendered text without marks, and its token ids."""
@@ -395,6 +443,11 @@ class UserText:
             for token in self._tokenizer.encode(piece, add_special_tokens=False)
         ]
         return "".join(pieces), ids
+
+
+def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
+    """Match the first character at each place where a token begins, for several may overlap."""
+    return re.compile(f"(?=(?:{'|'.join(map(re.escape, tokens))}))(.)", re.DOTALL)
 
 
 def _texts(value: Any, *, all_roles: bool = False) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
@@ -19,6 +20,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput
 
+from .images import PromptImages
 from .requests import (
     BatchOptions,
     OpenCalls,
@@ -51,6 +53,16 @@ class OpenModel(Generic[Engine]):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.parts.tokenizer
+
+    @functools.cached_property
+    def _images(self) -> PromptImages:
+        """Reads the images of prompts."""
+        return PromptImages(self._engine.parts)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return bool(self._images.tokens)
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -98,6 +110,10 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
         listed = prompt_list(prompts)
         if not listed:
             return []
+        listed = [
+            self._images.prompt(prompt, f"prompts[{index}]: ")
+            for index, prompt in enumerate(listed)
+        ]
         calls = self._calls
         ids = calls.add(make_pooling_requests(listed, params, **options), name="prompts")
         try:

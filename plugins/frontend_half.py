@@ -71,7 +71,14 @@ class FrontendHalf:
 
     Every method is optional, and should be fast: other requests wait. A fault ends the request that
     it is about, whatever the `fault_scope` of the part.
+
+    Attributes:
+        media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
+            the first one is its placeholder, which prompts have. Read once; of a part that places
+            media. Texts of users never become one of them.
     """
+
+    media_tokens: Mapping[str, Sequence[int]] = {}
 
     def place_media(
         self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]

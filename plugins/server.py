@@ -72,6 +72,10 @@ class AsyncGenerator(Protocol):
         """The model's tokenizer."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether prompts and conversations may have images."""
+
+    @property
     def is_running(self) -> bool:
         """True while the engine serves, as far as is known; false during a restart."""
 

@@ -42,7 +42,11 @@ class BoundFrontendHalf(BoundHalf[FrontendHalf]):
 
 
 class FrontendParts:
-    """The frontend halves of all parts, in their order; without any, every call does nothing."""
+    """The frontend halves of all parts, in their order; without any, every call does nothing.
+
+    Attributes:
+        media_tokens: those of the half that places media, see `FrontendHalf`.
+    """
 
     def __init__(
         self, halves: Sequence[BoundFrontendHalf] = (), components: Components | None = None
@@ -59,6 +63,11 @@ class FrontendParts:
         if len(self._placing) > 1:
             names = " and ".join(str(half.source) for half in self._placing)
             raise PluginConflictError(f"{names} both place media in prompts; expected one of them")
+        self.media_tokens: Mapping[str, Sequence[int]] = {
+            modality: tuple(tokens)
+            for half in self._placing
+            for modality, tokens in half.half.media_tokens.items()
+        }
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
 

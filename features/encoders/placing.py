@@ -36,6 +36,11 @@ class MediaPrompts(FrontendHalf):
         """
         self._media, self._model, self._max_items = media, model, max_items
         self._encode = encode
+        if media is not None:
+            tokens = dict.fromkeys(
+                (media.placeholder_id, media.token_id, *media.begin_ids, *media.end_ids)
+            )
+            self.media_tokens = {modality: tuple(tokens) for modality in media.modalities}
         self._runs: dict[int, int] | None = None
 
     def place_media(

@@ -40,7 +40,15 @@ from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .chat import ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
+from .chat import (
+    ChoiceLogprobs,
+    Effort,
+    Message,
+    choice_logprobs,
+    ended,
+    plain_messages,
+    plain_tools,
+)
 from .chunks import ChunkAnswer
 from .dialect import Asked, Dialect
 
@@ -348,7 +356,7 @@ class TokenRoutes:
             self._service.check_prompt(asked.prompt)
             special = asked.add_special_tokens is not False
             return await engine.tokenise(asked.prompt, add_special_tokens=special)
-        messages = [message.plain() for message in asked.messages or ()]
+        messages = plain_messages(asked.messages or ())
         tools = plain_tools(asked.tools)
         self._service.check_prompt(messages, tools, name="messages")
         rendered = await engine.apply_chat_template(

@@ -63,6 +63,7 @@ class FakeEngine:
         hooks: objects with hooks, which the engine's own loader takes.
         arguments: JSON schemas of the arguments of plugins, by name.
         transfer: `kv_transfer_params` of last outputs.
+        takes_images: whether conversations may have images.
     """
 
     text: str = "Hello there , friend"
@@ -94,6 +95,7 @@ class FakeEngine:
     arguments: dict = dataclasses.field(default_factory=dict)
     hooks: tuple = ()
     transfer: dict | None = None
+    takes_images: bool = False
 
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import ModelConfig, ModelContext, ModelFiles
-from hardpoint.plugins.media import Image, MediaFormat
+from hardpoint.plugins.media import Image
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.hf_config import ConfigFields, short

@@ -13,7 +13,7 @@ from typing import Any
 from .behaviour import PIECE, returns
 from .grammars import Vocabulary
 from .markers import ReasoningMarkers
-from .media import PlacedMedia
+from .media_format import PlacedMedia
 from .output_parser import OutputParser
 from .part_components import ComponentFactory
 from .requests import EngineCoreRequest

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 from .attention import KVSpec
 from .loader import ModelConfig, ModelFiles
-from .media import MediaFormat
+from .media_format import MediaFormat
 
 __all__ = [
     "Attend",

@@ -14,7 +14,7 @@ from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import FrontendHalf, FrontendHalfContext, ToolCalls
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.media import PlacedMedia
+from hardpoint.plugins.media_format import PlacedMedia
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 

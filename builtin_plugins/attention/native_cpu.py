@@ -56,8 +56,8 @@ class NativePlan:
             plan = np.empty(capacity, np.int64)
             size = self._make_plan(
                 step.query_starts.ctypes.data, step.seq_lens.ctypes.data, len(step.seq_lens),
-                step.block_table.data_ptr(), step.block_table.stride(0), step.slots.data_ptr(), sees,
-                step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
+                step.block_table.data_ptr(), step.block_table.stride(0), step.slots.data_ptr(),
+                sees, step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
                 plan.ctypes.data, plan.nbytes,
             )  # fmt: skip
             if size <= plan.nbytes:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hardpoint.plugins import ModelConfig, ModelContext, ModelFiles
-from hardpoint.plugins.media import Image, MediaFormat
+from hardpoint.plugins import ModelConfig, ModelContext, ModelError, ModelFiles
+from hardpoint.plugins.media import Image
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.hf_config import ConfigFields, short
@@ -59,7 +60,7 @@ class Gemma3Images(MediaFormat):
             tuple(map(float, processor.get(name) or (0.5, 0.5, 0.5)))
             for name in ("image_mean", "image_std")
         )
-        self.factor = float(processor.get("rescale_factor") or 1 / 255)
+        self.factor = ConfigFields(processor, "image processor").number("rescale_factor", 1 / 255)
         self.settings = json.dumps(["gemma3", _VERSION, size, self.factor, self.mean, self.std])
 
     def _check(self, fields: ConfigFields, processor: Mapping[str, Any], size: int) -> None:
@@ -80,7 +81,7 @@ class Gemma3Images(MediaFormat):
             raise fields.error("resample", f"expected 2 (bilinear), got {short(resample)}")
         for name in ("image_mean", "image_std"):
             values = processor.get(name) or [0.5] * 3
-            if not isinstance(values, list) or len(values) != 3:
+            if not isinstance(values, list) or len(values) != 3 or not all(map(_is_number, values)):
                 raise fields.error(name, f"expected three numbers, got {short(values)}")
 
     def process(self, image: Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -189,6 +190,10 @@ class Gemma3WithImages(Gemma3):
         return [*own, *super()._layers()]
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _stored(name: str) -> str:
     return _TEXT + name if name.startswith(_OWN) else name
 
@@ -198,7 +203,10 @@ def _processor(folder: Path) -> dict[str, Any]:
     for name in ("processor_config.json", "preprocessor_config.json"):
         path = folder / name
         if path.is_file():
-            found = json.loads(path.read_text())
+            try:
+                found = json.loads(path.read_text())
+            except ValueError as cause:
+                raise ModelError(f"{folder.name}/{name}: expected JSON: {cause}") from cause
             if isinstance(found, dict) and name.startswith("processor"):
                 found = found.get("image_processor")
             if isinstance(found, dict):

@@ -46,8 +46,11 @@ def choose_features(
     """Choose the features to encode for the `tokens` tokens of a request from position `start` on.
 
     Returns:
-        The number of these tokens that can be computed, and the indices of the features.
+        The number of tokens that can be computed, and the indices of the features. They are more
+        than `tokens` where a feature that is not cut begins, if the budget has room.
     """
+    if (tokens := _uncut(request, start, tokens, step)) == 0:
+        return 0, []
     cache = encoder_cache(tracker)
     chosen: list[int] = []
     reserved = 0
@@ -57,15 +60,6 @@ def choose_features(
             break
         if feature.end <= start:
             continue
-        if feature.sees_itself and feature.end > start + tokens:
-            if feature.offset > start:
-                tokens = feature.offset - start
-                break
-            # What limits a prompt's tokens besides the budget would keep it from going on.
-            tokens = feature.end - start
-            if tokens > step.budget:
-                step.waiting[request.request_id] = wait_reasons.no_budget(tokens, step.budget)
-                return 0, []
         if feature.identifier in identifiers or cache.holds(request, index):
             if feature.identifier in identifiers or feature.identifier in step.encoding:
                 chosen.append(index)  # encoded in this very step
@@ -82,6 +76,19 @@ def choose_features(
         identifiers.add(feature.identifier)
         chosen.append(index)
     return tokens, chosen
+
+
+def _uncut(request: LiveRequest, start: int, tokens: int, step: Step) -> int:
+    """Return the number of tokens from `start` on that cut no feature which sees itself."""
+    whole = request.source.whole_prefix(start + tokens) - start
+    if whole > 0:
+        return whole
+    # What limits a prompt's tokens besides the budget would keep it from going on.
+    whole = next(f.end for f in request.features if f.sees_itself and f.end > start) - start
+    if whole <= step.budget:
+        return whole
+    step.waiting[request.request_id] = wait_reasons.no_budget(whole, step.budget)
+    return 0
 
 
 def schedule_features(

@@ -127,6 +127,7 @@ class AsyncEngine(WatchedEngine):
         request_id = str(next(self._request_ids)) if request_id is None else request_id
         arrived = self.parts.clock()
         token_ids = await self._tokenizer.tokenise(prompt)
+        placed = await self._tokenizer.placed(prompt, token_ids)
         for attempt in itertools.count():
             while self._policy_lock.locked():  # its arguments are for the policy that it will meet
                 async with self._policy_lock:
@@ -141,6 +142,7 @@ class AsyncEngine(WatchedEngine):
                 extras,
                 sink=collector.put,
                 token_ids=token_ids,
+                placed=placed,
                 arrived=arrived,
             )
             collector.kind = submission.children[0].params.output_kind

@@ -11,10 +11,10 @@ from hardpoint.errors import RequestError
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
-    MultiModalFeature,
     SchedulerOutput,
 )
-from hardpoint.plugins.media import MediaFormat
+from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 from .messages import EncoderItem, EncoderStep, Span

@@ -9,7 +9,7 @@ from hardpoint import plugins
 from hardpoint.errors import ModelError
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
 from hardpoint.plugins.frontend_half import FrontendHalfContext
-from hardpoint.plugins.media import MediaFormat
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.part_components import ComponentFactory
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
@@ -94,6 +94,5 @@ class Encoders(StepPart):
         """Return the tokens that a step may encode, which is also what embeddings are kept for."""
         longest = 0 if media is None else media.num_tokens
         given = self.options.budget_tokens
-        return encoder_budget(
-            given or self.context.config.scheduler.max_num_batched_tokens, longest
-        )
+        step = self.context.config.scheduler.max_num_batched_tokens
+        return encoder_budget(step if given is None else given, longest)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
-from hardpoint.plugins import FrontendHalf, MultiModalFeature
-from hardpoint.plugins.media import Image, MediaFormat, PlacedMedia
+from hardpoint.plugins import FrontendHalf
+from hardpoint.plugins.media import Image
+from hardpoint.plugins.media_format import MediaFormat, PlacedMedia
+from hardpoint.plugins.requests import MultiModalFeature
 
 _FIELD = "multi_modal_data"
 _LONGEST_RUN = 64  # newlines of a token

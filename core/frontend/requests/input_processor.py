@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,13 +19,12 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     LoRARequest,
     ModelConfig,
-    MultiModalFeature,
     RequestError,
     RequestOutputKind,
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.media import PlacedMedia
+from hardpoint.plugins.media_format import PlacedMedia
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed.read_only import read_only
 
@@ -37,6 +36,8 @@ from .prompts import (
     checked_ids,
     read_prompt,
 )
+
+R = TypeVar("R")
 
 PlaceMedia = Callable[[Sequence[int], Mapping[str, Sequence[Any]]], PlacedMedia]
 """Returns a prompt with the tokens of its media; see `FrontendHalf.place_media`."""
@@ -134,6 +135,7 @@ class InputProcessor:
         *,
         arrival_time: float = 0.0,
         token_ids: list[int] | None = None,
+        placed: PlacedMedia | None = None,
     ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
         """Return the request, the prompt's text, if that is known, and the parsers of the output.
 
@@ -144,6 +146,7 @@ class InputProcessor:
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
             token_ids: ids of a prompt given as text, from `tokenise`; None tokenises it here.
+            placed: the prompt with the tokens of its media, from `placed`; None places them here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -156,12 +159,10 @@ class InputProcessor:
         given = read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
-        whole = self._tokens(given, token_ids)
+        if placed is None:
+            placed = self._placed(given, token_ids)
+        whole, features = placed.token_ids, placed.features
         room = 0 if pooling is not None else params.max_tokens or 1
-        features: Sequence[MultiModalFeature] = ()
-        if given.media is not None:
-            placed = self._place_media(whole, given.media)
-            whole, features = placed.token_ids, placed.features
         token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
         if features and token_ids is not whole:
             raise RequestError(
@@ -190,6 +191,34 @@ class InputProcessor:
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
         return request, given.text if token_ids is whole else None, parsers
+
+    def placed(self, prompt: Prompt, token_ids: list[int] | None = None) -> PlacedMedia:
+        """Return the tokens of a prompt, with its media in their places.
+
+        May be called in any thread, one call at a time; images take milliseconds.
+
+        Args:
+            prompt: text or token ids, with or without media.
+            token_ids: ids of a prompt given as text, from `tokenise`; None tokenises it here.
+
+        Raises:
+            RequestError: something is wrong with it.
+        """
+        return self._placed(read_prompt(prompt), token_ids)
+
+    def _placed(self, given: ReadPrompt, token_ids: list[int] | None) -> PlacedMedia:
+        whole = self._tokens(given, token_ids)
+        if given.media is None:
+            return PlacedMedia(whole, ())
+        return self._place_media(whole, given.media)
+
+    def has_media(self, prompt: Prompt) -> bool:
+        """Return whether a prompt has media.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+        return isinstance(prompt, Mapping) and read_prompt(prompt).media is not None
 
     def text_of(self, prompt: Prompt) -> str | None:
         """Return the text to tokenise, None if the prompt has token ids."""
@@ -317,7 +346,7 @@ class AsyncTokenizer:
         """Start no thread yet."""
         self._processor = processor
         self._thread: ThreadPoolExecutor | None = None
-        self._running: set[Future[list[int]]] = set()
+        self._running: set[Future[Any]] = set()
 
     async def tokenise(self, prompt: Prompt) -> list[int] | None:
         """Return the tokens of a prompt given as text, None for any other.
@@ -328,6 +357,15 @@ class AsyncTokenizer:
         text = self._processor.text_of(prompt)
         return None if text is None else await self.encode(text)
 
+    async def placed(self, prompt: Prompt, token_ids: list[int] | None) -> PlacedMedia | None:
+        """Return the tokens of a prompt with its media, None for a prompt without any.
+
+        They are processed in the thread of long texts.
+        """
+        if not self._processor.has_media(prompt):
+            return None
+        return await self._in_thread(functools.partial(self._processor.placed, prompt, token_ids))
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens."""
         encode = functools.partial(
@@ -335,9 +373,12 @@ class AsyncTokenizer:
         )
         if len(text) < _LONG_TEXT and not self._running:
             return encode()
+        return await self._in_thread(encode)
+
+    async def _in_thread(self, call: Callable[[], R]) -> R:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        future = self._thread.submit(encode)
+        future = self._thread.submit(call)
         self._running.add(future)
         future.add_done_callback(self._running.discard)  # not before the thread is done with it
         return await asyncio.wrap_future(future)

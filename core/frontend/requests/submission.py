@@ -15,6 +15,7 @@ from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
+from hardpoint.plugins.media_format import PlacedMedia
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
@@ -80,6 +81,7 @@ class Submitter:
         *,
         sink: OutputSink | None = None,
         token_ids: list[int] | None = None,
+        placed: PlacedMedia | None = None,
         arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
@@ -88,6 +90,7 @@ class Submitter:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
             token_ids: ids of a prompt given as text, if it was tokenised already.
+            placed: its tokens with those of its media, if these were placed already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
@@ -112,6 +115,7 @@ class Submitter:
                 extras,
                 arrival_time=arrived,
                 token_ids=token_ids,
+                placed=placed,
             )
         held = [parsers]
         try:

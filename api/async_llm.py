@@ -290,6 +290,20 @@ class AsyncLLM(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapterCalls, Asy
         rendered = Chat(**options).rendered
         return await asyncio.to_thread(rendered, self.tokenizer, messages, self._images)
 
+    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of what `apply_chat_template` returned, those of its images included.
+
+        They are placed in another thread, as when the prompt is generated from.
+
+        Raises:
+            RequestError: they cannot be placed.
+        """
+        ids, media = list(prompt["prompt_token_ids"]), prompt.get("multi_modal_data")
+        if not media:
+            return ids
+        place = self._engine.parts.step_parts.place_media
+        return list((await asyncio.to_thread(place, ids, media)).token_ids)
+
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.
 

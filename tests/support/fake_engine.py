@@ -213,6 +213,9 @@ class FakeEngine:
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return {"type": "token", "prompt": text, "prompt_token_ids": self.tokenizer.encode(text)}
 
+    async def prompt_tokens(self, prompt):
+        return list(prompt["prompt_token_ids"])
+
     async def tokenise(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

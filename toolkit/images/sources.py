@@ -25,8 +25,8 @@ from .fetch import Fetcher
 __all__ = ["ImageReader"]
 
 _FORMS = (
-    "a data: URL, bytes of an encoded image, a path in one of images.folders, a PIL image or an "
-    "array [height, width, 3] of uint8"
+    "a data: URL, bytes of an encoded image, a path in one of images.folders, a PIL image or a "
+    "uint8 array [height, width, 3]"
 )
 
 
@@ -164,8 +164,8 @@ class ImageReader:
     def _of_array(self, given: np.ndarray[Any, Any], place: str) -> Image:
         if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3 or not given.size:
             raise RequestError(
-                f"{place}: expected an array [height, width, 3] of uint8, got "
-                f"{list(given.shape)} of {given.dtype}"
+                f"{place}: expected a uint8 array [height, width, 3], got {given.dtype} "
+                f"{list(given.shape)}"
             )
         height, width = given.shape[:2]
         check_size(width, height, self._limits, place)

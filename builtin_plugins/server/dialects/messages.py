@@ -187,7 +187,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
 
         async def counted() -> TokenCount:
             prompt = await self._service.engine.apply_chat_template(**conversation)
-            return TokenCount(len(prompt["prompt_token_ids"]))
+            return TokenCount(len(await self._service.engine.prompt_tokens(prompt)))
 
         return await self._service.answer(request, call, counted)
 

@@ -368,9 +368,14 @@ class TokenRoutes:
                 engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
             ),
         )
+        if asked.add_special_tokens and "multi_modal_data" in rendered:
+            raise RequestError(
+                "add_special_tokens: expected false for a conversation with images, whose template "
+                "writes them"
+            )
         if asked.add_special_tokens:
             return await engine.tokenise(rendered["prompt"], add_special_tokens=True)
-        return list(rendered["prompt_token_ids"])
+        return await engine.prompt_tokens(rendered)
 
     def _texts(self, tokens: list[int]) -> list[str]:
         decode = self._service.engine.tokenizer.decode

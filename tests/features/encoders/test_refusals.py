@@ -57,8 +57,7 @@ REFUSED = {
     ),
     "a path": (
         media("photo.png"),
-        r"multi_modal_data.image\[0\]: expected an Image, an image of Pillow or an array, got "
-        r"'photo.png'",
+        r"multi_modal_data.image\[0\]: expected a path in one of images.folders, which is empty",
     ),
     "floats": (
         media(IMAGES[0].astype("float32")),

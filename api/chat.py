@@ -192,8 +192,10 @@ def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _part_of(part: Any, path: str) -> str | dict[str, Any]:
     """Return the text of a part; an image's part as it is."""
-    if isinstance(part, str) or part == _IMAGE:
+    if isinstance(part, str):
         return part
+    if part == _IMAGE:
+        return dict(_IMAGE)
     if not isinstance(part, dict):
         raise RequestError(f'{path}: expected {{"type": "text", "text": ...}}, got {shown(part)}')
     if part.get("type") != "text":

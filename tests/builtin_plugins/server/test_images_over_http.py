@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.fake_engine import FakeEngine, configured
+from support.gemma_images import SOFT_TOKENS
 from support.http_server import running
+from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
+from hardpoint import AsyncLLM
 from hardpoint.plugins.image_input import ImageSource
 
 DATA = encoded(gradient())
@@ -228,3 +231,89 @@ def test_the_characters_of_an_image_are_no_prompt():
         assert post(server, "/v1/chat/completions", chat(TEXT, image))[0].status_code == 200
         body = chat({"type": "text", "text": "x" * 101}, image)
         assert post(server, "/v1/chat/completions", body)[0].status_code == 400
+
+
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory):
+    folder = write_image_model(tmp_path_factory.mktemp("images"))
+    config = settings(server={"access_log": "off"}, images={"max_items": 2}, stats={"sinks": []})
+    llm = AsyncLLM(str(folder), config=config)
+    with running(llm) as running_server:
+        yield running_server
+    llm.close()
+
+
+def test_images_are_answered_and_their_tokens_counted(real_server):
+    client = real_server.client
+    image = {"type": "image_url", "image_url": {"url": URL}}
+    common = {"max_tokens": 4, "temperature": 0}
+    text = len("user: see\nmodel:")  # a token for each letter
+    around = 4  # two newlines as one token before and after, and the ends of the image
+    expected = text + around + SOFT_TOKENS
+
+    answer = client.post("/v1/chat/completions", json=chat(image, TEXT) | common).json()
+    assert answer["usage"]["prompt_tokens"] == expected
+    assert answer["usage"]["completion_tokens"] == 4
+    counted = client.post("/tokenize", json=chat(image, TEXT)).json()
+    assert counted["count"] == len(counted["tokens"]) == expected
+    refused = client.post("/tokenize", json=chat(image, TEXT) | {"add_special_tokens": True})
+    assert "add_special_tokens: expected false" in refused.json()["error"]["message"]
+
+    parts = [INPUT_IMAGE, {"type": "input_text", "text": "see"}]
+    same = client.post(
+        "/v1/responses", json=items(*parts) | {"max_output_tokens": 4, "temperature": 0}
+    ).json()
+    assert same["usage"]["input_tokens"] == expected
+    message_answer = client.post("/v1/messages", json=message(IMAGE_BLOCK, TEXT) | common).json()
+    usage = message_answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected
+    texts = {
+        answer["choices"][0]["message"]["content"],
+        same["output"][0]["content"][0]["text"],
+        message_answer["content"][0]["text"],
+    }
+    assert len(texts) == 1
+    count = client.post("/v1/messages/count_tokens", json=chat(IMAGE_BLOCK, TEXT)).json()
+    assert count == {"input_tokens": expected}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            "/v1/chat/completions",
+            chat(TEXT, {"type": "image_url", "image_url": {"url": "data:;base64,?"}}),
+            "messages[0].content[1].image_url.url: expected base64",
+        ),
+        (
+            "/v1/chat/completions",
+            chat({"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}),
+            "messages[0].content[0].image_url.url: expected a data: URL, because images are not",
+        ),
+        (
+            "/v1/chat/completions",
+            chat({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}),
+            "messages[0].content[0].image_url.url: expected a path in one of images.folders",
+        ),
+        (
+            "/v1/chat/completions",
+            chat({"type": "video_url", "video_url": {"url": "x"}}),
+            'messages[0].content[0].type: expected "text" or "image_url", got \'video_url\'',
+        ),
+        (
+            "/v1/responses",
+            items(*[INPUT_IMAGE] * 3),
+            "input[0].content[2].image_url: expected at most 2 images in a prompt",
+        ),
+        (
+            "/v1/messages",
+            message({"type": "image", "source": {"type": "base64", "data": BASE64[:40]}}),
+            "messages[0].content[0].source.data: expected",
+        ),
+        ("/tokenize", chat({"type": "image_url"}), "messages[0].content[0]: expected image_url"),
+    ],
+)
+def test_what_is_wrong_with_an_image_names_its_part(real_server, path, body, words):
+    response = real_server.client.post(path, json=body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]

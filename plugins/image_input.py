@@ -20,8 +20,8 @@ class RemoteImagesConfig(Strict):
     """Images that requests name by an http or https URL, which this program then fetches.
 
     Attributes:
-        enabled: whether they are fetched at all. Whoever may send requests then makes this host
-            open connections to public addresses.
+        enabled: whether they are fetched at all. Requests then make this host open connections to
+            public addresses.
         hosts: hosts that images may come from, in lower case; "*.example.com" stands for all hosts
             below example.com. It holds for each redirect, too. None is any.
         ports: ports that URLs may have.

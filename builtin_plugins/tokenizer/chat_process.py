@@ -120,7 +120,7 @@ def answer(
 
 
 def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """Return what answers requests.
+    """Return the function that answers requests.
 
     Args:
         settings: `max_characters`, the maximum length of an answer.

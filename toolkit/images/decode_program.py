@@ -1,7 +1,7 @@
 """The program that decodes images, in a limited process: libraries in C read what strangers send.
 
 A request is the name of a format, a line end, and the encoded image. An answer is the size and the
-pixels, or a letter that says what is wrong. It imports Pillow alone, and of that the readers of
+pixels, or a letter for what is wrong. It imports Pillow alone, and of that the readers of
 four formats.
 """
 
@@ -22,7 +22,7 @@ _ORIENTATION = 0x0112
 
 
 def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """Return what answers requests.
+    """Return the function that answers requests.
 
     Args:
         settings: `max_pixels` of an image.

@@ -58,6 +58,11 @@ class ImageDecoder:
             settings={"max_pixels": limits.max_pixels},
         )
 
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that decodes; None if there is none."""
+        return self._process.pid
+
     def decode(self, data: bytes, place: str) -> Image:
         """Return the pixels of an encoded image.
 

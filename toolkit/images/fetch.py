@@ -95,7 +95,7 @@ class Fetcher:
         self._resolve, self._permits, self._tls = resolve, permits, tls
 
     def fetch(self, url: str, place: str) -> bytes:
-        """Return what a URL leads to.
+        """Return the content of a URL.
 
         Args:
             place: names the URL in messages.
@@ -172,7 +172,7 @@ class Fetcher:
         return host
 
     def _get(self, target: _Target, deadline: float) -> bytes | str:
-        """Return what is at a target: its bytes, or the URL that it redirects to."""
+        """Return the content of a target, or the URL that it redirects to."""
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(self._connected(target, deadline))
             connection.settimeout(_left(deadline))
@@ -270,7 +270,7 @@ def _dialled(addresses: Sequence[str], port: int, deadline: float) -> socket.soc
 
 
 class _Incoming:
-    """What comes in on a connection, until a deadline and up to a size; for `HTTPResponse`."""
+    """The input of a connection, until a deadline and up to a size; for `HTTPResponse`."""
 
     def __init__(self, connection: socket.socket, deadline: float, max_bytes: int) -> None:
         self._reader = _Reader(connection, deadline, max_bytes)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 __all__ = ["FORMATS", "Header", "read_header"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Formats that are decoded; an image's content says which it has, never a name or a type."""
+"""Formats that are decoded; which one an image has, its content decides, never a name or a type."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What an encoded image says about itself.
+    """Format and size of an encoded image.
 
     Attributes:
         format: one of `FORMATS`.

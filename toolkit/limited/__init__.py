@@ -1,4 +1,4 @@
-"""Programs in processes with limits of time and memory, for what may take any amount of both."""
+"""Programs in processes with limits of time and memory: for code that can take any amount."""
 
 from .process import LimitedProcess
 

@@ -61,7 +61,7 @@ class LimitedProcess:
         """Return the answer to a request; None if it took too much time or memory.
 
         Args:
-            parts: of the request, which are sent one after the other.
+            parts: parts of the request, which are sent one after the other.
 
         Raises:
             HardpointError: no process can be started.

@@ -1,4 +1,4 @@
-"""What a limited process runs: it sets the limits, loads a program, and passes requests to it.
+"""The main module of a limited process: sets limits, loads a program, passes requests to it.
 
 A program is a file with a function `start`, which takes the settings of the program and returns a
 function from a request to its answer, both bytes. It is run by its path, so it imports no package

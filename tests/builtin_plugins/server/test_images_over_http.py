@@ -209,7 +209,7 @@ def test_so_does_it_in_the_result_of_a_tool(text_server):
         )
 
 
-def test_models_say_whether_they_take_images(server, text_server):
+def test_models_are_listed_with_what_they_take(server, text_server):
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["input_modalities"] == ["text", "image"]
     limits = server.engine.config.images

@@ -149,7 +149,7 @@ def png(width, height, *chunks):
 
 def test_sizes_are_known_before_anything_is_decoded(decoder):
     """Bombs: a few bytes that announce a huge image never reach the process that decodes."""
-    before = decoder._process.pid
+    before = decoder.pid
     bombs = [
         png(100_000, 100_000),
         b"GIF89a" + struct.pack("<HH", 65535, 65535),
@@ -158,12 +158,12 @@ def test_sizes_are_known_before_anything_is_decoded(decoder):
     ]
     for bomb in bombs:
         assert "pixels (images.max_pixels), got " in refused(decoder, bomb)
-    assert decoder._process.pid == before
+    assert decoder.pid == before
     assert decoder.decode(encoded(gradient()), PLACE).width == 6
 
 
 def test_a_header_that_lies_is_found_out(decoder):
-    # The frame of a GIF is larger than the image is said to be.
+    # The frame of a GIF is larger than the image claims to be.
     gif = bytearray(encoded(Pillow.new("P", (150, 150)), "GIF"))
     assert read_header(bytes(gif)).width == 150
     gif[6:10] = struct.pack("<HH", 2, 2)
@@ -187,4 +187,4 @@ def test_too_slow_a_process_ends_and_the_next_image_is_decoded(monkeypatch):
         assert "decoding it takes more than 0.001 s (images.decode_seconds)" in message
     finally:
         decoder.close()
-    assert decoder._process.pid is None
+    assert decoder.pid is None

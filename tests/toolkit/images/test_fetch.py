@@ -1,9 +1,11 @@
-"""Images by URL: which are fetched, by which address, and what messages say of it."""
+"""Images by URL: which are fetched, by which address, and what messages reveal of it."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
+import subprocess
 import threading
 import time
 
@@ -34,7 +36,7 @@ class Server:
     """Answers by path with bytes, on the loopback address; keeps the heads of requests."""
 
     def __init__(self, answers):
-        self.answers, self.heads = answers, []
+        self.answers, self.heads, self.tls = answers, [], None
         self._socket = socket.create_server((LOOPBACK, 0))
         self.port = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -46,7 +48,7 @@ class Server:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._secured(connection) as connection:
                 head = b""
                 while b"\r\n\r\n" not in head:
                     head += connection.recv(4096)
@@ -56,6 +58,11 @@ class Server:
                     connection.sendall(part)
                     if isinstance(answer, list):
                         time.sleep(0.05)
+
+    def _secured(self, connection):
+        if self.tls is None:
+            return connection
+        return self.tls.wrap_socket(connection, server_side=True)
 
     def close(self):
         self._socket.close()
@@ -76,8 +83,9 @@ def serve():
 def fetcher(server=None, resolve=lambda host, port: [LOOPBACK], **settings):
     ports = settings.pop("ports", [80, 443] if server is None else [server.port])
     permits = settings.pop("permits", lambda address: address == LOOPBACK)
+    tls = settings.pop("tls", None)
     remote = RemoteImagesConfig(enabled=True, ports=ports, **settings)
-    return Fetcher(remote, 10_000, resolve=resolve, permits=permits)
+    return Fetcher(remote, 10_000, resolve=resolve, permits=permits, tls=tls)
 
 
 def fetch(fetcher_, url):
@@ -89,7 +97,7 @@ def refused(fetcher_, url):
         fetch(fetcher_, url)
     message = str(caught.value)
     assert message.startswith(f"{PLACE}: ")
-    assert LOOPBACK not in message  # of the network behind the server, nothing is said
+    assert LOOPBACK not in message  # of the network behind the server, they reveal nothing
     return message.removeprefix(f"{PLACE}: ")
 
 
@@ -291,8 +299,30 @@ def test_no_proxy_is_used(serve, monkeypatch):
     assert fetch(fetcher(server), f"http://a.com:{server.port}/image") == DATA
 
 
-def test_https_is_not_left_for_http(serve, monkeypatch):
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    names = ("-subj", "/CN=a.com", "-addext", "subjectAltName=DNS:a.com")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += [*names, "-nodes", "-days", "2", "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return certificate, key
+
+
+def test_https_asks_for_the_name_of_the_host_and_is_not_left_for_http(serve, certificate):
     server = serve(image=response(DATA))
-    found = fetcher(server, ports=[443, server.port])
-    monkeypatch.setattr(found, "_get", lambda target, deadline: f"http://a.com:{server.port}/image")
-    assert refused(found, "https://a.com/") == "it leads from https to http"
+    server.answers["/down"] = redirect(f"http://a.com:{server.port}/image")
+    server.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.tls.load_cert_chain(*certificate)
+    asked = []
+    server.tls.sni_callback = lambda connection, name, context: asked.append(name)
+    trusting = ssl.create_default_context(cafile=str(certificate[0]))
+    found = fetcher(server, tls=trusting)
+    assert fetch(found, f"https://a.com:{server.port}/image") == DATA
+    assert asked == ["a.com"]
+    assert refused(found, f"https://a.com:{server.port}/down") == "it leads from https to http"
+    # The certificate has to be of that name, and of an authority that is trusted.
+    words = "its host does not answer as it should"
+    assert refused(found, f"https://b.com:{server.port}/image") == words
+    assert refused(fetcher(server), f"https://a.com:{server.port}/image") == words

@@ -34,6 +34,12 @@ SOFTCAP = Rule(
     "compute softcap * tanh(score * scale / softcap) where spec.softcap is not None, or leave the "
     "class attribute `softcaps` False: models that need it are refused then",
 )
+SEES = Rule(
+    "sees: a token sees the keys of its sequence up to the position in step.sees",
+    "mask the keys after step.sees, where the step has it, and not those after the token itself; "
+    "windows begin where they do without it; or leave the class attribute `sees_ahead` False: "
+    "models that need it are refused then",
+)
 CACHE = Rule(
     "cache: the tokens of earlier steps are remembered",
     "write k and v to the slots of the step, then read the keys and values of the whole sequence",

@@ -31,6 +31,7 @@ from .attention_cases import (
     RESULT,
     ROTATES,
     ROWS,
+    SEES,
     SEQUENCES,
     SOFTCAP,
     WINDOW,
@@ -157,6 +158,25 @@ class AttentionBackendSuite(ComponentSuite):
                 windows=self.windows,
                 names="abc",
                 steps=3,
+                dtype=dtype,
+            )
+
+    def test_sees_ahead(self) -> None:
+        """Tokens see later ones of the step, as those of an image do, by `AttentionStep.sees`. A
+        backend whose class does not state `sees_ahead = True` is not asked to, and refuses models
+        that need it.
+        """
+        if not self._make(self.block_sizes[0]).sees_ahead:
+            pytest.skip("`sees_ahead` of the backend is False")
+        for dtype in self.dtypes:
+            self._compare(
+                SEES,
+                heads=self.heads,
+                windows=self.windows,
+                names="abc",
+                steps=3,
+                shuffled=True,
+                layers=2,
                 dtype=dtype,
             )
 
@@ -439,7 +459,8 @@ class AttentionBackendSuite(ComponentSuite):
         generator = torch.Generator().manual_seed(0)
         for index, given in enumerate(case.steps):
             counts = ordered(list(given.items()))
-            plans = [backend.plan(group.step(counts)) for group in groups]
+            ahead = self._ahead(generator, counts) if rule is SEES else ()
+            plans = [backend.plan(group.step(counts, ahead)) for group in groups]
             tokens = sum(count for _, count in counts)
             for layer, (cache, history) in enumerate(zip(caches, histories, strict=True)):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
@@ -450,7 +471,7 @@ class AttentionBackendSuite(ComponentSuite):
                     q, k = rotated(q, angles), rotated(k, angles)
                 else:
                     out = backend.attend(spec, cache, plan, *tensors, v.clone())
-                history.append(counts, k, v)
+                history.append(counts, k, v, ahead)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):
                 for group in groups:
@@ -507,6 +528,14 @@ class AttentionBackendSuite(ComponentSuite):
             self.draw(generator, (tokens, heads, spec.head_size)).to(self._device(), dtype)
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         ]
+
+    def _ahead(self, generator: torch.Generator, counts: Sequence[tuple[str, int]]) -> list[int]:
+        """Return how many later tokens each token of a step sees: those of a span see all of it."""
+        ahead: list[int] = []
+        for _, count in counts:
+            first, last = torch.randint(0, count, (2,), generator=generator).sort()[0].tolist()
+            ahead += [last - i if first <= i <= last else 0 for i in range(count)]
+        return ahead
 
     def _angles(self, generator: torch.Generator, spec: KVSpec, tokens: int) -> torch.Tensor:
         """Return angles for the first elements of heads, or for all, float32 [tokens, size]."""

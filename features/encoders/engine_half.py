@@ -64,7 +64,7 @@ class EncodedRequests(EngineHalf):
     def _flaw(
         self, feature: MultiModalFeature, token_ids: Sequence[int], earliest: int
     ) -> str | None:
-        """Return what is wrong with a feature; None if nothing is."""
+        """Return the flaw of a feature; None if it has none."""
         media, data = self._media, feature.data
         assert media is not None
         if feature.modality not in media.modalities:
@@ -93,7 +93,7 @@ class EncodedRequests(EngineHalf):
         self._kept.pop(request_id, None)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
-        """Return what workers encode and embed in a step; None if it has no media."""
+        """Return the data of a step for workers; None if it has no media."""
         self._in_workers.difference_update(plan.freed_encoder_inputs)
         spans = self._spans(plan)
         wanted: dict[str, MultiModalFeature] = {}

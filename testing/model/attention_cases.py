@@ -180,6 +180,24 @@ def threads_of_torch(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def drawn_angles(
+    generator: torch.Generator, spec: KVSpec, tokens: int, device: torch.device
+) -> torch.Tensor:
+    """Return angles for the first elements of heads, or for all, float32 [tokens, size]."""
+    half = int(torch.randint(1, spec.head_size // 2 + 1, (1,), generator=generator))
+    turns = torch.rand(tokens, half, generator=generator) * 6
+    return torch.cat((turns.cos(), turns.sin()), 1).to(device)
+
+
+def seen_ahead(generator: torch.Generator, counts: Sequence[tuple[str, int]]) -> list[int]:
+    """Return how many later tokens each token of a step sees: those of a span see all of it."""
+    ahead: list[int] = []
+    for _, count in counts:
+        first, last = torch.randint(0, count, (2,), generator=generator).sort()[0].tolist()
+        ahead += [last - i if first <= i <= last else 0 for i in range(count)]
+    return ahead
+
+
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Return heads x [tokens, heads, head_size], rotated as `Ops.rotate` does."""
     size = angles.shape[1]

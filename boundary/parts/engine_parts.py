@@ -58,6 +58,7 @@ class EngineParts:
         calls: those that the parts answer and make.
         tasks: tasks of requests besides generating.
         encoder_cache: cache of the part that encodes features; None if there is none.
+        max_encoder_tokens: tokens of features that a step may encode.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EngineParts:
         self.calls.answer_by(self._parts)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
         self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
-        self.encoder_cache = part_encoder_cache(self._parts)
+        self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
@@ -87,11 +88,7 @@ class EngineParts:
         self._find_active()
 
     def weights_changed(self) -> None:
-        """Notify the parts that workers have other weights.
-
-        Raises:
-            PluginFaultError: one failed.
-        """
+        """Notify the parts that workers have other weights; a fault of one is raised."""
         for part in self._parts:
             if part.overrides("weights_changed"):
                 with faults_as(PluginFaultError, f"{part.source}: its weights_changed()"):

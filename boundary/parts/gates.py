@@ -186,11 +186,11 @@ def part_transfers(
     return None if found is None else PartTransfers(found, faults)
 
 
-def part_encoder_cache(parts: Sequence[BoundPart]) -> EncoderCache | None:
-    """Return the cache of the part that encodes features; None if there is none."""
+def part_encoder_cache(parts: Sequence[BoundPart]) -> tuple[EncoderCache | None, int]:
+    """Return the cache of the part that encodes features, and the most tokens that a step may."""
     encoding = [part for part in parts if part.half.encoder_cache is not None]
     found = _only(encoding, "encode features")
-    return None if found is None else found.half.encoder_cache
+    return (None, 0) if found is None else (found.half.encoder_cache, found.half.max_encoder_tokens)
 
 
 def _only(parts: Sequence[BoundPart], what: str) -> BoundPart | None:

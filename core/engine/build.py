@@ -450,7 +450,7 @@ def _limits(
         config,
         size.max_model_len,
         num_draft_tokens=num_draft_tokens,
-        max_encoder_tokens=0 if parts.encoder_cache is None else parts.encoder_cache.num_tokens,
+        max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
         num_batches=1 if ahead else executor.max_concurrent_batches,
     )

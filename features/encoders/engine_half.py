@@ -37,6 +37,7 @@ class EncodedRequests(EngineHalf):
         self._media = media
         self.every_plan = media is not None  # what is freed is in plans without media, too
         self.encoder_cache = None if media is None else EncoderCacheManager(budget)
+        self.max_encoder_tokens = 0 if media is None else budget
         self._kept: dict[str, Sequence[MultiModalFeature]] = {}
         self._in_workers: set[str] = set()
 

@@ -134,7 +134,7 @@ class MediaPrompts(FrontendHalf):
         token_ids: Sequence[int] = (),
         position: int = 0,
     ) -> int:
-        """Append newlines, as one token with those next to them; return the position after these."""
+        """Append newlines, in one token with those next to them; return the position after."""
         if not around:
             return position
         runs, count = self._newlines(), len(around)

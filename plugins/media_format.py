@@ -47,6 +47,7 @@ class MediaFormat(ABC):
         num_tokens: tokens of an image.
         sees_itself: see `MultiModalFeature.sees_itself`; the model has `sees_ahead` then.
         item_shape: shape of what `process` returns; its numbers are uint8.
+        encode_bytes: memory that the encoder needs at once, for one image.
         settings: all that `process` depends on besides the image; part of identifiers.
     """
 
@@ -60,6 +61,7 @@ class MediaFormat(ABC):
     num_tokens: int
     sees_itself: bool = False
     item_shape: tuple[int, ...]
+    encode_bytes: int = 0
     settings: str
 
     @abstractmethod

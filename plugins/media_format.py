@@ -43,10 +43,11 @@ class MediaFormat(ABC):
         begin_ids: tokens before these.
         end_ids: tokens after these.
         around: newlines before and after all of them, which become one token with newlines of
-            the prompt beside them, where the tokenizer has one.
+            the prompt next to them, where the tokenizer has one.
         num_tokens: tokens of an image.
         sees_itself: see `MultiModalFeature.sees_itself`; the model has `sees_ahead` then.
         item_shape: shape of what `process` returns; its numbers are uint8.
+        encode_bytes: memory that the encoder needs at once, for one image.
         settings: all that `process` depends on besides the image; part of identifiers.
     """
 
@@ -60,11 +61,12 @@ class MediaFormat(ABC):
     num_tokens: int
     sees_itself: bool = False
     item_shape: tuple[int, ...]
+    encode_bytes: int = 0
     settings: str
 
     @abstractmethod
     def process(self, image: Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return what the encoder gets of an image; called in the frontend, in any thread."""
+        """Return the numbers of an image for the encoder; in the frontend, in any thread."""
 
     def identifier(self, image: Image) -> str:
         """Return a hash of the image's content and of the settings that it is processed with."""

@@ -46,13 +46,7 @@ class PauseState(Enum):
 
 
 class EncoderCache(Protocol):
-    """Encoder outputs by identifier; each is encoded once while a request references it.
-
-    Attributes:
-        num_tokens: tokens of features that there is room for.
-    """
-
-    num_tokens: int
+    """Encoder outputs by identifier; each is encoded once while a request references it."""
 
     def holds(self, request: Request, index: int) -> bool:
         """Return whether a feature is cached; if so, the request references it."""

@@ -26,7 +26,6 @@ from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
 from .requests import EngineCoreRequest
-from .scheduler import EncoderCache
 from .stats import SchedulerStats
 from .step_cost import StepCost
 from .step_record import WaitReason
@@ -116,8 +115,9 @@ class EngineHalf:
             part; read once. The worker halves of such a part get the rows of all requests.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
-        encoder_cache: what the scheduler asks for room for features in workers, which also limits
-            what a step encodes; read once. None: requests with features are refused.
+        encoder_cache: an `EncoderCache`, which the scheduler asks for room for features in workers;
+            read once. None: the part encodes none.
+        max_encoder_tokens: tokens of features that a step may encode; read once.
         tasks: tasks of requests, as `PoolingParams.task`, that the part lets the engine do; read
             once.
     """
@@ -126,7 +126,8 @@ class EngineHalf:
     every_plan: bool = False
     num_draft_tokens: int = 0
     tasks: Collection[str] = ()
-    encoder_cache: EncoderCache | None = None
+    encoder_cache: Any = None
+    max_encoder_tokens: int = 0
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Take what `WorkerHalf.start` returned in each rank, before the first step.

@@ -59,6 +59,8 @@ SMALL_MODULES = {
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
+    "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
+    "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
 }
 """Small modules with one importer that are a concept of their own, and why."""

@@ -16,7 +16,6 @@ import msgspec
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import (
-    PluginConflictError,
     PluginFaultError,
     RequestError,
     shown,
@@ -33,14 +32,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
-from hardpoint.plugins.scheduler import EncoderCache
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, call_for, open_halves
 from .calls import PartCalls
-from .gates import PartGates, PartTransfers
+from .gates import PartGates, part_encoder_cache, part_transfers
 from .returns import (
     combined_masks,
     draft_limits_defect,
@@ -59,7 +57,8 @@ class EngineParts:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
         tasks: tasks of requests besides generating.
-        encoder_cache: that of the part that encodes features; None if there is none.
+        encoder_cache: cache of the part that encodes features; None if there is none.
+        max_encoder_tokens: tokens of features that a step may encode.
     """
 
     def __init__(
@@ -77,43 +76,19 @@ class EngineParts:
         self.calls = calls or PartCalls()
         self.calls.answer_by(self._parts)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
-        tasks = [task for part in self._parts for task in part.half.tasks]
-        self.tasks = list(dict.fromkeys(tasks))
-        self.encoder_cache = self._encoder_cache()
+        self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
+        self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
-        self.gates = PartGates(self.of)
-        self.transfers = self._transfers()
+        self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
         self._find_active()
 
-    def _transfers(self) -> PartTransfers | None:
-        """Return the loads and saves of the part that moves blocks; None if there is none."""
-        found = [part for part in self._parts if part.overrides("get_num_new_matched_tokens")]
-        if len(found) > 1:
-            names = " and ".join(str(part.source) for part in found)
-            raise PluginConflictError(
-                f"{names} both load blocks of the KV cache; expected one of them"
-            )
-        return PartTransfers(found[0], self._faults) if found else None
-
-    def _encoder_cache(self) -> EncoderCache | None:
-        """Return the cache of the part that encodes; None if there is none."""
-        found = [part for part in self._parts if part.half.encoder_cache is not None]
-        if len(found) > 1:
-            names = " and ".join(str(part.source) for part in found)
-            raise PluginConflictError(f"{names} both encode features; expected one of them")
-        return found[0].half.encoder_cache if found else None
-
     def weights_changed(self) -> None:
-        """Notify the parts that workers have other weights.
-
-        Raises:
-            PluginFaultError: one failed.
-        """
+        """Notify the parts that workers have other weights; a fault of one is raised."""
         for part in self._parts:
             if part.overrides("weights_changed"):
                 with faults_as(PluginFaultError, f"{part.source}: its weights_changed()"):

@@ -55,6 +55,9 @@ class Gemma3Images(MediaFormat):
         vision = ConfigFields(fields.table("vision_config"), f"{config.architecture} config")
         size = self._size = vision.whole("image_size", 224)
         self.item_shape = (size, size, 3)
+        patches = (size // vision.whole("patch_size", 16)) ** 2
+        widths = vision.whole("hidden_size", 768), vision.whole("intermediate_size", 3072)
+        self.encode_bytes = 4 * patches * (8 * widths[0] + 2 * widths[1])
         self._check(ConfigFields(processor, "image processor"), processor, size)
         self.mean, self.std = (
             tuple(map(float, processor.get(name) or (0.5, 0.5, 0.5)))

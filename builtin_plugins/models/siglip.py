@@ -83,7 +83,7 @@ class _Layer:
     down: Affine
 
     def layers(self) -> list[PackedLayer]:
-        """Return what has weights."""
+        """Return the layers that have weights."""
         attention: list[PackedLayer] = [self.attention_norm, self.q, self.k, self.v, self.output]
         return [*attention, self.mlp_norm, self.up, self.down]
 
@@ -95,7 +95,7 @@ class SiglipTower:
         image_size: pixels of a side.
         side: patches of a side.
         hidden: width of what it gives for each patch.
-        eps: of its norms.
+        eps: epsilon of its norms.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], context: ModelContext) -> None:
@@ -148,7 +148,7 @@ class SiglipTower:
         self._norm = LayerNorm(f"{name}.post_layernorm", self.hidden, self.eps, context)
 
     def layers(self) -> list[PackedLayer]:
-        """Return what has weights."""
+        """Return the layers that have weights."""
         parts: list[PackedLayer] = [self._embeddings]
         for layer in self._layers:
             parts += layer.layers()

@@ -39,6 +39,7 @@ from hardpoint.plugins import (
     ExecutorContext,
     PublisherContext,
     Request,
+    Scheduler,
     SchedulerContext,
     StepCost,
     StepRecord,
@@ -131,14 +132,7 @@ def build_core(
             kv_cache,
             faults=faults,
             parts_start=start,
-            weights=WeightUpdates(
-                config,
-                spec.loader,
-                executor,
-                scheduler,
-                start,
-                opened.step_parts.weights_changed,
-            ),
+            weights=opened.weight_updates(config, spec, executor, scheduler, start),
             activity=activity,
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info),
@@ -172,6 +166,18 @@ class _EnginePlugins:
             "gates": parts.gates if parts else None,
             "grammars": GatesAsGrammars(parts.gates) if parts else None,
         }
+
+    def weight_updates(
+        self,
+        config: EngineConfig,
+        spec: WorkerSpec,
+        executor: Executor,
+        scheduler: Scheduler,
+        start: PartsStart | None,
+    ) -> WeightUpdates:
+        """Return the updates of the weights, of which step parts are notified."""
+        changed = self.step_parts.weights_changed
+        return WeightUpdates(config, spec.loader, executor, scheduler, start, changed)
 
     def for_core(self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo) -> dict[str, Any]:
         """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
@@ -444,7 +450,7 @@ def _limits(
         config,
         size.max_model_len,
         num_draft_tokens=num_draft_tokens,
-        max_encoder_tokens=0 if parts.encoder_cache is None else parts.encoder_cache.num_tokens,
+        max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
         num_batches=1 if ahead else executor.max_concurrent_batches,
     )

@@ -126,8 +126,7 @@ class AsyncEngine(WatchedEngine):
         await self._ready()
         request_id = str(next(self._request_ids)) if request_id is None else request_id
         arrived = self.parts.clock()
-        token_ids = await self._tokenizer.tokenise(prompt)
-        placed = await self._tokenizer.placed(prompt, token_ids)
+        placed = await self._tokenizer.placed(prompt)
         for attempt in itertools.count():
             while self._policy_lock.locked():  # its arguments are for the policy that it will meet
                 async with self._policy_lock:
@@ -141,7 +140,6 @@ class AsyncEngine(WatchedEngine):
                 params,
                 extras,
                 sink=collector.put,
-                token_ids=token_ids,
                 placed=placed,
                 arrived=arrived,
             )

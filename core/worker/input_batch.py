@@ -26,6 +26,8 @@ from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import CachedRequests, SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
 
+from .spans import Spans
+
 
 class BatchUpdateBuilder:
     """Collects removals, then additions and moves, into one update.
@@ -157,6 +159,7 @@ class InputBatch:
         max_model_len: tokens of a row.
         block_size: tokens per block.
         num_groups: KV cache groups.
+        spans: spans of the requests whose tokens see each other.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class InputBatch:
         self._added_in: dict[str, int] = {}
         self._last_sampled = 0  # step of another rank whose tokens came last
         self._drafted: set[str] = set()  # requests with drafts in their last step
-        self._spans: dict[str, Sequence[range]] = {}
+        self.spans = Spans()
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -208,7 +211,6 @@ class InputBatch:
         block_ids: BlockIds,
         num_computed_tokens: int,
         step: int = 0,
-        spans: Sequence[range] = (),
     ) -> None:
         """Add a request in the lowest free row.
 
@@ -218,7 +220,6 @@ class InputBatch:
             block_ids: its block table, one per group.
             num_computed_tokens: whose keys and values are in those blocks.
             step: number of the plan that adds it.
-            spans: positions whose tokens see all of their span.
         """
         row = self._updates.pop_removed()
         if row is None:
@@ -229,8 +230,6 @@ class InputBatch:
         self._outputs[row] = output_token_ids
         self._place(request, row)
         self._added_in[request.request_id] = step
-        if spans:
-            self._spans[request.request_id] = spans
         known = [*request.prompt_token_ids, *output_token_ids]
         self._token_ids[row, : len(known)] = known
         self._num_tokens[row] = len(known)
@@ -258,7 +257,7 @@ class InputBatch:
             row = known.pop(request_id)
             del self._added_in[request_id]
             self._drafted.discard(request_id)
-            self._spans.pop(request_id, None)
+            self.spans.remove(request_id)
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
@@ -368,7 +367,8 @@ class InputBatch:
         slots = blocks * self.block_size + offsets
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows] = seq_lens
-        sees = self._last_seen(rows, starts, query_starts, positions) if self._spans else None
+        requests = [self._requests[row] for row in rows]
+        sees = self.spans.last_seen(requests, starts, query_starts, positions)
         groups = self.num_groups
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
@@ -391,7 +391,7 @@ class InputBatch:
             for group, (group_table, group_slots) in enumerate(_by_group(packed, tables, slots))
         ]
         return StepInput(
-            requests=[self._requests[row] for row in rows],
+            requests=requests,
             token_ids=torch.from_numpy(token_ids) if packed is None else packed.token_ids,
             positions=torch.from_numpy(positions) if packed is None else packed.positions,
             attention=attention,
@@ -400,21 +400,6 @@ class InputBatch:
             samples=seq_lens == ends,
             packed=packed,
         )
-
-    def _last_seen(
-        self, rows: IntArray, starts: IntArray, query_starts: IntArray, positions: IntArray
-    ) -> IntArray | None:
-        """Return the last position that each token of a step sees; None if each sees its own."""
-        sees: IntArray | None = None
-        for index, row in enumerate(rows.tolist()):
-            first, begin = int(starts[index]), int(query_starts[index])
-            end = first + int(query_starts[index + 1]) - begin
-            for span in self._spans.get(self._requests[row].request_id, ()):
-                seen = range(max(span.start, first), min(span.stop, end))
-                if seen:
-                    sees = positions.copy() if sees is None else sees
-                    sees[begin + seen.start - first : begin + seen.stop - first] = seen.stop - 1
-        return sees
 
     def _move(self, source: int, target: int) -> None:
         tokens = self._num_tokens[source]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,6 +11,8 @@ from hardpoint.errors import RequestError
 from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
+    ModelRunnerOutput,
+    RequestFault,
     SchedulerOutput,
 )
 from hardpoint.plugins.media_format import MediaFormat
@@ -27,18 +29,21 @@ class EncodedRequests(EngineHalf):
     weights, are encoded again when they are needed.
     """
 
-    def __init__(self, media: MediaFormat | None, budget: int) -> None:
+    def __init__(self, name: str, media: MediaFormat | None, budget: int) -> None:
         """Keep nothing yet.
 
         Args:
+            name: name of the part.
             media: format of the model; None refuses all media.
             budget: tokens that a step may encode, and that workers keep embeddings for.
         """
-        self._media = media
+        self._name, self._media = name, media
         self.every_plan = media is not None  # what is freed is in plans without media, too
         self.encoder_cache = None if media is None else EncoderCacheManager(budget)
+        self.max_encoder_tokens = 0 if media is None else budget
         self._kept: dict[str, Sequence[MultiModalFeature]] = {}
         self._in_workers: set[str] = set()
+        self._encoding: dict[int, Collection[str]] = {}  # by the step of plans under way
 
     def uses(self, request: EngineCoreRequest) -> bool:
         """Return whether a request has media."""
@@ -64,7 +69,7 @@ class EncodedRequests(EngineHalf):
     def _flaw(
         self, feature: MultiModalFeature, token_ids: Sequence[int], earliest: int
     ) -> str | None:
-        """Return what is wrong with a feature; None if nothing is."""
+        """Return the flaw of a feature; None if it has none."""
         media, data = self._media, feature.data
         assert media is not None
         if feature.modality not in media.modalities:
@@ -93,7 +98,7 @@ class EncodedRequests(EngineHalf):
         self._kept.pop(request_id, None)
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
-        """Return what workers encode and embed in a step; None if it has no media."""
+        """Return the data of a step for workers; None if it has no media."""
         self._in_workers.difference_update(plan.freed_encoder_inputs)
         spans = self._spans(plan)
         wanted: dict[str, MultiModalFeature] = {}
@@ -109,6 +114,8 @@ class EncodedRequests(EngineHalf):
         if not (spans or wanted or plan.freed_encoder_inputs):
             return None
         self._in_workers |= wanted.keys()
+        if wanted:
+            self._encoding[plan.step] = wanted.keys()
         freed = list(plan.freed_encoder_inputs)
         return msgspec.msgpack.encode(EncoderStep(freed, list(_items(wanted.values())), spans))
 
@@ -131,11 +138,18 @@ class EncodedRequests(EngineHalf):
                 spans[name] = found
         return spans
 
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> Mapping[str, RequestFault]:
+        """Expect nothing of what workers could not encode."""
+        encoded = self._encoding.pop(plan.step, ())
+        if self._name in result.part_faults:
+            self._in_workers.difference_update(encoded)
+        return {}
+
     def lost(self, plan: SchedulerOutput) -> None:
         """Expect nothing of what a plan was to encode."""
-        for request_id, indices in plan.encoder_inputs.items():
-            kept = self._kept.get(request_id, ())
-            self._in_workers.difference_update(kept[i].identifier for i in indices if kept)
+        self._in_workers.difference_update(self._encoding.pop(plan.step, ()))
 
     def weights_changed(self) -> None:
         """Expect no embeddings in the workers."""

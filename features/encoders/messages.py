@@ -10,7 +10,7 @@ class EncoderItem(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         identifier: where its embeddings are kept.
-        shape: of the numbers, uint8.
+        shape: shape of the numbers, which are uint8.
         data: what `MediaFormat.process` returned.
     """
 
@@ -24,7 +24,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     """Tokens of a request in the step that get embeddings.
 
     Attributes:
-        identifier: of the embeddings.
+        identifier: identifier of the embeddings.
         first: the first of these tokens, among those of the request in the step.
         start: the first embedding.
         count: tokens, and embeddings.
@@ -37,7 +37,7 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EncoderStep(msgspec.Struct, array_like=True, frozen=True):
-    """What workers encode and embed in a step.
+    """Media of a step: items to encode, and tokens to embed.
 
     Attributes:
         freed: identifiers whose embeddings are dropped first.

@@ -61,7 +61,7 @@ class Encoders(StepPart):
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:
         """Return the half that knows which media are in the workers; of others, it refuses."""
         media = self._format(context.components)
-        return EncodedRequests(media, self._budget(media))
+        return EncodedRequests(self.name, media, self._budget(media))
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that encodes, in the ranks that embed tokens."""

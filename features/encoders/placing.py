@@ -74,7 +74,7 @@ class MediaPrompts(FrontendHalf):
         """Return the images of a prompt.
 
         Raises:
-            RequestError: there are others, too many, or values that are none.
+            RequestError: the model takes no such media, there are too many, or one is no image.
         """
         known = () if self._media is None else self._media.modalities
         for modality in media:
@@ -139,7 +139,7 @@ class MediaPrompts(FrontendHalf):
         token_ids: Sequence[int] = (),
         position: int = 0,
     ) -> int:
-        """Append newlines, as one token with those beside them; return the position after these."""
+        """Append newlines, in one token with those next to them; return the position after."""
         if not around:
             return position
         runs, count = self._newlines(), len(around)
@@ -183,7 +183,8 @@ def read_image(value: Any, path: str) -> Image:
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
         converted = value.convert("RGB")
-        return Image(*converted.size, converted.tobytes())
+        width, height = converted.size
+        return Image(width, height, converted.tobytes())
     if not isinstance(value, np.ndarray):
         raise RequestError(
             f"{path}: expected an Image, an image of Pillow or an array, got {shown(value)}"

@@ -29,13 +29,14 @@ class EncoderWorker(WorkerHalf):
         assert context.loaded is not None, "it is a half of a worker"
         self._device, self._model = context.device, context.loaded.model
         self._length, self._size = media.num_tokens, context.hidden_size
-        self._budget = budget
+        self._budget, self._encode_bytes = budget, media.encode_bytes
         self._embeddings: dict[str, torch.Tensor] = {}
         self._step = EncoderStep()
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of embeddings."""
-        return {"embeddings of images": self._budget * self._size * 4}
+        """Return the bytes of embeddings, and of what the encoder computes for one image."""
+        embeddings = self._budget * self._size * 4
+        return {"embeddings of images": embeddings, "the encoder": self._encode_bytes}
 
     def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
         """Drop what is freed, and encode, a batch of its own, before the model runs."""

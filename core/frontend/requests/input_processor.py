@@ -134,7 +134,6 @@ class InputProcessor:
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
-        token_ids: list[int] | None = None,
         placed: PlacedMedia | None = None,
     ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
         """Return the request, the prompt's text, if that is known, and the parsers of the output.
@@ -145,8 +144,7 @@ class InputProcessor:
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            token_ids: ids of a prompt given as text, from `tokenise`; None tokenises it here.
-            placed: the prompt with the tokens of its media, from `placed`; None places them here.
+            placed: tokens and media of the prompt, from `placed`; None finds them here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -160,15 +158,9 @@ class InputProcessor:
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         if placed is None:
-            placed = self._placed(given, token_ids)
-        whole, features = placed.token_ids, placed.features
+            placed = self._placed(given, None)
         room = 0 if pooling is not None else params.max_tokens or 1
-        token_ids = self._cut(whole, extras.truncate_prompt_tokens, room)
-        if features and token_ids is not whole:
-            raise RequestError(
-                f"truncate_prompt_tokens: expected at least {len(whole)}, the tokens of the prompt "
-                f"with its media, which is not cut, got {extras.truncate_prompt_tokens}"
-            )
+        token_ids = self._fitting(placed, extras.truncate_prompt_tokens, room)
         if pooling is None:
             params = self._completed(params, len(token_ids))
         request = EngineCoreRequest(
@@ -185,12 +177,12 @@ class InputProcessor:
             kv_transfer_params=extras.kv_transfer_params,
             pooling_params=pooling,
             lora=extras.lora_request,
-            features=features,
+            features=placed.features,
         )
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, given.text if token_ids is whole else None, parsers
+        return request, given.text if token_ids is placed.token_ids else None, parsers
 
     def placed(self, prompt: Prompt, token_ids: list[int] | None = None) -> PlacedMedia:
         """Return the tokens of a prompt, with its media in their places.
@@ -199,7 +191,7 @@ class InputProcessor:
 
         Args:
             prompt: text or token ids, with or without media.
-            token_ids: ids of a prompt given as text, from `tokenise`; None tokenises it here.
+            token_ids: those of its text, from `tokenise`; None tokenises it here.
 
         Raises:
             RequestError: something is wrong with it.
@@ -302,6 +294,16 @@ class InputProcessor:
             raise RequestError("prompt: expected at least one token, got an empty prompt")
         return token_ids
 
+    def _fitting(self, placed: PlacedMedia, last: int | None, room: int) -> list[int]:
+        """Return the tokens of a prompt that fit, see `_cut`; one with media is not cut."""
+        token_ids = self._cut(placed.token_ids, last, room)
+        if placed.features and token_ids is not placed.token_ids:
+            raise RequestError(
+                f"truncate_prompt_tokens: expected at least {len(placed.token_ids)}, the tokens of "
+                f"the prompt with its media, which is not cut, got {last}"
+            )
+        return token_ids
+
     def _cut(self, token_ids: list[int], last: int | None, room: int) -> list[int]:
         """Return the last tokens of a prompt; all, the same list, if there are no more.
 
@@ -348,23 +350,18 @@ class AsyncTokenizer:
         self._thread: ThreadPoolExecutor | None = None
         self._running: set[Future[Any]] = set()
 
-    async def tokenise(self, prompt: Prompt) -> list[int] | None:
-        """Return the tokens of a prompt given as text, None for any other.
+    async def placed(self, prompt: Prompt) -> PlacedMedia | None:
+        """Return the tokens of a prompt given as text, or with media; None for any other.
 
-        While a long text is tokenised, others wait for the same thread: a tokenizer is called with
-        one text at a time.
+        While a long text is tokenised, or media are processed, others wait for the same thread: a
+        tokenizer is called with one text at a time.
         """
         text = self._processor.text_of(prompt)
-        return None if text is None else await self.encode(text)
-
-    async def placed(self, prompt: Prompt, token_ids: list[int] | None) -> PlacedMedia | None:
-        """Return the tokens of a prompt with its media, None for a prompt without any.
-
-        They are processed in the thread of long texts.
-        """
-        if not self._processor.has_media(prompt):
-            return None
-        return await self._in_thread(functools.partial(self._processor.placed, prompt, token_ids))
+        token_ids = None if text is None else await self.encode(text)
+        if self._processor.has_media(prompt):
+            place = functools.partial(self._processor.placed, prompt, token_ids)
+            return await self._in_thread(place)
+        return None if token_ids is None else PlacedMedia(token_ids, ())
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens."""

@@ -80,7 +80,6 @@ class Submitter:
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
-        token_ids: list[int] | None = None,
         placed: PlacedMedia | None = None,
         arrived: float | None = None,
     ) -> Submission:
@@ -89,8 +88,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: ids of a prompt given as text, if it was tokenised already.
-            placed: its tokens with those of its media, if these were placed already.
+            placed: tokens and media of the prompt, if they were found already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
@@ -114,7 +112,6 @@ class Submitter:
                 self._input.default_params() if params is None else params,
                 extras,
                 arrival_time=arrived,
-                token_ids=token_ids,
                 placed=placed,
             )
         held = [parsers]

@@ -448,7 +448,7 @@ class UserText:
 
 
 def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Match the first character at each place where a token begins, for several may overlap."""
+    """Match the first character at each place where a token begins, because several may overlap."""
     return re.compile(f"(?=(?:{'|'.join(map(re.escape, tokens))}))(.)", re.DOTALL)
 
 

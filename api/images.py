@@ -35,7 +35,7 @@ _OTHER_PARTS = frozenset(
 
 _MEDIA, _IMAGE = "multi_modal_data", "image"
 
-Found = list[tuple[str, Any]]
+GivenImages = list[tuple[str, Any]]
 """Images as they were given, each with its place."""
 
 
@@ -95,7 +95,7 @@ class PartReader:
 
     def __init__(self, *, takes_images: bool) -> None:
         """Take images if the model does."""
-        self.found: Found = []
+        self.found: GivenImages = []
         self._takes_images = takes_images
 
     def without_images(self, messages: Any) -> Any:

@@ -11,7 +11,7 @@ from hardpoint.typed import Strict
 
 from .config_tables import Count, PositiveSeconds
 
-__all__ = ["ImageSource", "ImagesConfig", "RemoteImagesConfig"]
+__all__ = ["ImageSource"]
 
 Host = Annotated[str, Meta(pattern=r"^(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=253)]
 

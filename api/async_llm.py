@@ -40,8 +40,7 @@ from hardpoint.registry.references import handed_over
 
 from .adapters import AsyncAdapterCalls
 from .chat import Chat, Messages
-from .images import has_unread_images
-from .open_model import OpenModel
+from .open_model import OpenModel, has_unread_images
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing as t
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,13 +15,34 @@ from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer
+from hardpoint.plugins.image_input import ImageSource
 from hardpoint.plugins.request_options import ChatOptions
+from hardpoint.toolkit.user_text import UserText
 from hardpoint.typed.schema_check import check_schema
 
 from . import typed
-from .images import PartReader, PromptImages
+from .open_model import PromptImages
 
 _IMAGE = {"type": "image"}
+
+_IMAGE_PARTS = ("image_url", "input_image", "image")
+_OTHER_PARTS = frozenset(
+    {
+        "audio",
+        "audio_embeds",
+        "audio_url",
+        "document",
+        "file",
+        "image_embeds",
+        "input_audio",
+        "input_file",
+        "prompt_embeds",
+        "video",
+        "video_embeds",
+        "video_url",
+    }
+)
+"""Types of parts that others read, and no model here does."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -147,6 +168,93 @@ def _described(docstring: str) -> tuple[str, dict[str, str]]:
             elif name:
                 about[name] += f" {line.strip()}"
     return "\n".join(summary).strip(), about
+
+
+GivenImages = list[tuple[str, Any]]
+"""Images as they were given, each with its place."""
+
+
+class PartReader:
+    """Takes the parts of messages that are no texts.
+
+    Attributes:
+        found: images, in the order of the conversation.
+    """
+
+    def __init__(self, *, takes_images: bool) -> None:
+        """Take images if the model does."""
+        self.found: GivenImages = []
+        self._takes_images = takes_images
+
+    def without_images(self, messages: Any) -> Any:
+        """Return messages whose image parts are `{"type": "image"}`.
+
+        Raises:
+            RequestError: a part is of a type that the model does not take, or has no image.
+        """
+        if not is_list(messages):
+            return messages
+        return [
+            self._message(message, f"messages[{index}]")
+            for index, message in enumerate(copied(messages, "messages"))
+        ]
+
+    def _message(self, message: Any, path: str) -> Any:
+        if not isinstance(message, Mapping):
+            return message
+        plain = copied(message, path)
+        content = plain.get("content")
+        if not is_list(content):
+            return message
+        parts = copied(content, f"{path}.content")
+        if not any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts):
+            return message
+        read = [self._part(part, f"{path}.content[{index}]") for index, part in enumerate(parts)]
+        return {**plain, "content": read}
+
+    def _part(self, part: Any, path: str) -> Any:
+        type_ = part.get("type") if isinstance(part, Mapping) else None
+        if type_ in _IMAGE_PARTS and self._takes_images:
+            self.found.append(_source(copied(part, path), type_, path))
+            return dict(_IMAGE)
+        if isinstance(type_, str) and type_ != "text":
+            raise unreadable_part(type_, f"{path}.type", takes_images=self._takes_images)
+        return part
+
+
+def unreadable_part(type_: str, place: str, *, takes_images: bool) -> RequestError:
+    """Return the error of a part of another type."""
+    takes = "text and images alone" if takes_images else "text alone"
+    expected = '"text" or "image_url"' if takes_images else '"text"'
+    known = type_ in _OTHER_PARTS or type_ in _IMAGE_PARTS
+    reason = f"; the model reads {takes}" if known else ""
+    return RequestError(f"{place}: expected {expected}, got {shown(type_)}{reason}")
+
+
+def _source(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
+    """Return the image of a part, and its place.
+
+    Raises:
+        RequestError: it has none, or something else besides.
+    """
+    names = ("image", "url", "path") if type_ == "image" else ("image_url",)
+    given = [name for name in names if part.get(name) is not None]
+    for name in part:
+        # What `detail` asks for, the model's own processor decides.
+        if name not in ("type", "detail", *names) and part[name] is not None:
+            raise RequestError(
+                f"{path}.{shown(name)[1:-1]}: not supported; a part of the type {type_!r} has "
+                f"{' or '.join(names)}"
+            )
+    if len(given) != 1:
+        raise RequestError(f"{path}: expected {' or '.join(names)}, got {len(given)} of them")
+    (name,) = given
+    value, place = part[name], f"{path}.{name}"
+    if name == "image_url" and isinstance(value, Mapping):
+        value, place = copied(value, place).get("url"), f"{place}.url"
+    if name != "image" and not isinstance(value, str | ImageSource):
+        raise RequestError(f"{place}: expected a string, got {type(value).__name__}")
+    return (value.place if isinstance(value, ImageSource) else place), value
 
 
 def read_messages(messages: Any, parts: PartReader | None = None) -> Any:
@@ -367,101 +475,3 @@ def _named(choice: Any) -> str | None:
     if not isinstance(choice, Mapping) or set(choice) != {"name"}:
         return None
     return choice["name"] if isinstance(choice["name"], str) else None
-
-
-_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that are no characters and that Unicode keeps for uses such as this."""
-
-
-class UserText:
-    """Splits the special tokens in what a template is given, before they are tokenised.
-
-    Otherwise a user who writes `<|im_end|>` would end their message and begin another, as the
-    system. The assistant's messages are left alone: templates look for markers in them. Tokens of
-    media alone are split there, too: an image is a part of a message, never a text.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *given: Any, media_tokens: Collection[int] = ()
-    ) -> None:
-        """Look for special tokens.
-
-        Args:
-            given: messages, tools and variables of a template; plain data.
-            media_tokens: ids of the tokens of media.
-
-        Raises:
-            RequestError: they hold special tokens, and all code points that could mark them.
-        """
-        self._tokenizer = tokenizer
-        texts = [text for value in given for text in _texts(value)]
-        special = [token for token in tokenizer.special_tokens if len(token) > 1]
-        begins = {token[0] for token in special}
-        texts = [text for text in texts if any(begin in text for begin in begins)]
-        found = [token for token in special if any(token in text for text in texts)]
-        self._mark = ""
-        ids = tokenizer.special_tokens if media_tokens else {}
-        media = [token for token in special if ids.get(token) in media_tokens]
-        every: list[str] = []
-        if found or media:
-            every = [text for value in given for text in _texts(value, all_roles=True)]
-        media = [token for token in media if any(token in text for text in every)]
-        if not (found or media):
-            return
-        free = [mark for mark in _MARKS if not any(mark in text for text in every)]
-        if not free:
-            raise RequestError(
-                "messages: expected no special tokens together with all of U+FDD0 to U+FDEF"
-            )
-        self._mark = free[0]
-        self._begins = _beginnings({*found, *media})
-        self._begins_of_media = _beginnings(media) if media else None
-
-    def marked(self, value: Any) -> Any:
-        """Return plain data with a mark in each special token."""
-        return self._marked(value, self._begins) if self._mark else value
-
-    def _marked(self, value: Any, begins: re.Pattern[str]) -> Any:
-        if isinstance(value, str):
-            return begins.sub(lambda begin: begin[1] + self._mark, value)
-        if isinstance(value, Mapping):
-            if value.get("role") == "assistant":
-                if self._begins_of_media is None:
-                    return value
-                begins = self._begins_of_media
-            marked = self._marked
-            return {marked(key, begins): marked(item, begins) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._marked(item, begins) for item in value]
-        return value
-
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """Return a rendered text without marks, and its token ids."""
-        pieces = text.split(self._mark) if self._mark else [text]
-        # The template writes the special tokens itself.
-        ids = [
-            token
-            for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
-        return "".join(pieces), ids
-
-
-def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Match the first character at each place where a token begins, because several may overlap."""
-    return re.compile(f"(?=(?:{'|'.join(map(re.escape, tokens))}))(.)", re.DOTALL)
-
-
-def _texts(value: Any, *, all_roles: bool = False) -> Iterator[str]:
-    """Yield the texts in plain data, of the assistant's messages only with `all_roles`."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        if value.get("role") == "assistant" and not all_roles:
-            return
-        for key, item in value.items():
-            yield from _texts(key, all_roles=all_roles)
-            yield from _texts(item, all_roles=all_roles)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item, all_roles=all_roles)

@@ -57,6 +57,8 @@ SMALL_MODULES = {
     "hardpoint.testing.ops.code_matrices": "samples of codes; the suite of operations is large",
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
+    "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
+    "hardpoint.toolkit.images.decode_program": "run by its path, in a process of its own",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",

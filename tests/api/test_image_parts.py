@@ -11,8 +11,7 @@ from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
-from hardpoint.chat import read_messages
-from hardpoint.images import PartReader
+from hardpoint.chat import PartReader, read_messages
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)

@@ -45,7 +45,8 @@ def mutant(random_, data):
     """Return an image with damage: bytes changed, cut out, doubled or swapped, or its end gone."""
     changed = bytearray(data)
     for _ in range(random_.choice((1, 1, 2, 4, 16))):
-        place = random_.randrange(len(changed))
+        place = random_.randrange(len(changed) or 1)
+        changed = changed or bytearray(b"\0")
         length = random_.choice((1, 1, 2, 4, 64))
         match random_.randrange(6):
             case 0:

@@ -70,9 +70,9 @@ def write_model(folder: str | Path, **text: Any) -> Path:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer of letters, and of newlines as one token, as Gemma's has them."""
-    words = {token: index for index, token in enumerate([*SPECIAL, *NEWLINES, *LETTERS])}
+    tokens = {token: index for index, token in enumerate([*SPECIAL, *NEWLINES, *LETTERS])}
     merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n"), ("\n" * 4, "\n"), ("\n" * 4, "\n\n")]
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges, unk_token="<unk>"))
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(tokens, merges, unk_token="<unk>"))
     bpe.decoder = tokenizers.decoders.Fuse()
     names = {"boi_token": IMAGE, "eoi_token": SPECIAL[5], "image_token": SPECIAL[6]}
     transformers.PreTrainedTokenizerFast(

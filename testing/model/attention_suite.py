@@ -170,8 +170,8 @@ class AttentionBackendSuite(ComponentSuite):
         if not self._make(self.block_sizes[0]).sees_ahead:
             pytest.skip("`sees_ahead` of the backend is False")
         for dtype in self.dtypes:
-            shape = {"heads": self.heads, "windows": self.windows, "layers": 2}
-            self._compare(SEES, names="abc", steps=3, shuffled=True, dtype=dtype, **shape)
+            heads, windows = self.heads, self.windows
+            self._compare(SEES, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
 
     def test_cache(self) -> None:
         """A prompt in chunks, then tokens one by one."""

@@ -3,95 +3,38 @@
 from __future__ import annotations
 
 import functools
-import json
-import string
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-SOFT_TOKENS = 16
-SIZE = 32
+from .processes import ROOT
+
 IMAGE = "<start_of_image>"
-SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", IMAGE, "<end_of_image>", "<image_soft_token>")
+SOFT_TOKENS = 16
 SHAPES = ((13, 40), (77, 31), (1, 9), (64, 64))
 """Heights and widths of images."""
 
 
-def config(**text: Any):
-    import transformers
+def example():
+    """Return examples/tiny_gemma3.py as a module."""
+    folder = str(ROOT / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import tiny_gemma3
 
-    fields = {
-        "vocab_size": 120,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 24,
-        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
-        "max_position_embeddings": 512,
-    }
-    return transformers.Gemma3Config(
-        text_config=fields | text,
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": SIZE,
-            "patch_size": 4,
-            "vision_use_head": False,
-        },
-        mm_tokens_per_image=SOFT_TOKENS,
-        boi_token_index=SPECIAL.index(IMAGE),
-        eoi_token_index=5,
-        image_token_index=6,
-    )
+    return tiny_gemma3
 
 
 def write_model(folder: Path, **text: Any) -> Path:
-    """Write model, tokenizer and settings of images; return the folder."""
-    import torch
-    import transformers
-
-    torch.manual_seed(3)
-    model = transformers.Gemma3ForConditionalGeneration(config(**text)).eval()
-    for parameter in model.parameters():
-        # Large enough that each image, and each token of it, changes what comes after.
-        parameter.data.normal_(0.0, 0.2)
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    settings = {"size": {"height": SIZE, "width": SIZE}, "do_pan_and_scan": None}
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return folder
+    """Write the model of the example; return the folder."""
+    return example().write_model(folder, **text)
 
 
-def write_tokenizer(folder: Path) -> None:
-    import tokenizers
-    import transformers
-
-    letters = string.ascii_letters + string.digits + " .,:?!<>_{}\"'"
-    words = {
-        token: index for index, token in enumerate([*SPECIAL, *("\n" * n for n in range(1, 7))])
-    }
-    words |= {letter: len(words) + index for index, letter in enumerate(letters)}
-    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n"), ("\n" * 4, "\n"), ("\n" * 4, "\n\n")]
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges, unk_token="<unk>"))
-    bpe.decoder = tokenizers.decoders.Fuse()
-    names = {"boi_token": IMAGE, "eoi_token": SPECIAL[5], "image_token": SPECIAL[6]}
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<bos>",
-        unk_token="<unk>",
-        extra_special_tokens=names,
-    ).save_pretrained(folder)
+def config():
+    return example().config()
 
 
 def image(index: int) -> np.ndarray:

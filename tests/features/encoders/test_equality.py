@@ -167,6 +167,9 @@ def test_equal_images_are_encoded_once_and_kept_while_there_is_room(folder, monk
         assert len(encoded) == 2
         llm.generate(given, GREEDY)
         assert len(encoded) == 2
+        llm.reset_encoder_cache()
+        llm.generate(given, GREEDY)
+        assert len(encoded) == 4
     encoded.clear()
     room = {"encoders": {"budget_tokens": SOFT_TOKENS}}
     with open_llm(folder, plugin=room, kv_cache={"prefix_caching": False}) as llm:

@@ -6,6 +6,7 @@ import inspect
 import re
 import typing as t
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -392,12 +393,17 @@ class Chat:
         return chat, {**rest, "tools": chat.schemas, "calls": chat.calls}
 
     def rendered(
-        self, tokenizer: Tokenizer, messages: Any, images: PromptImages | None = None
+        self,
+        tokenizer: Tokenizer,
+        messages: Any,
+        images: PromptImages | None = None,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt that is tokenised already.
 
         Args:
             images: reads images; None refuses them.
+            lock: held while the tokenizer is used, but not while images are read.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages; an image is
@@ -407,7 +413,23 @@ class Chat:
         parts = PartReader(takes_images=bool(tokens))
         read = read_messages(messages, parts)
         pictures = [] if images is None else images.reader.read(parts.found)
-        texts = UserText(tokenizer, read, self.tools, self._variables, media_tokens=tokens)
+        with nullcontext() if lock is None else lock:
+            text, ids = self._encoded(tokenizer, read, tokens)
+        prompt = {"type": "token", "prompt_token_ids": ids, "prompt": text}
+        if not pictures:
+            return prompt
+        if (count := ids.count(tokens[0])) != len(pictures):
+            raise RequestError(
+                f"messages: the chat template shows the model {count} of {len(pictures)} images; "
+                f"some templates show only those of users"
+            )
+        return {**prompt, "multi_modal_data": {"image": pictures}}
+
+    def _encoded(
+        self, tokenizer: Tokenizer, read: Any, media_tokens: Sequence[int]
+    ) -> tuple[str, list[int]]:
+        """Return the text of a conversation that was read, and its tokens."""
+        texts = UserText(tokenizer, read, self.tools, self._variables, media_tokens=media_tokens)
         options = {
             "tools": texts.marked(self.tools),
             "continue_final_message": self._continues,
@@ -418,16 +440,7 @@ class Chat:
             add_generation_prompt=self._begins,
             **{name: value for name, value in options.items() if value},
         )
-        text, ids = texts.encode(rendered)
-        prompt = {"type": "token", "prompt_token_ids": ids, "prompt": text}
-        if not pictures:
-            return prompt
-        if (count := ids.count(tokens[0])) != len(pictures):
-            raise RequestError(
-                f"messages: the chat template shows the model {count} of {len(pictures)} images; "
-                f"some templates show only those of users"
-            )
-        return {**prompt, "multi_modal_data": {"image": pictures}}
+        return texts.encode(rendered)
 
 
 def _check_flag(name: str, value: Any, type_: Any) -> None:

@@ -300,8 +300,7 @@ class LLM(PoolingCalls, SyncAdapterCalls, SyncWeightCalls):
         return self._rendered(messages, Chat(**options))
 
     def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
-        with self._engine.lock:
-            return chat.rendered(self.tokenizer, messages, self._images)
+        return chat.rendered(self.tokenizer, messages, self._images, self._engine.lock)
 
     @property
     def llm_engine(self) -> LLMEngine:

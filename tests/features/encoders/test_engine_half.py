@@ -1,4 +1,4 @@
-"""What the engine's half sends workers with a plan: images to encode, and where they belong."""
+"""The engine's half of encoders: data for workers, of images to encode and of where they belong."""
 
 from __future__ import annotations
 

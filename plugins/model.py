@@ -16,8 +16,10 @@ from .quantization import QuantizedMatrix
 
 if TYPE_CHECKING:
     import torch
+
+    from .loader import ModelFiles
 from .attention import KVSpec
-from .loader import ModelConfig, ModelFiles
+from .loader import ModelConfig
 from .media_format import MediaFormat
 
 __all__ = [

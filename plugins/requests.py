@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or what `apply_chat_template` returns."""
+"""A text, token ids, or what `apply_chat_template` returns; a mapping may have media, too."""
 
 
 class FinishReason(IntEnum):

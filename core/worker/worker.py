@@ -284,9 +284,9 @@ class LocalWorker:
         """
         if plan.draft_token_ids or plan.encoder_inputs:
             drafts = self._spec is not None and self._spec.num_draft_tokens > 0
-            encodes = self._runner is not None and self._runner.parts.encodes
-            # Ranks of later stages embed no tokens.
-            encodes = encodes or not self._ranks.parallel.is_first
+            encodes = self._runner is not None and (
+                self._runner.parts.encodes or not self._ranks.parallel.is_first
+            )  # ranks of later stages embed no tokens
             _check_supported(plan, drafts=drafts, encodes=encodes)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)

@@ -32,6 +32,7 @@ class EncoderWorker(WorkerHalf):
         self._budget, self._encode_bytes = budget, media.encode_bytes
         self._embeddings: dict[str, torch.Tensor] = {}
         self._step = EncoderStep()
+        self._failed: Exception | None = None
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of embeddings, and of what the encoder computes for one image."""
@@ -45,9 +46,15 @@ class EncoderWorker(WorkerHalf):
         step = msgspec.msgpack.decode(data, type=EncoderStep)
         for identifier in step.freed:
             self._embeddings.pop(identifier, None)
-        for item in step.items:
-            self._embeddings[item.identifier] = self._encoded(item)
-        self._step, self.wants_layers = step, bool(step.spans)
+        self._step, self.wants_layers, self._failed = step, bool(step.spans), None
+        try:
+            for item in step.items:
+                self._embeddings[item.identifier] = self._encoded(item)
+        except Exception as cause:
+            if not step.spans:
+                raise
+            # In the layers: keys and values without the embeddings are not to be found later.
+            self._failed = cause
 
     def _encoded(self, item: EncoderItem) -> torch.Tensor:
         """Return the embeddings of one image: encoded alone, they are the same in any step."""
@@ -65,6 +72,8 @@ class EncoderWorker(WorkerHalf):
 
     def embedded(self, embedded: torch.Tensor, rows: StepRows) -> torch.Tensor | None:
         """Return the embedded tokens of a step, those of media replaced."""
+        if self._failed is not None:
+            raise self._failed
         changed = embedded.clone()
         for request_id, start in zip(rows.request_ids, rows.starts, strict=False):
             for span in self._step.spans.get(request_id, ()):

@@ -86,7 +86,10 @@ def test_each_image_changes_what_follows(folder):
         {"plugin": {"encoders": {"budget_tokens": SOFT_TOKENS}}},
         {"speculation": {"use": ["ngram"]}},
         {"scheduler": {"asynchronous": True}},
-        {"parallel": {"pipeline": 2}, "executor": {"use": "multiproc"}},
+        pytest.param(
+            {"parallel": {"pipeline": 2}, "executor": {"use": "multiproc"}},
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=lambda tables: ", ".join(f"{name}.{next(iter(tables[name]))}" for name in tables),
 )

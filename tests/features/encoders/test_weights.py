@@ -22,6 +22,8 @@ from hardpoint.plugins.media import Image
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)
 PROMPTS = [prompt("see ", 0, " and ", 1, "."), prompt("text alone"), prompt("again ", 0)]
 
+LONG = prompt("new ", 2, " and a text after it")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -141,18 +143,21 @@ def test_triton_refuses_tokens_that_see_later_ones(folder):
 def test_a_fault_of_the_encoder_ends_the_requests_with_images_alone(folder, monkeypatch):
     with open_llm(folder) as llm:
         expected = results(llm.generate(PROMPTS, GREEDY))
+        other = results(llm.generate([LONG], GREEDY))
         llm.reset_prefix_cache()
+        llm.reset_encoder_cache()
 
         def failing(self, modality, items):
             raise RuntimeError("no encoder today")
 
         encode = Gemma3WithImages.encode_media
         monkeypatch.setattr(Gemma3WithImages, "encode_media", failing)
-        ended = llm.generate([prompt("new ", 2), PROMPTS[1]], GREEDY)
+        ended = llm.generate([LONG, PROMPTS[1]], GREEDY)
         monkeypatch.setattr(Gemma3WithImages, "encode_media", encode)
         assert "no encoder today" in ended[0].outputs[0].error
         assert results(ended[1:]) == expected[1:2]
-        assert llm.generate([prompt("new ", 2)], GREEDY)[0].outputs[0].finish_reason == "length"
+        # Keys and values without its embeddings are not found.
+        assert results(llm.generate([LONG], GREEDY)) == other
         assert results(llm.generate(PROMPTS, GREEDY)) == expected
 
 

@@ -14,7 +14,8 @@ import msgspec
 
 from hardpoint.core.build import build_async_engine
 from hardpoint.core.frontend.frontend import listed_ids
-from hardpoint.core.frontend.requests.prompts import Prompt
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.core.frontend.requests.prompts import Params, Prompt
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
@@ -40,7 +41,7 @@ from hardpoint.registry.references import handed_over
 from .chat import Chat, Messages
 from .conversations.sessions import AsyncSessionCalls
 from .conversations.turns import AsyncConversation, PromptPart, check_options
-from .open_model import AsyncProcessorCalls
+from .open_model import AsyncProcessorCalls, has_unread_images
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 from .weights import AsyncWeightCalls
@@ -255,7 +256,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             raise RequestError(
                 f"pooling_params: expected PoolingParams, got {type(params).__name__}"
             )
-        return self._engine.generate(prompt, params, request_id, make_extras(**options))
+        return self._outputs(prompt, params, request_id, make_extras(**options))
 
     @takes_options
     async def chat(
@@ -281,7 +282,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         """
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
-        prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages)
+        prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages, self._images)
         outputs = self._generate(prompt, sampling_params, request_id, of_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -295,7 +296,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         if options.get("lora_request") is None:
-            return self._engine.generate(prompt, params, request_id, make_extras(**options))
+            return self._outputs(prompt, params, request_id, make_extras(**options))
         return self._generate_adapted(prompt, params, request_id, options)
 
     async def _generate_adapted(
@@ -307,7 +308,24 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate with an adapter, which is found, or loaded, first."""
         extras = make_extras(**await self._with_adapters(options))
-        outputs = self._engine.generate(prompt, params, request_id, extras)
+        outputs = self._outputs(prompt, params, request_id, extras)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def _outputs(
+        self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
+    ) -> AsyncGenerator[Any, None]:
+        if has_unread_images(prompt):
+            return self._outputs_of_images(prompt, params, request_id, extras)
+        return self._engine.generate(prompt, params, request_id, extras)
+
+    async def _outputs_of_images(
+        self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
+    ) -> AsyncGenerator[Any, None]:
+        """Generate, or pool, with images, which are decoded first, in another thread."""
+        read = await asyncio.to_thread(self._images.prompt, prompt)
+        outputs = self._engine.generate(read, params, request_id, extras)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -327,7 +345,22 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        return await asyncio.to_thread(Chat(**options).rendered, self.tokenizer, messages)
+        rendered = Chat(**options).rendered
+        return await asyncio.to_thread(rendered, self.tokenizer, messages, self._images)
+
+    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of what `apply_chat_template` returned, those of its images included.
+
+        They are placed in another thread, as when the prompt is generated from.
+
+        Raises:
+            RequestError: they cannot be placed.
+        """
+        ids, media = list(prompt["prompt_token_ids"]), prompt.get("multi_modal_data")
+        if not media:
+            return ids
+        place = self._engine.parts.step_parts.place_media
+        return list((await asyncio.to_thread(place, ids, media)).token_ids)
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.
@@ -434,6 +467,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         It blocks for a moment; `aclose` does not block the event loop.
         """
         self._conversations.end_all("the engine was closed")
+        self._images.close()
         self._engine.close()
         self._weight_files.keep(())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import typing as t
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,10 +16,34 @@ from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer
+from hardpoint.plugins.image_input import ImageSource
 from hardpoint.plugins.request_options import ChatOptions
+from hardpoint.toolkit.user_text import UserText
 from hardpoint.typed.schema_check import check_schema
 
 from . import typed
+from .open_model import PromptImages
+
+_IMAGE = {"type": "image"}
+
+_IMAGE_PARTS = ("image_url", "input_image", "image")
+_OTHER_PARTS = frozenset(
+    {
+        "audio",
+        "audio_embeds",
+        "audio_url",
+        "document",
+        "file",
+        "image_embeds",
+        "input_audio",
+        "input_file",
+        "prompt_embeds",
+        "video",
+        "video_embeds",
+        "video_url",
+    }
+)
+"""Types of parts that others read, and no model here does."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -146,16 +171,109 @@ def _described(docstring: str) -> tuple[str, dict[str, str]]:
     return "\n".join(summary).strip(), about
 
 
-def read_messages(messages: Any) -> Any:
+GivenImages = list[tuple[str, Any]]
+"""Images as they were given, each with its place."""
+
+
+class PartReader:
+    """Takes the parts of messages that are no texts.
+
+    Attributes:
+        found: images, in the order of the conversation.
+    """
+
+    def __init__(self, *, takes_images: bool) -> None:
+        """Take images if the model does."""
+        self.found: GivenImages = []
+        self._takes_images = takes_images
+
+    def without_images(self, messages: Any) -> Any:
+        """Return messages whose image parts are `{"type": "image"}`.
+
+        Raises:
+            RequestError: a part is of a type that the model does not take, or has no image.
+        """
+        if not is_list(messages):
+            return messages
+        return [
+            self._message(message, f"messages[{index}]")
+            for index, message in enumerate(copied(messages, "messages"))
+        ]
+
+    def _message(self, message: Any, path: str) -> Any:
+        if not isinstance(message, Mapping):
+            return message
+        plain = copied(message, path)
+        content = plain.get("content")
+        if not is_list(content):
+            return message
+        parts = copied(content, f"{path}.content")
+        if not any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts):
+            return message
+        read = [self._part(part, f"{path}.content[{index}]") for index, part in enumerate(parts)]
+        return {**plain, "content": read}
+
+    def _part(self, part: Any, path: str) -> Any:
+        type_ = part.get("type") if isinstance(part, Mapping) else None
+        if type_ in _IMAGE_PARTS and self._takes_images:
+            self.found.append(_source(copied(part, path), type_, path))
+            return dict(_IMAGE)
+        if isinstance(type_, str) and type_ != "text":
+            raise unreadable_part(type_, f"{path}.type", takes_images=self._takes_images)
+        return part
+
+
+def unreadable_part(type_: str, place: str, *, takes_images: bool) -> RequestError:
+    """Return the error of a part of another type."""
+    takes = "text and images alone" if takes_images else "text alone"
+    expected = '"text" or "image_url"' if takes_images else '"text"'
+    known = type_ in _OTHER_PARTS or type_ in _IMAGE_PARTS
+    reason = f"; the model reads {takes}" if known else ""
+    return RequestError(f"{place}: expected {expected}, got {shown(type_)}{reason}")
+
+
+def _source(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
+    """Return the image of a part, and its place.
+
+    Raises:
+        RequestError: it has none, or something else besides.
+    """
+    names = ("image", "url", "path") if type_ == "image" else ("image_url",)
+    given = [name for name in names if part.get(name) is not None]
+    for name in part:
+        # What `detail` asks for, the model's own processor decides.
+        if name not in ("type", "detail", *names) and part[name] is not None:
+            raise RequestError(
+                f"{path}.{shown(name)[1:-1]}: not supported; a part of the type {type_!r} has "
+                f"{' or '.join(names)}"
+            )
+    if len(given) != 1:
+        raise RequestError(f"{path}: expected {' or '.join(names)}, got {len(given)} of them")
+    (name,) = given
+    value, place = part[name], f"{path}.{name}"
+    if name == "image_url" and isinstance(value, Mapping):
+        value, place = copied(value, place).get("url"), f"{place}.url"
+    if name != "image" and not isinstance(value, str | ImageSource):
+        raise RequestError(f"{place}: expected a string, got {type(value).__name__}")
+    return (value.place if isinstance(value, ImageSource) else place), value
+
+
+def read_messages(messages: Any, parts: PartReader | None = None) -> Any:
     """Return the messages of a conversation as plain data; the tokenizer checks their form.
 
-    Content in parts is joined, and arguments of earlier tool calls that are JSON text become
-    objects, as chat templates want both.
+    Content in parts is joined unless it has images, and arguments of earlier tool calls that are
+    JSON text become objects, as chat templates want both.
+
+    Args:
+        parts: takes the images, for each of which a part `{"type": "image"}` is left; None refuses
+            them.
 
     Raises:
         RequestError: a message holds what is no plain data, a text that UTF-8 cannot hold, or a
-            part that is no text.
+            part that is no text and no image that the model takes.
     """
+    parts = PartReader(takes_images=False) if parts is None else parts
+    messages = parts.without_images(messages)
     plain = typed.convert(messages, object, path="messages", error=RequestError)
     if not isinstance(plain, list):
         return plain
@@ -168,16 +286,25 @@ def read_messages(messages: Any) -> Any:
 def _read_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        parts = [_text_of(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-        message = {**message, "content": "\n".join(parts)}
+        parts = [_part_of(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        texts = [part for part in parts if isinstance(part, str)]
+        message = {**message, "content": "\n".join(texts)}
+        if len(texts) < len(parts):
+            shown_parts = [
+                {"type": "text", "text": part} if isinstance(part, str) else part for part in parts
+            ]
+            message = {**message, "content": shown_parts}
     if isinstance(calls, list):
         message = {**message, "tool_calls": list(map(_with_object, calls))}
     return message
 
 
-def _text_of(part: Any, path: str) -> str:
+def _part_of(part: Any, path: str) -> str | dict[str, Any]:
+    """Return the text of a part; an image's part as it is."""
     if isinstance(part, str):
         return part
+    if part == _IMAGE:
+        return dict(_IMAGE)
     if not isinstance(part, dict):
         raise RequestError(f'{path}: expected {{"type": "text", "text": ...}}, got {shown(part)}')
     if part.get("type") != "text":
@@ -265,14 +392,44 @@ class Chat:
         rest = {name: value for name, value in options.items() if name not in own}
         return chat, {**rest, "tools": chat.schemas, "calls": chat.calls}
 
-    def rendered(self, tokenizer: Tokenizer, messages: Any) -> Mapping[str, Any]:
+    def rendered(
+        self,
+        tokenizer: Tokenizer,
+        messages: Any,
+        images: PromptImages | None = None,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> Mapping[str, Any]:
         """Return a conversation as a prompt that is tokenised already.
 
+        Args:
+            images: reads images; None refuses them.
+            lock: held while the tokenizer is used, but not while images are read.
+
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it refuses the messages; an image is
+                wrong.
         """
-        read = read_messages(messages)
-        texts = UserText(tokenizer, read, self.tools, self._variables)
+        tokens = () if images is None else images.tokens
+        parts = PartReader(takes_images=bool(tokens))
+        read = read_messages(messages, parts)
+        pictures = [] if images is None else images.reader.read(parts.found)
+        with nullcontext() if lock is None else lock:
+            text, ids = self._encoded(tokenizer, read, tokens)
+        prompt = {"type": "token", "prompt_token_ids": ids, "prompt": text}
+        if not pictures:
+            return prompt
+        if (count := ids.count(tokens[0])) != len(pictures):
+            raise RequestError(
+                f"messages: the chat template shows the model {count} of {len(pictures)} images; "
+                f"some templates show only those of users"
+            )
+        return {**prompt, "multi_modal_data": {"image": pictures}}
+
+    def _encoded(
+        self, tokenizer: Tokenizer, read: Any, media_tokens: Sequence[int]
+    ) -> tuple[str, list[int]]:
+        """Return the text of a conversation that was read, and its tokens."""
+        texts = UserText(tokenizer, read, self.tools, self._variables, media_tokens=media_tokens)
         options = {
             "tools": texts.marked(self.tools),
             "continue_final_message": self._continues,
@@ -283,8 +440,7 @@ class Chat:
             add_generation_prompt=self._begins,
             **{name: value for name, value in options.items() if value},
         )
-        text, ids = texts.encode(rendered)
-        return {"type": "token", "prompt_token_ids": ids, "prompt": text}
+        return texts.encode(rendered)
 
 
 def _check_flag(name: str, value: Any, type_: Any) -> None:
@@ -332,81 +488,3 @@ def _named(choice: Any) -> str | None:
     if not isinstance(choice, Mapping) or set(choice) != {"name"}:
         return None
     return choice["name"] if isinstance(choice["name"], str) else None
-
-
-_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that are no characters and that Unicode keeps for uses such as this."""
-
-
-class UserText:
-    """Splits the special tokens in what a template is given, before they are tokenised.
-
-    Otherwise a user who writes `<|im_end|>` would end their message and begin another, as the
-    system. The assistant's messages are left alone: templates look for markers in them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *given: Any) -> None:
-        """Look for special tokens.
-
-        Args:
-            given: messages, tools and variables of a template; plain data.
-
-        Raises:
-            RequestError: they hold special tokens, and all code points that could mark them.
-        """
-        self._tokenizer = tokenizer
-        texts = [text for value in given for text in _texts(value)]
-        special = [token for token in tokenizer.special_tokens if len(token) > 1]
-        begins = {token[0] for token in special}
-        texts = [text for text in texts if any(begin in text for begin in begins)]
-        found = [token for token in special if any(token in text for text in texts)]
-        self._mark = ""
-        if not found:
-            return
-        every = [text for value in given for text in _texts(value, all_roles=True)]
-        free = [mark for mark in _MARKS if not any(mark in text for text in every)]
-        if not free:
-            raise RequestError(
-                "messages: expected no special tokens together with all of U+FDD0 to U+FDEF"
-            )
-        self._mark = free[0]
-        # At each place where one begins, because several may overlap.
-        self._begin = re.compile(f"(?=(?:{'|'.join(map(re.escape, found))}))(.)", re.DOTALL)
-
-    def marked(self, value: Any) -> Any:
-        """Return plain data with a mark in each special token."""
-        if not self._mark:
-            return value
-        if isinstance(value, str):
-            return self._begin.sub(lambda begin: begin[1] + self._mark, value)
-        if isinstance(value, Mapping):
-            if value.get("role") == "assistant":
-                return value
-            return {self.marked(key): self.marked(item) for key, item in value.items()}
-        return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """Return a rendered text without marks, and its token ids."""
-        pieces = text.split(self._mark) if self._mark else [text]
-        # The template writes the special tokens itself.
-        ids = [
-            token
-            for piece in pieces
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
-        return "".join(pieces), ids
-
-
-def _texts(value: Any, *, all_roles: bool = False) -> Iterator[str]:
-    """Yield the texts in plain data, of the assistant's messages only with `all_roles`."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        if value.get("role") == "assistant" and not all_roles:
-            return
-        for key, item in value.items():
-            yield from _texts(key, all_roles=all_roles)
-            yield from _texts(item, all_roles=all_roles)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item, all_roles=all_roles)

@@ -143,7 +143,8 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
             prompts: one prompt or a list. A prompt is text, token ids, `{"prompt": text}`,
                 `{"prompt_token_ids": ids}` or, made ready elsewhere,
                 `{"type": "token", "prompt_token_ids": ids, ...}`; or what a step part reads:
-                `{"prompt_embeds": rows}` for example.
+                `{"prompt_embeds": rows}` for example. A mapping may have images, too:
+                `"multi_modal_data": {"image": [...]}`, one for each placeholder of the prompt.
             sampling_params: one for all, or one per prompt; never changed. None is what the
                 model's files recommend, see `default_sampling_params`.
             options: `RequestOptions`, each one for all, or a list of one per prompt.
@@ -170,7 +171,10 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         """Answer one conversation or a list of them, by the model's chat template.
 
         Args:
-            messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists.
+            messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists. Content
+                may be parts: `{"type": "text", "text": ...}` and, of a model that takes images,
+                `{"type": "image_url", "image_url": {"url": ...}}` and `{"type": "image", "image":
+                ...}`.
             sampling_params: one for all, or one per conversation.
             options: `ChatOptions` of all conversations, and options as for `generate`.
 
@@ -193,6 +197,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     def _batch(self, prompts: list[Any], params: Any, options: Mapping[str, Any]) -> list[Request]:
         params = self.default_sampling_params() if params is None else params
         check_generates(params)
+        prompts = [self._images.prompt(prompt) for prompt in prompts]
         return make_requests(prompts, params, **self._with_adapters(options))
 
     @takes_options
@@ -230,7 +235,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
             and params.output_kind is RequestOutputKind.CUMULATIVE
         ):
             params = with_output_kind(params, RequestOutputKind.DELTA)
-        (request_id,) = self._calls.add([(prompt, params, extras)])
+        (request_id,) = self._calls.add([(self._images.prompt(prompt), params, extras)])
         return OutputStream(self._calls, request_id)
 
     def generate_unordered(
@@ -254,7 +259,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
 
         def request(prompt: Prompt, params: SamplingParams | None) -> Request:
             own = with_output_kind(params or default, RequestOutputKind.FINAL_ONLY)
-            return prompt, own, RequestExtras()
+            return self._images.prompt(prompt), own, RequestExtras()
 
         window = 2 * self.config.scheduler.max_num_seqs
         given = (request(prompt, params) for prompt, params in requests)
@@ -332,8 +337,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         return self._rendered(messages, Chat(**options))
 
     def _rendered(self, messages: Messages, chat: Chat) -> Mapping[str, Any]:
-        with self._engine.lock:
-            return chat.rendered(self.tokenizer, messages)
+        return chat.rendered(self.tokenizer, messages, self._images, self._engine.lock)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -376,6 +380,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
         self._conversations.end_all("the engine was closed")
+        self._images.close()
         self._engine.close()
         self._weight_files.keep(())
 

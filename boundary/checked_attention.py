@@ -41,6 +41,8 @@ class CheckedAttention:
         specs: Sequence[KVSpec],
         groups: LayerGroups,
         rotate: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
+        sees_ahead: bool = False,
     ) -> None:
         """Ask the backend for the sizes of blocks.
 
@@ -50,6 +52,7 @@ class CheckedAttention:
             specs: one per attention layer.
             groups: groups of the layers.
             rotate: rotates heads for a backend that does not, as `Ops.rotate`.
+            sees_ahead: whether tokens of the model see later ones of a step.
 
         Raises:
             ModelError: the backend cannot compute such layers.
@@ -61,6 +64,12 @@ class CheckedAttention:
                 f"attention.use: {source} has no soft cap of attention scores (its class says "
                 f"softcaps = False), and layer {capped[0]} has the soft cap "
                 f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
+            )
+        if sees_ahead and not backend.sees_ahead:
+            raise ModelError(
+                f"attention.use: {source} lets no token see later ones (its class says sees_ahead "
+                f"= False), as those of an image do in this model; choose another attention "
+                f"backend for this model"
             )
         self.backend = backend
         self.source = source

@@ -192,6 +192,24 @@ class CheckedModel:
         """Return logits of classes [rows, classes] of vectors of prompts [rows, hidden]."""
         return self._model.classify(pooled)
 
+    def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the embeddings of media, [length, hidden_size] of each.
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+        found = self._model.encode_media(modality, items)
+        size, device = self._model.hidden_size, self._model.context.device
+        if (
+            not isinstance(found, Sequence)
+            or len(found) != len(items)
+            or not all(isinstance(one, torch.Tensor) and one.dim() == 2 for one in found)
+            or not all(one.shape[1] == size and one.device == device for one in found)
+        ):
+            expected = f"{len(items)} tensors [length, {size}] on {device}"
+            raise self._wrong("encode_media", found, expected)
+        return list(found)
+
     def become(self, other: CheckedModel) -> Model:
         """Be another model of the same class, configuration and share; return the earlier one."""
         earlier, self._model, self.hooks = self._model, other._model, other.hooks

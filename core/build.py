@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import operator
 import time
@@ -268,7 +269,11 @@ def _prepare(
     vocabulary = _AskedVocabulary(tokenizer)
     with naming_plugin(plugins):
         step_parts = frontend_parts(
-            plugins, spec.for_parts | {"config": config}, vocabulary, spec.model_config.vocab_size
+            plugins,
+            spec.for_parts | {"config": config},
+            vocabulary,
+            spec.model_config.vocab_size,
+            functools.partial(tokenizer.encode, add_special_tokens=False),
         )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)

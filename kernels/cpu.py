@@ -71,7 +71,7 @@ _ARGUMENTS = {
     "add_lora": "plplpllpllpplllll",
     "add_lora_float": "plplpllpllpplllll",
     "attention_block": "llll",
-    "attention_plan": "pplplpllllpl",
+    "attention_plan": "pplplppllllpl",
     "attend": "plplplplpplff",
     "gather_rows": "plplp",
     "replay": "pl",

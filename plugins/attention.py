@@ -74,6 +74,8 @@ class AttentionStep:
         slots: int64 [tokens]; cache position of each token's K and V, block * block_size + offset.
         block_size: tokens per block.
         group: index of the group.
+        sees: int [tokens]; position of the last token that each token sees: its own, or a later one
+            of its sequence in this step, never less than that of the token before. None: its own.
         on_device: `starts` and `lens`; None: they are copied when they are needed.
     """
 
@@ -84,6 +86,7 @@ class AttentionStep:
     slots: torch.Tensor
     block_size: int
     group: int = 0
+    sees: np.ndarray[Any, np.dtype[np.int64]] | None = None
     on_device: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -141,6 +144,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Device types that it runs on."""
     softcaps: ClassVar[bool] = False
     """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
+    sees_ahead: ClassVar[bool] = False
+    """Whether it computes `AttentionStep.sees`; otherwise models that need it are refused."""
     rotates: ClassVar[bool] = False
     """Whether it has `rotate_and_attend`; otherwise `Ops.rotate` runs before `attend`.
 

@@ -40,6 +40,7 @@ from .config_tables import (
     WeightCacheConfig,
 )
 from .config_tables import KVConnectorConfig as KVConnectorConfig
+from .image_input import ImagesConfig
 
 __all__ = ["ConfigSources", "EngineConfig"]
 
@@ -95,6 +96,7 @@ class _CoreTables(Strict, kw_only=False):
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     debug: DebugConfig = DebugConfig()
+    images: ImagesConfig = ImagesConfig()
 
 
 class EngineConfig(_CoreTables):

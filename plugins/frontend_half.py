@@ -15,11 +15,16 @@ from hardpoint.errors import RequestError
 from .behaviour import PIECE, returns
 from .grammars import Vocabulary
 from .markers import ReasoningMarkers
+from .media_format import PlacedMedia
 from .output_parser import OutputParser
 from .part_components import ComponentFactory
 from .requests import EngineCoreRequest
 
 __all__ = ["FrontendHalf", "FrontendHalfContext", "GivenPrompt", "ToolCalls"]
+
+
+def _no_tokens(text: str) -> Sequence[int]:  # noqa: ARG001
+    raise RuntimeError("there is no tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +36,13 @@ class FrontendHalfContext:
         vocabulary: returns the vocabulary of the tokenizer, or raises NotImplementedError with the
             reason where it has none. `EngineHalfContext` has it if a frontend half has asked.
         vocab_size: vocabulary size of the model.
+        encode: returns the tokens of a text, without special ones before and after it.
     """
 
     components: ComponentFactory
     vocabulary: Callable[[], Vocabulary]
     vocab_size: int
+    encode: Callable[[str], Sequence[int]] = _no_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +97,13 @@ class FrontendHalf:
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
             read once. Of several parts the first one reads it.
+        media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
+            the first one is its placeholder, which prompts have. Read once; of a part that places
+            media. Texts of users never become one of them.
     """
 
     prompt_keys: Collection[str] = ()
+    media_tokens: Mapping[str, Sequence[int]] = {}
 
     def read_prompt(
         self,
@@ -111,6 +122,22 @@ class FrontendHalf:
             RequestError: it is refused; names the key, its value and the expected one.
         """
         raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
+
+    def place_media(
+        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
+    ) -> PlacedMedia:
+        """Return a prompt with the tokens of its media; at most one part overrides it.
+
+        May be called in another thread, one call at a time.
+
+        Args:
+            token_ids: the prompt, with a placeholder for each item.
+            media: items by modality, unchecked, each modality's in the order of placeholders.
+
+        Raises:
+            RequestError: they are refused; names the field, its value and the expected one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no place_media")
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a new request that has tools; called before `prepare`.

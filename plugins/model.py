@@ -16,8 +16,11 @@ from .quantization import QuantizedMatrix
 
 if TYPE_CHECKING:
     import torch
+
+    from .loader import ModelFiles
 from .attention import KVSpec
 from .loader import ModelConfig
+from .media_format import MediaFormat
 
 __all__ = [
     "Attend",
@@ -207,7 +210,21 @@ class Model(Component):
     token_types: ClassVar[bool] = False
     """Whether it reads `ForwardBatch.token_types`, unless the config has but one type."""
 
+    sees_ahead: ClassVar[bool] = False
+    """Whether tokens of an image see those after them, by `AttentionStep.sees`."""
+
     context: ModelContext
+
+    @classmethod
+    def media_format(cls, config: ModelConfig, files: ModelFiles | None) -> MediaFormat | None:  # noqa: ARG003
+        """Return how images become tokens of prompts; None, the default, for text alone.
+
+        Called in the frontend and in the engine, where the model itself is not built.
+
+        Raises:
+            ModelError: the model's files ask for what is not supported.
+        """
+        return None
 
     @property
     def hidden_size(self) -> int:
@@ -328,6 +345,17 @@ class Model(Component):
 
         Called in the last stage alone, in all of its ranks.
         """
+
+    def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the embeddings of media, each [length, hidden_size] for the tokens of one.
+
+        Called with a `media_format` alone, in the ranks of the first stage.
+
+        Args:
+            modality: what all of them are.
+            items: what `MediaFormat.process` made of each, on the context's device.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encode_media")
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """Return logits of classes [rows, classes] of the vectors of prompts [rows, hidden].

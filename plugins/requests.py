@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads."""
+"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads; a
+mapping may have media, too."""
 
 
 def ids_after_embeddings(known_ids: Sequence[int | None]) -> list[int]:
@@ -105,11 +106,24 @@ class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         identifier: a hash of the content; equal content is encoded once.
         offset: prompt position of its first placeholder token.
         length: placeholder tokens that it covers; also its cost in the encoder budget.
+        modality: what it is: "image".
+        sees_itself: whether its tokens see those after them, up to its last one. They are computed
+            in one step then, and no cached prefix ends between them.
+        data: what the encoder gets, an array; for the engine's half of the part that encodes,
+            which takes it off: workers get it with the plan of the step that encodes it.
     """
 
     identifier: str
     offset: int
     length: int
+    modality: str = "image"
+    sees_itself: bool = False
+    data: Any = None
+
+    @property
+    def end(self) -> int:
+        """Prompt position after its last placeholder token."""
+        return self.offset + self.length
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -209,6 +223,16 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     def stop_token_ids(self) -> list[int]:
         """All token ids that end the request: the model's and the requested ones."""
         return [*self.eos_token_ids, *self.params.stop_token_ids]
+
+    def whole_prefix(self, num_tokens: int) -> int:
+        """Return the length of the longest prefix, of at most so many tokens, that cuts no feature.
+
+        Only features whose tokens see those after them are not to be cut.
+        """
+        for feature in self.features:
+            if feature.sees_itself and feature.offset < num_tokens < feature.end:
+                return feature.offset
+        return num_tokens
 
 
 class TokenLogprobs(msgspec.Struct, gc=False):

@@ -101,6 +101,10 @@ class AsyncGenerator(Protocol):
         """The model's tokenizer."""
 
     @property
+    def takes_images(self) -> bool:
+        """Whether prompts and conversations may have images."""
+
+    @property
     def is_running(self) -> bool:
         """True while the engine serves, as far as is known; false during a restart."""
 
@@ -204,6 +208,9 @@ class AsyncGenerator(Protocol):
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
+
+    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of what `apply_chat_template` returned, those of images included."""
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread."""

@@ -127,6 +127,9 @@ class EngineHalf:
             part; read once. The worker halves of such a part get the rows of all requests.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
+        encoder_cache: an `EncoderCache`, which the scheduler asks for room for features in workers;
+            read once. None: the part encodes none.
+        max_encoder_tokens: tokens of features that a step may encode; read once.
         tasks: tasks of requests, as `PoolingParams.task`, that the part lets the engine do; read
             once.
     """
@@ -135,6 +138,8 @@ class EngineHalf:
     every_plan: bool = False
     num_draft_tokens: int = 0
     tasks: Collection[str] = ()
+    encoder_cache: Any = None
+    max_encoder_tokens: int = 0
 
     def started(self, handshakes: Sequence[bytes | None]) -> None:
         """Take what `WorkerHalf.start` returned in each rank, before the first step.
@@ -336,6 +341,12 @@ class EngineHalf:
         """Notify the part of the end of a request, with the plan that reports it.
 
         Also of one that never passed the gate.
+        """
+
+    def weights_changed(self) -> None:
+        """Notify the half that the workers have other weights, or have loaded the model again.
+
+        Called between steps, after the worker halves have lost what depends on weights.
         """
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> Any | Future[Any]:  # noqa: ARG002

@@ -50,6 +50,13 @@ class StepModel(Protocol):
             PluginFaultError: the model returned something else.
         """
 
+    def encode_media(self, modality: str, items: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the embeddings of media, as `Model.encode_media`.
+
+        Raises:
+            PluginFaultError: the model returned something else.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
@@ -302,11 +309,13 @@ class WorkerHalf:
 
     Attributes:
         packs: whether `ForwardStep.packed` is needed.
+        encodes: whether it encodes the features of plans, `SchedulerOutput.encoder_inputs`.
         wants_layers: whether `around_layers`, `embedded` and `linear` are called in this step; read
             after `begin`. If not, a step of few tokens may be repeated without running Python.
     """
 
     packs: ClassVar[bool] = False
+    encodes: ClassVar[bool] = False
     wants_layers: bool = True
 
     def start(self, blocks: KVBlocks | None) -> bytes | None:  # noqa: ARG002

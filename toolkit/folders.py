@@ -1,14 +1,15 @@
-"""Files of a folder, which may be hostile: where their names and links may lead."""
+"""Files of folders, and where their names and links may lead: they may be hostile."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hardpoint.errors import ModelError
 
 from .hf_config import short
 
-__all__ = ["real_path"]
+__all__ = ["permitted_path", "real_path"]
 
 
 def real_path(folder: Path, name: str, where: str) -> Path:
@@ -37,3 +38,21 @@ def real_path(folder: Path, name: str, where: str) -> Path:
             f"to {real}"
         )
     return real
+
+
+def permitted_path(given: str, folders: Sequence[str]) -> Path | None:
+    """Return an absolute path without links, if it is in one of the folders; None if it is not.
+
+    Args:
+        given: path that a caller names; whether it exists makes no difference.
+        folders: permitted ones; "~" is the user's.
+    """
+    path = Path(given)
+    if "\0" in given or not path.is_absolute():
+        return None
+    try:
+        real = path.resolve()
+        roots = [Path(folder).expanduser().resolve() for folder in folders]
+    except (OSError, RuntimeError):  # links in a circle
+        return None
+    return real if any(real.is_relative_to(root) for root in roots) else None

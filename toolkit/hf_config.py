@@ -135,6 +135,11 @@ def architecture(hf: Mapping[str, Any], source: str) -> str:
     return architectures[0]
 
 
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+}
+"""What a `text_config` may leave out, by its `model_type`; as in transformers."""
+
 _PADDED_POSITIONS = ("camembert", "roberta", "xlm-roberta")
 """Types of models whose positions begin after that of padding."""
 
@@ -150,7 +155,7 @@ def model_config(
     """Return the ModelConfig of a Hugging Face config.
 
     Args:
-        hf: the config's fields.
+        hf: the config's fields; those of a `text_config` stand with them in the result.
         source: names the file in error messages.
         eos_token_ids: end-of-sequence tokens.
         dtype: dtype of the weights on disk; None if mixed or unknown.
@@ -159,6 +164,9 @@ def model_config(
     Raises:
         ModelError: `architectures`, `vocab_size` or `max_position_embeddings` is invalid.
     """
+    text = hf.get("text_config")
+    if isinstance(text, Mapping):
+        hf = {**_TEXT_DEFAULTS.get(str(text.get("model_type")), {}), **text, **hf}
     fields = ConfigFields(hf, source)
     positions = fields.whole("max_position_embeddings")
     if hf.get("model_type") in _PADDED_POSITIONS:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.errors import HardpointError, PluginConflictError, PluginFaultError, shown
+from hardpoint.errors import HardpointError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -34,7 +34,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, call_for, open_halves
 from .calls import PartCalls
-from .gates import PartGates, PartTransfers
+from .gates import PartGates, part_encoder_cache, part_transfers
 from .returns import (
     asked_for_figures,
     combined_masks,
@@ -55,6 +55,8 @@ class EngineParts:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
         tasks: tasks of requests besides generating.
+        encoder_cache: cache of the part that encodes features; None if there is none.
+        max_encoder_tokens: tokens of features that a step may encode.
     """
 
     def __init__(
@@ -66,33 +68,29 @@ class EngineParts:
         """Bind the parts, in the order of their calls; drafts are tokens of the vocabulary.
 
         Raises:
-            PluginConflictError: several parts load blocks.
+            PluginConflictError: several parts load blocks, or encode features.
         """
         self._parts, self._vocab_size = tuple(parts), vocab_size
         self.calls = calls or PartCalls()
         self.calls.answer_by(self._parts)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
-        tasks = [task for part in self._parts for task in part.half.tasks]
-        self.tasks = list(dict.fromkeys(tasks))
+        self.tasks = list(dict.fromkeys(t for part in self._parts for t in part.half.tasks))
+        self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
-        self.gates = PartGates(self.of)
-        self.transfers = self._transfers()
+        self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
         self._find_active()
 
-    def _transfers(self) -> PartTransfers | None:
-        """Return the loads and saves of the part that moves blocks; None if there is none."""
-        found = [part for part in self._parts if part.overrides("get_num_new_matched_tokens")]
-        if len(found) > 1:
-            names = " and ".join(str(part.source) for part in found)
-            raise PluginConflictError(
-                f"{names} both load blocks of the KV cache; expected one of them"
-            )
-        return PartTransfers(found[0], self._faults) if found else None
+    def weights_changed(self) -> None:
+        """Notify the parts that workers have other weights; a fault of one is raised."""
+        for part in self._parts:
+            if part.overrides("weights_changed"):
+                with faults_as(PluginFaultError, f"{part.source}: its weights_changed()"):
+                    part.run("weights_changed")
 
     @property
     def block_keys(self) -> Callable[[EngineCoreRequest, range], bytes] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import PluginFaultError, RequestError, shown
+from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import (
     FrontendHalf,
@@ -19,6 +19,7 @@ from hardpoint.plugins.frontend_half import (
 )
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.media_format import PlacedMedia
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -46,12 +47,20 @@ class BoundFrontendHalf(BoundHalf[FrontendHalf]):
 
 
 class FrontendParts:
-    """The frontend halves of all parts, in their order; without any, every call does nothing."""
+    """The frontend halves of all parts, in their order; without any, every call does nothing.
+
+    Attributes:
+        media_tokens: those of the half that places media, see `FrontendHalf`.
+    """
 
     def __init__(
         self, halves: Sequence[BoundFrontendHalf] = (), components: Components | None = None
     ) -> None:
-        """Call the halves; `components` is of their contexts."""
+        """Call the halves; `components` is of their contexts.
+
+        Raises:
+            PluginConflictError: several place media.
+        """
         self._halves, self._components = halves, components
         self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
@@ -60,6 +69,15 @@ class FrontendParts:
             for half in halves
             if half.overrides("read_prompt")
         ]
+        self._placing = [half for half in halves if half.overrides("place_media")]
+        if len(self._placing) > 1:
+            names = " and ".join(str(half.source) for half in self._placing)
+            raise PluginConflictError(f"{names} both place media in prompts; expected one of them")
+        self.media_tokens: Mapping[str, Sequence[int]] = {
+            modality: tuple(tokens)
+            for half in self._placing
+            for modality, tokens in half.half.media_tokens.items()
+        }
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
 
@@ -114,6 +132,32 @@ class FrontendParts:
                 raise
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request.request_id, cause) from cause
+
+    def place_media(
+        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
+    ) -> PlacedMedia:
+        """Return a prompt with the tokens of its media.
+
+        Raises:
+            RequestError: no part takes media, or one refuses them, or failed.
+        """
+        if not self._placing:
+            names = ", ".join(sorted(map(shown, media))) or "an empty mapping"
+            raise RequestError(
+                f"multi_modal_data: expected none, no enabled part takes media, got {names}"
+            )
+        (half,) = self._placing
+        try:
+            placed = half.half.place_media(token_ids, media)
+            if not isinstance(placed, PlacedMedia):
+                raise TypeError(f"expected PlacedMedia, got {shown(placed)}")
+        except RequestError:
+            raise
+        except BaseException as cause:
+            message = half.fault("place_media", cause)
+            self._record(half.name, "", message)
+            raise RequestError(message) from cause
+        return placed
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a request that has tools by each half.
@@ -182,6 +226,7 @@ def frontend_parts(
     about: Mapping[str, Any],
     vocabulary: Callable[[], Vocabulary],
     vocab_size: int,
+    encode: Callable[[str], Sequence[int]],
 ) -> FrontendParts:
     """Build the frontend halves of all enabled parts, in their order.
 
@@ -192,13 +237,14 @@ def frontend_parts(
         about: fields of the context of the parts.
         vocabulary: see `FrontendHalfContext`.
         vocab_size: size of the model's vocabulary.
+        encode: see `FrontendHalfContext`.
 
     Raises:
         PluginError: one cannot be built; the others are closed.
     """
     components = Components(plugins, functools.partial(PluginCalls, UNWATCHED))
     context = FrontendHalfContext(
-        components=components, vocabulary=vocabulary, vocab_size=vocab_size
+        components=components, vocabulary=vocabulary, vocab_size=vocab_size, encode=encode
     )
     entries = [
         entry

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hardpoint.errors import RequestError
+from hardpoint.errors import PluginConflictError, RequestError
 from hardpoint.plugins import (
     BlockIds,
     Request,
@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
+from hardpoint.plugins.scheduler import EncoderCache
 
 from .bound_half import BoundPart, call_for
 from .returns import cost_defect, kept_defect, matched_defect, reason_defect, shown_reason
@@ -174,3 +175,31 @@ def _as_reason(part: BoundPart, reason: Any) -> WaitReason | None:
     if (fault := part.fault(f"its gate() {defect}")) is not None:
         raise RequestError(fault.message)
     return None
+
+
+def part_transfers(
+    parts: Sequence[BoundPart], faults: dict[str, RequestFault]
+) -> PartTransfers | None:
+    """Return the loads and saves of the part that moves blocks; None if there is none."""
+    loading = [part for part in parts if part.overrides("get_num_new_matched_tokens")]
+    found = _only(loading, "load blocks of the KV cache")
+    return None if found is None else PartTransfers(found, faults)
+
+
+def part_encoder_cache(parts: Sequence[BoundPart]) -> tuple[EncoderCache | None, int]:
+    """Return the cache of the part that encodes features, and the most tokens that a step may."""
+    encoding = [part for part in parts if part.half.encoder_cache is not None]
+    found = _only(encoding, "encode features")
+    return (None, 0) if found is None else (found.half.encoder_cache, found.half.max_encoder_tokens)
+
+
+def _only(parts: Sequence[BoundPart], what: str) -> BoundPart | None:
+    """Return the one part that does something; None if there is none.
+
+    Raises:
+        PluginConflictError: there are several.
+    """
+    if len(parts) > 1:
+        names = " and ".join(str(part.source) for part in parts)
+        raise PluginConflictError(f"{names} both {what}; expected one of them")
+    return parts[0] if parts else None

@@ -53,6 +53,7 @@ class WorkerParts:
 
     Attributes:
         packs: whether a half needs packed inputs.
+        encodes: whether a half encodes features.
         work_when_idle: whether a half has `idle`.
     """
 
@@ -73,6 +74,7 @@ class WorkerParts:
         self._follow = [half for half in halves if half.overrides("finished")]
         self._idle = [half for half in halves if half.overrides("idle")]
         self.packs = any(half.half.packs for half in halves)
+        self.encodes = any(half.half.encodes for half in halves)
         self.work_when_idle = bool(self._idle)
         self._active: list[BoundWorkerHalf] = []
         self._around: list[BoundWorkerHalf] = []  # of the active ones, those called for layers

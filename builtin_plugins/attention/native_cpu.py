@@ -51,12 +51,13 @@ class NativePlan:
     def _make(self, spec: KVSpec) -> np.ndarray:
         step = self._step
         capacity = 64 + 4 * len(step.slots) + 16 * len(step.seq_lens)
+        sees = None if step.sees is None else step.sees.ctypes.data
         while True:
             plan = np.empty(capacity, np.int64)
             size = self._make_plan(
                 step.query_starts.ctypes.data, step.seq_lens.ctypes.data, len(step.seq_lens),
                 step.block_table.data_ptr(), step.block_table.stride(0), step.slots.data_ptr(),
-                step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
+                sees, step.block_size, spec.window or 0, spec.num_heads, spec.num_kv_heads,
                 plan.ctypes.data, plan.nbytes,
             )  # fmt: skip
             if size <= plan.nbytes:
@@ -74,6 +75,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     )
     devices = ("cpu",)
     softcaps = True
+    sees_ahead = True
     rotates = True
     replayable = True
     cache_dtypes = tuple(_STORED)

@@ -231,9 +231,11 @@ class AttentionPlan:
         # Padding repeats a sequence's own last query and last block, so that no block of another
         # sequence is read.
         offsets = np.minimum(np.arange(queries), counts[:, None] - 1)
-        high = (totals - counts)[:, None] + offsets
+        rows = layout.begins[sequences][:, None] + offsets
+        own = (totals - counts)[:, None] + offsets
+        high = own if step.sees is None else step.sees[rows]
         window = self._max_seq_len if window is None else window
-        low = np.maximum(layout.own_starts[sequences][:, None], high + (1 - window))
+        low = np.maximum(layout.own_starts[sequences][:, None], own + (1 - window))
         first, last = low[:, 0] // size, (totals - 1) // size
         origin = first * size
         skip = int((low[:, 0] - origin).min())
@@ -246,7 +248,7 @@ class AttentionPlan:
         in_pieces = not apart and self._in_pieces(counts)
         fresh = len(sequences) == 1 and queries > 1 and queries == totals[0]
         return Group(
-            rows=self._index((layout.begins[sequences][:, None] + offsets).ravel()),
+            rows=self._index(rows.ravel()),
             valid=self._tensor(np.flatnonzero(valid)) if padded else None,
             targets=self._index(targets[valid].ravel()),
             blocks=None if fresh else self._blocks(sequences, first, last),
@@ -287,10 +289,11 @@ class AttentionPlan:
         """
         count, queries = low.shape
         if not low.any():
-            if (high == length - 1).all():
+            if (high == length - 1).all() and (apart or queries == 1):
                 return None
-            if count == 1 and queries == length and not apart:
-                return None  # causal
+            is_causal = count == 1 and queries == length and not apart
+            if is_causal and (high == np.arange(length)).all():
+                return None
         if (low == low[0]).all() and (high == high[0]).all():
             low, high = low[:1], high[:1]
         return self._additive(low, high, slice(0, length), self._dtype)[:, None]

@@ -99,6 +99,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     kv_layout = "keys and values, each [blocks, block_size, num_kv_heads, head_size]"
     devices = ("cpu", "cuda")
     softcaps = True
+    sees_ahead = True
     cache_dtypes = ("auto", *CODE_DTYPES)
 
     def __init__(self, context: AttentionContext) -> None:

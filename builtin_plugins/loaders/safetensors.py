@@ -30,7 +30,9 @@ from .files import (
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+_VISION, _FORMER_VISION = "vision_tower.", "vision_tower.vision_model."
+"""Beginnings of names, as transformers 5 writes them, and as earlier ones did."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -100,6 +102,18 @@ class SafetensorsLoader(WeightLoader):
         Raises:
             ModelError: a shard is missing or truncated, or a weight to be cut has another shape.
         """
+        former = self._former_names(shapes)
+        names = {former.get(name, name): name for name in shapes}
+        for stored, weight in self._cut_weights(
+            {stored: shapes[name] for stored, name in names.items()},
+            {former.get(name, name): cut for name, cut in cuts.items()},
+        ):
+            yield names[stored], weight
+
+    def _cut_weights(
+        self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield weights by the names that they have in the files."""
         quantized = self._quantized(shapes)
         owners = {name: owner for owner, names in quantized.items() for name in names}
         found: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in quantized}
@@ -127,6 +141,12 @@ class SafetensorsLoader(WeightLoader):
             ModelError: a shard is missing or truncated, a weight is missing, or has a dtype that
                 torch has not.
         """
+        former = self._former_names(shapes)
+        found = self._formats({former.get(name, name): shape for name, shape in shapes.items()})
+        return {name: found[former.get(name, name)] for name in shapes}
+
+    def _formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
+        """Return formats by the names that weights have in the files."""
         quantized = self._quantized(shapes)
         needed = {*shapes, *(name for names in quantized.values() for name in names)}
         outlines: dict[str, torch.Tensor] = {}
@@ -146,6 +166,18 @@ class SafetensorsLoader(WeightLoader):
                 formats[name] = WeightFormat(dtype, outlines[name].nbytes)
         refuse_missing(self.context.files, (name for name in shapes if name not in formats))
         return formats
+
+    def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """Return the names of weights in the files, of those that had other names before."""
+        wanted = [name for name in shapes if name.startswith(_VISION)]
+        if not wanted:
+            return {}
+        present: set[str] = set()
+        for shard in self._shards():
+            with _open(shard) as file:
+                present.update(file.keys())
+        former = {name: _FORMER_VISION + name.removeprefix(_VISION) for name in wanted}
+        return {n: old for n, old in former.items() if n not in present and old in present}
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hashes of the shards, in the order of their names."""
@@ -280,12 +312,12 @@ def _check_vocabulary(file: Any, config: ModelConfig, where: str) -> None:
     Raises:
         ModelError: they differ.
     """
-    if _EMBEDDING in file.keys():  # noqa: SIM118 - it has no other way
-        rows = file.get_slice(_EMBEDDING).get_shape()[:1]
+    for name in (name for name in _EMBEDDINGS if name in file.keys()):  # noqa: SIM118 - no other way
+        rows = file.get_slice(name).get_shape()[:1]
         if rows != [config.vocab_size]:
             raise ModelError(
                 f"{where}/config.json: vocab_size: expected {rows[0] if rows else 'a matrix'}, the "
-                f"rows of {_EMBEDDING}, got {config.vocab_size}"
+                f"rows of {name}, got {config.vocab_size}"
             )
 
 

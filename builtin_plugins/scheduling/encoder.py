@@ -26,6 +26,12 @@ def check_features(tracker: RequestTracker, request: LiveRequest) -> None:
                 f"features[{index}]: expected at most {limit} encoder tokens, the budget of a "
                 f"step, got {feature.length}"
             )
+        if feature.sees_itself and feature.length > tracker.limits.max_num_batched_tokens:
+            raise RequestError(
+                f"features[{index}]: expected at most {tracker.limits.max_num_batched_tokens} "
+                f"tokens, of one step (scheduler.max_num_batched_tokens), as they see each other, "
+                f"got {feature.length}"
+            )
     lengths = {feature.identifier: feature.length for feature in request.features}
     if not tracker.limits.chunked_prefill and (total := sum(lengths.values())) > limit:
         raise RequestError(
@@ -40,8 +46,11 @@ def choose_features(
     """Choose the features to encode for the `tokens` tokens of a request from position `start` on.
 
     Returns:
-        The number of these tokens that can be computed, and the indices of the features.
+        The number of tokens that can be computed, and the indices of the features. They are more
+        than `tokens` where a feature that is not cut begins, if the budget has room.
     """
+    if (tokens := _uncut(request, start, tokens, step)) == 0:
+        return 0, []
     cache = encoder_cache(tracker)
     chosen: list[int] = []
     reserved = 0
@@ -49,7 +58,7 @@ def choose_features(
     for index, feature in enumerate(request.features):
         if feature.offset >= start + tokens:
             break
-        if feature.offset + feature.length <= start:
+        if feature.end <= start:
             continue
         if feature.identifier in identifiers or cache.holds(request, index):
             if feature.identifier in identifiers or feature.identifier in step.encoding:
@@ -67,6 +76,19 @@ def choose_features(
         identifiers.add(feature.identifier)
         chosen.append(index)
     return tokens, chosen
+
+
+def _uncut(request: LiveRequest, start: int, tokens: int, step: Step) -> int:
+    """Return the number of tokens from `start` on that cut no feature which sees itself."""
+    whole = request.source.whole_prefix(start + tokens) - start
+    if whole > 0:
+        return whole
+    # What limits a prompt's tokens besides the budget would keep it from going on.
+    whole = next(f.end for f in request.features if f.sees_itself and f.end > start) - start
+    if whole <= step.budget:
+        return whole
+    step.waiting[request.request_id] = wait_reasons.no_budget(whole, step.budget)
+    return 0
 
 
 def schedule_features(
@@ -90,7 +112,7 @@ def free_computed_features(tracker: RequestTracker, request: LiveRequest) -> Non
     cache = encoder_cache(tracker)
     computed = request.num_computed_tokens
     for index, feature in enumerate(request.features):
-        if feature.offset + feature.length <= computed:
+        if feature.end <= computed:
             cache.free_input(request, index)
 
 

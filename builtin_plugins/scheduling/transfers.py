@@ -29,7 +29,10 @@ def match_external(
     found, asynchronous = transfers.get_num_new_matched_tokens(request, prefix.num_tokens)
     if found is None:
         return None, False
-    external = min(found, request.num_tokens - 1 - prefix.num_tokens)
+    end = min(prefix.num_tokens + found, request.num_tokens - 1)
+    if (whole := request.source.whole_prefix(end)) < end:
+        end = whole // tracker.cache.block_size * tracker.cache.block_size
+    external = end - prefix.num_tokens
     return (external, asynchronous) if external > 0 else (0, False)
 
 

@@ -1,17 +1,13 @@
-"""The program that renders chat templates, in a process of its own.
+"""The program that renders chat templates, in a limited process.
 
 A template is a program of the model's author: it can loop, and one expression of a few characters
-can take any amount of time and memory. So the process is limited, and can be ended. It reads
-requests and writes answers, a line of JSON each. It imports Jinja alone, to start quickly.
+can take any amount of time and memory. Requests and answers are JSON. It imports Jinja alone, to
+start quickly.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import math
-import signal
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
@@ -19,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Template
-
-_PR_SET_PDEATHSIG = 1
 
 # Names under which templates read a message's reasoning; the first is the standard one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -109,11 +103,13 @@ def _variables(request: dict[str, Any]) -> dict[str, Any]:
     return {"tools": None, "documents": None, **request, "messages": messages}
 
 
-def answer(compiled: Callable[[str], Template], line: bytes, max_characters: int) -> dict[str, str]:
+def answer(
+    compiled: Callable[[str], Template], request: bytes, max_characters: int
+) -> dict[str, str]:
     """Return the answer to one request: its text, or its error."""
-    request = json.loads(line)
+    given = json.loads(request)
     try:
-        return {"text": render(compiled(request.pop("template")), request, max_characters)}
+        return {"text": render(compiled(given.pop("template")), given, max_characters)}
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # a template is a program: it can raise anything
@@ -123,54 +119,13 @@ def answer(compiled: Callable[[str], Template], line: bytes, max_characters: int
         return {"error": text if is_meant else f"it failed: {kind}: {text}"}
 
 
-def main(seconds: float, max_characters: int, max_bytes: int) -> None:
-    """Answer requests until the standard input ends.
+def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
+    """Return the function that answers requests.
 
     Args:
-        seconds: after which a request that is still being rendered ends the process.
-        max_characters: maximum length of an answer.
-        max_bytes: memory that the process may use.
+        settings: `max_characters`, the maximum length of an answer.
     """
-    if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's
-    _continue_after_parent()
     compiled = lru_cache(maxsize=8)(compile_template)
     compiled("")  # imports what compiling needs
-    _limit_memory(max_bytes)
-    _write({"text": "ready"})
-    for line in sys.stdin.buffer:
-        _alarm(math.ceil(seconds) + 1)  # the caller ends it earlier, unless it has ended itself
-        _write(answer(compiled, line, max_characters))
-        _alarm(0)
-
-
-def _limit_memory(max_bytes: int) -> None:
-    try:
-        import resource  # noqa: PLC0415
-    except ImportError:  # another system than Unix
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    within = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (within, hard))
-
-
-def _continue_after_parent() -> None:
-    """Let the system continue this process, if it is stopped, when its parent has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
-
-
-def _alarm(seconds: int) -> None:
-    if hasattr(signal, "alarm"):
-        signal.alarm(seconds)
-
-
-def _write(reply: dict[str, str]) -> None:
-    sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    settings = json.loads(sys.argv[1])
-    sys.path[:] = settings.pop("path")
-    main(**settings)
+    max_characters = settings["max_characters"]
+    return lambda request: json.dumps(answer(compiled, request, max_characters)).encode()

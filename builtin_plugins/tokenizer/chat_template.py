@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.plugins import RequestError
+from hardpoint.toolkit.limited import LimitedProcess
 
 from . import chat_process
 
-_START_SECONDS = 60.0
 _MAX_BYTES = 512 << 20
 _MAX_ESCAPED = 12  # characters of JSON per character of text
 
@@ -35,10 +31,15 @@ class ChatRenderer:
             max_characters: maximum length of a conversation's text.
         """
         self._seconds = seconds
-        self._max_characters = max_characters
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # the process that started it; a fork of it starts another one
+        self._process = LimitedProcess(
+            str(chat_process.__file__),
+            "to render chat templates",
+            seconds=seconds,
+            max_bytes=_MAX_BYTES,
+            max_answer_bytes=_MAX_ESCAPED * max_characters + 10_000,
+            needs="jinja2",
+            settings={"max_characters": max_characters},
+        )
 
     def render(
         self,
@@ -69,92 +70,26 @@ class ChatRenderer:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            line = json.dumps(request, default=_plain).encode() + b"\n"
+            encoded = json.dumps(request, default=_plain).encode()
         except (TypeError, ValueError, RecursionError) as cause:
             raise RequestError(f"messages: expected plain data: {cause}") from cause
-        with self._lock:
-            reply = self._ask(line)
+        reply = self._ask(encoded)
         if (text := reply.get("text")) is None:
             raise RequestError(f"messages: the chat template refuses them: {reply['error']}")
         return text
 
     def close(self) -> None:
         """End the process."""
-        with self._lock:
-            self._end()
+        self._process.close()
 
-    def _ask(self, line: bytes) -> dict[str, str]:
-        if self._owner != os.getpid():
-            self._process = None
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        reply = self._exchange(line, self._seconds)
-        if reply is not None:
+    def _ask(self, request: bytes) -> dict[str, str]:
+        if (answer := self._process.ask(request)) is not None:
+            reply: dict[str, str] = json.loads(answer)
             return reply
         return {
             "error": f"it takes more than {self._seconds:g} s (the option template_seconds of the "
             f"tokenizer) or too much memory"
         }
-
-    def _start(self) -> None:
-        """Start the process and wait until it is ready.
-
-        Raises:
-            HardpointError: it cannot be started.
-        """
-        if not sys.executable:
-            raise HardpointError(
-                "sys.executable: expected the path of a Python interpreter to render chat "
-                "templates with, got none"
-            )
-        settings = {
-            "path": sys.path,
-            "seconds": self._seconds,
-            "max_characters": self._max_characters,
-            "max_bytes": _MAX_BYTES,
-        }
-        command = [sys.executable, "-I", str(chat_process.__file__), json.dumps(settings)]
-        pipe = subprocess.PIPE
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-            )
-        except (OSError, ValueError) as cause:
-            raise HardpointError(f"chat templates: {command[0]} did not start: {cause}") from cause
-        self._owner = os.getpid()
-        if self._exchange(b"", _START_SECONDS) is None:
-            raise HardpointError(
-                f"chat templates: {command[0]} cannot render them; is jinja2 there?"
-            )
-
-    def _exchange(self, line: bytes, seconds: float) -> dict[str, str] | None:
-        """Send a line and return the answer; None, and the process is ended, if none came."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(seconds, process.kill)
-        timer.daemon = True
-        timer.start()
-        answer = b""
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline(_MAX_ESCAPED * self._max_characters + 10_000)
-        except OSError:  # it has ended
-            return None
-        finally:
-            timer.cancel()
-            if not (complete := answer.endswith(b"\n")):  # an interrupt leaves half an answer, too
-                self._end()
-        return json.loads(answer) if complete else None
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            with contextlib.suppress(OSError):  # what it did not read is lost
-                process.communicate()
 
 
 def _plain(value: Any) -> Any:

@@ -39,6 +39,7 @@ from hardpoint.plugins import (
     ExecutorContext,
     PublisherContext,
     Request,
+    Scheduler,
     SchedulerContext,
     StepCost,
     StepRecord,
@@ -118,7 +119,7 @@ def build_core(
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
-            limits=_limits(config, size, executor, spec.num_draft_tokens),
+            limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
             kv_cache=kv_cache,
             clock=clock,
             record=_recorder(hooks, faults),
@@ -131,7 +132,7 @@ def build_core(
             kv_cache,
             faults=faults,
             parts_start=start,
-            weights=WeightUpdates(config, spec.loader, executor, scheduler, start),
+            weights=opened.weight_updates(config, spec, executor, scheduler, start),
             activity=activity,
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info),
@@ -161,9 +162,22 @@ class _EnginePlugins:
             "policy_fault": self.policy.report_fault,
             "transfers": parts.transfers,
             "connector": parts.transfers,
+            "encoder_cache": parts.encoder_cache,
             "gates": parts.gates if parts else None,
             "grammars": GatesAsGrammars(parts.gates) if parts else None,
         }
+
+    def weight_updates(
+        self,
+        config: EngineConfig,
+        spec: WorkerSpec,
+        executor: Executor,
+        scheduler: Scheduler,
+        start: PartsStart | None,
+    ) -> WeightUpdates:
+        """Return the updates of the weights, of which step parts are notified."""
+        changed = self.step_parts.weights_changed
+        return WeightUpdates(config, spec.loader, executor, scheduler, start, changed)
 
     def for_core(self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo) -> dict[str, Any]:
         """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
@@ -426,13 +440,18 @@ def _check_depth(executor: Executor, config: EngineConfig) -> None:
 
 
 def _limits(
-    config: EngineConfig, size: CacheSize, executor: Executor, num_draft_tokens: int
+    config: EngineConfig,
+    size: CacheSize,
+    executor: Executor,
+    parts: EngineParts,
+    num_draft_tokens: int,
 ) -> SchedulerLimits:
     ahead = plans_ahead(config, executor)
     return limits_of(
         config,
         size.max_model_len,
         num_draft_tokens=num_draft_tokens,
+        max_encoder_tokens=parts.max_encoder_tokens,
         asynchronous=ahead,
         num_batches=1 if ahead else executor.max_concurrent_batches,
     )

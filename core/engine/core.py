@@ -54,6 +54,7 @@ class EngineCore(EngineUtilities):
                 parts.sleep_levels,
                 parts.parts_start,
                 steps.halves_built,
+                parts.step_parts.weights_changed,
             )
         )
 

@@ -28,6 +28,7 @@ class PauseDependencies:
         sleep_levels: levels that the workers support, in addition to 0.
         parts_start: starts worker halves that move blocks; None if there are none.
         halves_built: called when the worker halves of step parts were built again.
+        weights_changed: notifies step parts of a model that was loaded again.
     """
 
     scheduler: Scheduler
@@ -37,6 +38,7 @@ class PauseDependencies:
     sleep_levels: tuple[int, ...] = (1, 2)
     parts_start: PartsStart | None = None
     halves_built: Callable[[], None] = lambda: None
+    weights_changed: Callable[[], None] = lambda: None
 
 
 class PauseController:
@@ -153,6 +155,8 @@ class PauseController:
             start.weights_load()
         core.executor.collective_rpc("wake_up", (memory,))
         self._asleep -= set(memory)
+        if released and "weights" in memory:
+            core.weights_changed()
         if start is not None and "kv_cache" in memory:
             start.restart()
         if released and "weights" in memory:

@@ -142,12 +142,15 @@ class ControlCalls:
 
     @utility()
     def reset_encoder_cache(self: UtilityHost) -> None:
-        """Clear the embeddings of images and the like.
+        """Clear the embeddings of images and the like: they are made again where they are needed.
 
         Raises:
             HardpointError: the engine has no encoder cache.
         """
-        raise HardpointError("there is no encoder cache: no worker encodes images or sounds")
+        parts = self._parts.step_parts
+        if parts.encoder_cache is None:
+            raise HardpointError("there is no encoder cache: no worker encodes images or sounds")
+        parts.weights_changed()
 
     @utility(has_timeout=False)
     def collective_rpc(

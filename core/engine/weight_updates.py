@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hardpoint.boundary.errors import error_of
@@ -52,6 +52,7 @@ class WeightUpdates:
         executor: Executor,
         scheduler: Scheduler,
         parts_start: PartsStart | None,
+        weights_changed: Callable[[], None],
     ) -> None:
         """Begin with the weights of the configuration.
 
@@ -61,10 +62,11 @@ class WeightUpdates:
             executor: has the workers.
             scheduler: has the requests.
             parts_start: starts worker halves that move blocks; None if there are none.
+            weights_changed: notifies step parts.
         """
         self._base = loader.base if isinstance(loader, UpdatedWeights) else loader
         self._executor, self._scheduler = executor, scheduler
-        self._parts_start = parts_start
+        self._parts_start, self._weights_changed = parts_start, weights_changed
         self._prepared: tuple[tuple[str, ...], str] | None = None
         self._tells = config.load != LoadConfig(use=config.load.use)
         self._live: dict[str, _Live] = {}
@@ -119,6 +121,7 @@ class WeightUpdates:
             start.weights_load(UpdatedWeights(self._base, updates))
         self._scheduler.reset_prefix_cache(recompute_running=recompute)
         self._executor.collective_rpc("use_weights")
+        self._weights_changed()
         if start is not None:
             start.restart()
         self._note(version, kept=not recompute)

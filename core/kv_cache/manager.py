@@ -157,6 +157,8 @@ class BlockManager:
         limit = (request.num_tokens - 1) // size
         hashes = self._hashes.of(request, limit)
         length, tables = _longest_prefix(self.groups, self._pool.index, hashes, limit, size)
+        while (whole := request.source.whole_prefix(length * size) // size) < length:
+            length, tables = _longest_prefix(self.groups, self._pool.index, hashes, whole, size)
         return CachedPrefix(length * size, tables) if length else _NO_PREFIX
 
     def admit(

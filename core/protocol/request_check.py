@@ -80,6 +80,11 @@ class RequestCheck:
 
     def _check_features(self, request: EngineCoreRequest) -> None:
         """Reject a request for features that this engine does not have."""
+        if request.features and "features" not in self._used:
+            raise RequestError(
+                f"features: expected none, no part of this engine encodes any, got "
+                f"{len(request.features)}"
+            )
         if request.lora is not None and "lora" not in self._used:
             raise RequestError(
                 f"lora: expected none, no worker of this engine holds adapters, got "

@@ -134,7 +134,9 @@ def plan_model(
         specs = checked.specs if whole is model else CheckedModel(whole, entry.source).specs
         groups = _layer_groups(spec, checked.specs, specs)
         source = spec.plugins.one("attention_backends").source
-        attention = CheckedAttention(backend, source, checked.specs, groups, ops.rotate)
+        attention = CheckedAttention(
+            backend, source, checked.specs, groups, ops.rotate, sees_ahead=model.sees_ahead
+        )
         quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec), whole)
     finally:
         if whole is not model:

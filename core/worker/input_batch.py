@@ -24,6 +24,7 @@ from hardpoint.plugins.kv_cache import BlockIds
 from hardpoint.plugins.plan import CachedRequests, SampledTokens
 from hardpoint.typed.read_only import ReadOnlyDict
 
+from .spans import Spans
 from .step_input import IntArray, PackedStep, StepInput
 
 
@@ -121,6 +122,7 @@ class InputBatch:
         max_model_len: tokens of a row.
         block_size: tokens per block.
         num_groups: KV cache groups.
+        spans: spans of the requests whose tokens see each other.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class InputBatch:
         self._added_in: dict[str, int] = {}
         self._last_sampled = 0  # step of another rank whose tokens came last
         self._drafted: set[str] = set()  # requests with drafts in their last step
+        self.spans = Spans()
         self._requests: list[LogitsRequest] = []
         self._outputs: list[list[int]] = []
         self._row_of: dict[str, int] = {}
@@ -226,6 +229,7 @@ class InputBatch:
             row = known.pop(request_id)
             del self._added_in[request_id]
             self._drafted.discard(request_id)
+            self.spans.remove(request_id)
             self._requests[row] = _FREE_ROW
             self._updates.remove(row)
 
@@ -338,6 +342,8 @@ class InputBatch:
         slots = blocks * self.block_size + offsets
         tables = self._tables[..., rows, :width].astype(np.int64, order="C")
         self._num_computed[rows] = seq_lens
+        requests = [self._requests[row] for row in rows]
+        sees = self.spans.last_seen(requests, starts, query_starts, positions)
         groups = self.num_groups
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
@@ -354,12 +360,13 @@ class InputBatch:
                 slots=group_slots,
                 block_size=self.block_size,
                 group=group,
+                sees=sees,
                 on_device=None if packed is None else (packed.starts, packed.lens),
             )
             for group, (group_table, group_slots) in enumerate(_by_group(packed, tables, slots))
         ]
         return StepInput(
-            requests=[self._requests[row] for row in rows],
+            requests=requests,
             token_ids=torch.from_numpy(token_ids) if packed is None else packed.token_ids,
             positions=torch.from_numpy(positions) if packed is None else packed.positions,
             attention=attention,

@@ -64,8 +64,7 @@ class ModelRunner:
         ops: operations of its layers.
         attention: backend of them.
         parts: the worker halves of step parts.
-        on_forward: see `WorkerLaunch`; step parts may wait for what they load, so that it is called
-            before these begin.
+        on_forward: see `WorkerLaunch`; called before step parts begin, which may wait for loads.
     """
 
     def __init__(
@@ -436,6 +435,7 @@ class ModelRunner:
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
+        batch.spans.add(source)
         if source.pooling_params is not None:
             self._pooled.add(source.request_id)
         if self._sampling is None:

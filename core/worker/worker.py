@@ -279,11 +279,15 @@ class LocalWorker:
         """Run a step; None means that sampling waits for `sample_tokens`.
 
         Raises:
-            NotImplementedError: the plan has encoder inputs, or drafts and no step part makes any.
+            NotImplementedError: the plan has encoder inputs, or drafts, and no step part
+                encodes, or makes any.
         """
         if plan.draft_token_ids or plan.encoder_inputs:
             drafts = self._spec is not None and self._spec.num_draft_tokens > 0
-            _check_supported(plan, drafts=drafts)
+            encodes = self._runner is not None and (
+                self._runner.parts.encodes or not self._ranks.parallel.is_first
+            )  # ranks of later stages embed no tokens
+            _check_supported(plan, drafts=drafts, encodes=encodes)
         if not plan.total_num_scheduled_tokens and not (self._runner and self._runner.has_batch):
             self.observed_states.drop(plan.finished_request_ids)
             return ModelRunnerOutput()  # the requests of the plan have no other state here
@@ -478,11 +482,11 @@ class LocalWorker:
         return self._runner
 
 
-def _check_supported(plan: SchedulerOutput, *, drafts: bool) -> None:
+def _check_supported(plan: SchedulerOutput, *, drafts: bool, encodes: bool) -> None:
     """Refuse a plan with features that this worker lacks, with the requests' ids."""
     parts = {
         "verifies no drafts": {} if drafts else plan.draft_token_ids,
-        "encodes no features": plan.encoder_inputs,
+        "encodes no features": {} if encodes else plan.encoder_inputs,
     }
     messages = [
         f"{what}, got some for {', '.join(request_ids)}"

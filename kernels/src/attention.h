@@ -65,7 +65,9 @@ struct Plan {
   const int32_t* row_list() const { return (const int32_t*)(merge_list() + merges); }
   const int32_t* order_list() const { return row_list() + rows; }
   const int32_t* positions() const { return order_list() + order; }
-  size_t size() const { return (const char*)(positions() + tokens) - (const char*)this; }
+  // The last position that each token sees.
+  const int32_t* ends() const { return positions() + tokens; }
+  size_t size() const { return (const char*)(ends() + tokens) - (const char*)this; }
 };
 
 // Where groups lie among positions.
@@ -91,8 +93,10 @@ struct Sequence {
 
 class Planner {
  public:
-  Planner(const int64_t* query_starts, const int64_t* seq_lens, long seqs, Plan plan, int threads)
-      : plan_(plan), blocks_(plan.block_size), group_(plan.heads / plan.kv_heads) {
+  // `sees`: the last position that each token sees; null: its own.
+  Planner(const int64_t* query_starts, const int64_t* seq_lens, long seqs, const int64_t* sees,
+          Plan plan, int threads)
+      : plan_(plan), blocks_(plan.block_size), group_(plan.heads / plan.kv_heads), sees_(sees) {
     for (long i = 0; i < seqs; i++)
       sequences_.push_back({(int32_t)query_starts[i],
                             (int32_t)(query_starts[i + 1] - query_starts[i]),
@@ -123,10 +127,12 @@ class Planner {
     std::copy(merges_.begin(), merges_.end(), (Merge*)plan->merge_list());
     std::copy(rows_.begin(), rows_.end(), (int32_t*)plan->row_list());
     std::copy(order_.begin(), order_.end(), (int32_t*)plan->order_list());
-    int32_t* positions = (int32_t*)plan->positions();
+    int32_t *positions = (int32_t*)plan->positions(), *ends = (int32_t*)plan->ends();
     for (const Sequence& sequence : sequences_)
-      for (int i = 0; i < sequence.count; i++)
+      for (int i = 0; i < sequence.count; i++) {
         positions[sequence.row + i] = sequence.length - sequence.count + i;
+        ends[sequence.row + i] = (int32_t)end_of(sequence, i);
+      }
   }
 
  private:
@@ -136,6 +142,10 @@ class Planner {
   long first_part(long position) const {
     long first = plan_.window ? std::max<long>(position + 1 - plan_.window, 0) : 0;
     return blocks_.part_of(first);
+  }
+  // The last position that a token of a sequence sees.
+  long end_of(const Sequence& sequence, int token) const {
+    return sees_ ? sees_[sequence.row + token] : sequence.length - sequence.count + token;
   }
   // Parts all of whose tokens are in a sequence.
   long whole_parts(const Sequence& sequence) const {
@@ -216,7 +226,7 @@ class Planner {
       int count = std::min(tile, sequence.count - done);
       long position = sequence.length - sequence.count + done;
       runs_.push_back({(int32_t)rows_.size(), count, seq, (int32_t)first_part(position),
-                       (int32_t)blocks_.part_of(position + count - 1) + 1, -1});
+                       (int32_t)blocks_.part_of(end_of(sequence, done + count - 1)) + 1, -1});
       for (int i = 0; i < count; i++) rows_.push_back(sequence.row + done + i);
     }
   }
@@ -257,6 +267,7 @@ class Planner {
   Plan plan_;
   Blocks blocks_;
   long group_, grain_ = 0;
+  const int64_t* sees_;
   std::vector<Sequence> sequences_;
   std::vector<Item> runs_, items_;
   std::vector<Merge> merges_;
@@ -778,10 +789,11 @@ class Attended {
     last_ = common_first_ = 0;
     first_ = common_last_ = std::numeric_limits<long>::max();
     for (int i = begin; i < end; i++) {
-      long position = layer_.plan.positions()[row(i * group_)], old = oldest(position);
-      last_ = std::max(last_, position);
+      long token = row(i * group_), end = layer_.plan.ends()[token];
+      long old = oldest(layer_.plan.positions()[token]);
+      last_ = std::max(last_, end);
       first_ = std::min(first_, old);
-      common_last_ = std::min(common_last_, position);
+      common_last_ = std::min(common_last_, end);
       common_first_ = std::max(common_first_, old);
     }
   }
@@ -808,9 +820,9 @@ class Attended {
     const Lanes* lanes_of[MAX_ROWS];
     long from = std::numeric_limits<long>::max(), to = 0;
     for (int r = 0; r < rows; r++) {
-      long position = layer_.plan.positions()[row(first + r)];
-      to = std::max(to, position);
-      from = std::min(from, oldest(position));
+      long token = row(first + r);
+      to = std::max<long>(to, layer_.plan.ends()[token]);
+      from = std::min(from, oldest(layer_.plan.positions()[token]));
     }
     int begin = 0, end = GROUPS;
     while (end > 0 && part_.token[end - 1] > to) end--;
@@ -819,11 +831,12 @@ class Attended {
     for (int r = 0; r < MAX_ROWS; r++) {
       results[r] = partials_ + r * size;
       if (r >= rows) continue;
-      long position = layer_.plan.positions()[row(first + r)];
-      if (oldest(position) <= part_.token[0] && position >= part_.last) {
+      long token = row(first + r), old = oldest(layer_.plan.positions()[token]);
+      long seen = layer_.plan.ends()[token];
+      if (old <= part_.token[0] && seen >= part_.last) {
         lanes_of[r] = part_.all + begin;
       } else {
-        for (int g = begin; g < end; g++) own[r][g] = lanes(g, oldest(position), position);
+        for (int g = begin; g < end; g++) own[r][g] = lanes(g, old, seen);
         lanes_of[r] = own[r] + begin;
       }
       if (item_.piece >= 0) results[r] = piece(part, first + r);

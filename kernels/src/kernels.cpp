@@ -171,10 +171,10 @@ OF_TYPE(float32, float)
 // Write the plan of an attention step to `to`, if it has `capacity` bytes; return how many it needs.
 long hp_attention_plan(const int64_t* query_starts, const int64_t* seq_lens, long seqs,
                        const int64_t* table, long table_stride, const int64_t* slots,
-                       long block_size, long window, long heads, long kv_heads, void* to,
-                       long capacity) {
+                       const int64_t* sees, long block_size, long window, long heads,
+                       long kv_heads, void* to, long capacity) {
   attention::Plan plan{table, slots, table_stride, block_size, window, heads, kv_heads};
-  attention::Planner planner(query_starts, seq_lens, seqs, plan, omp_get_max_threads());
+  attention::Planner planner(query_starts, seq_lens, seqs, sees, plan, omp_get_max_threads());
   if ((long)planner.size() <= capacity) planner.write(to);
   return (long)planner.size();
 }

@@ -34,6 +34,12 @@ SOFTCAP = Rule(
     "compute softcap * tanh(score * scale / softcap) where spec.softcap is not None, or leave the "
     "class attribute `softcaps` False: models that need it are refused then",
 )
+SEES = Rule(
+    "sees: a token sees the keys of its sequence up to the position in step.sees",
+    "mask the keys after step.sees, where the step has it, and not those after the token itself; "
+    "windows begin where they do without it; or leave the class attribute `sees_ahead` False: "
+    "models that need it are refused then",
+)
 CACHE = Rule(
     "cache: the tokens of earlier steps are remembered",
     "write k and v to the slots of the step, then read the keys and values of the whole sequence",
@@ -172,6 +178,24 @@ def threads_of_torch(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def drawn_angles(
+    generator: torch.Generator, spec: KVSpec, tokens: int, device: torch.device
+) -> torch.Tensor:
+    """Return angles for the first elements of heads, or for all, float32 [tokens, size]."""
+    half = int(torch.randint(1, spec.head_size // 2 + 1, (1,), generator=generator))
+    turns = torch.rand(tokens, half, generator=generator) * 6
+    return torch.cat((turns.cos(), turns.sin()), 1).to(device)
+
+
+def seen_ahead(generator: torch.Generator, counts: Sequence[tuple[str, int]]) -> list[int]:
+    """Return how many later tokens each token of a step sees: those of a span see all of it."""
+    ahead: list[int] = []
+    for _, count in counts:
+        first, last = torch.randint(0, count, (2,), generator=generator).sort()[0].tolist()
+        ahead += [last - i if first <= i <= last else 0 for i in range(count)]
+    return ahead
 
 
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -31,13 +31,16 @@ from .attention_cases import (
     RESULT,
     ROTATES,
     ROWS,
+    SEES,
     SEQUENCES,
     SOFTCAP,
     WINDOW,
     Case,
     RowsCase,
+    drawn_angles,
     rotated,
     rows_cases,
+    seen_ahead,
     threads_of_torch,
 )
 from .block_views import (
@@ -160,6 +163,16 @@ class AttentionBackendSuite(ComponentSuite):
                 dtype=dtype,
             )
 
+    def test_sees_ahead(self) -> None:
+        """Tokens see later ones of the step, by `AttentionStep.sees`. A backend whose class does
+        not state `sees_ahead = True` is not asked to, and refuses models that need it.
+        """
+        if not self._make(self.block_sizes[0]).sees_ahead:
+            pytest.skip("`sees_ahead` of the backend is False")
+        for dtype in self.dtypes:
+            heads, windows = self.heads, self.windows
+            self._compare(SEES, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
+
     def test_cache(self) -> None:
         """A prompt in chunks, then tokens one by one."""
         self._compare(CACHE, heads=self._equal_heads, windows=[None], names="a", steps=4)
@@ -249,13 +262,7 @@ class AttentionBackendSuite(ComponentSuite):
         """With each other `cache_dtypes`, the codes and scales of each token and head are what is
         read of it, in the step that writes it and in later ones.
         """
-        self._compare(
-            CODES,
-            heads=self.heads,
-            windows=[None],
-            names="a",
-            steps=3,
-        )
+        self._compare(CODES, heads=self.heads, windows=[None], names="a", steps=3)
 
     def test_coded_steps(self) -> None:
         """The same with all of it together: chunks, several sequences, blocks that are used again,
@@ -439,18 +446,19 @@ class AttentionBackendSuite(ComponentSuite):
         generator = torch.Generator().manual_seed(0)
         for index, given in enumerate(case.steps):
             counts = ordered(list(given.items()))
-            plans = [backend.plan(group.step(counts)) for group in groups]
+            ahead = seen_ahead(generator, counts) if rule is SEES else ()
+            plans = [backend.plan(group.step(counts, ahead)) for group in groups]
             tokens = sum(count for _, count in counts)
             for layer, (cache, history) in enumerate(zip(caches, histories, strict=True)):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
                 spec, plan, tensors = history.spec, plans[group_of[layer]], (q.clone(), k.clone())
                 if rule is ROTATES:
-                    angles = self._angles(generator, spec, tokens)
+                    angles = drawn_angles(generator, spec, tokens, device)
                     out = backend.rotate_and_attend(spec, cache, plan, *tensors, v.clone(), angles)
                     q, k = rotated(q, angles), rotated(k, angles)
                 else:
                     out = backend.attend(spec, cache, plan, *tensors, v.clone())
-                history.append(counts, k, v)
+                history.append(counts, k, v, ahead)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):
                 for group in groups:
@@ -507,12 +515,6 @@ class AttentionBackendSuite(ComponentSuite):
             self.draw(generator, (tokens, heads, spec.head_size)).to(self._device(), dtype)
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         ]
-
-    def _angles(self, generator: torch.Generator, spec: KVSpec, tokens: int) -> torch.Tensor:
-        """Return angles for the first elements of heads, or for all, float32 [tokens, size]."""
-        half = int(torch.randint(1, spec.head_size // 2 + 1, (1,), generator=generator))
-        turns = torch.rand(tokens, half, generator=generator) * 6
-        return torch.cat((turns.cos(), turns.sin()), 1).to(self._device())
 
     def _check_output(
         self,

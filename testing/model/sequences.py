@@ -87,9 +87,14 @@ class SequenceBlocks:
         self._free[:0] = self._tables.get(name, [])[before:passed]
         self._num_passed[name] = max(before, passed)
 
-    def step(self, counts: Counts) -> AttentionStep:
-        """Return the step in which each sequence gets so many tokens more."""
-        starts, lengths, slots = [0], [], []
+    def step(self, counts: Counts, ahead: Sequence[int] = ()) -> AttentionStep:
+        """Return the step in which each sequence gets so many tokens more.
+
+        Args:
+            counts: the sequences and their tokens.
+            ahead: how many later tokens each token sees; empty: none does.
+        """
+        starts, lengths, slots, positions = [0], [], [], list[int]()
         size = self._block_size
         for name, _ in counts:
             self._release_passed(name)
@@ -100,6 +105,7 @@ class SequenceBlocks:
             while len(table) * size < old + count:
                 table.append(self._free.pop(0))
             slots += [table[p // size] * size + p % size for p in range(old, old + count)]
+            positions += range(old, old + count)
             starts.append(starts[-1] + count)
             lengths.append(old + count)
         tables = [self._tables[name] for name, _ in counts]
@@ -114,6 +120,7 @@ class SequenceBlocks:
             slots=torch.tensor(slots, device=self._device),
             block_size=size,
             group=self._group,
+            sees=np.array(positions) + np.array(ahead) if ahead else None,
         )
 
 
@@ -202,6 +209,7 @@ class WholeHistory:
         self._cache_dtype = cache_dtype
         self._read = read_coded(cache_dtype) if cache_dtype in CODE_DTYPES else read_uncoded
         self._attention = attention
+        self._ahead: Sequence[int] = ()
         self._keys: dict[str, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor] = {}
 
@@ -210,8 +218,18 @@ class WholeHistory:
         self._keys.pop(name, None)
         self._values.pop(name, None)
 
-    def append(self, counts: Counts, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Append the keys and values of a step, [tokens, num_kv_heads, head_size]."""
+    def append(
+        self, counts: Counts, k: torch.Tensor, v: torch.Tensor, ahead: Sequence[int] = ()
+    ) -> None:
+        """Append the keys and values of a step, [tokens, num_kv_heads, head_size].
+
+        Args:
+            counts: the sequences and their tokens.
+            k: keys.
+            v: values.
+            ahead: how many later tokens each token sees; empty: none does.
+        """
+        self._ahead = ahead
         for side, given in ((self._keys, k), (self._values, v)):
             rows, start = given.detach().double().cpu(), 0
             for name, count in counts:
@@ -225,10 +243,17 @@ class WholeHistory:
 
     def with_mistakes(self, counts: Counts, q: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what common mistakes give instead, with their descriptions."""
-        right, spec = self.attend(counts, q), self.spec
+        right, spec, all_later = self.attend(counts, q), self.spec, [sys.maxsize // 2] * len(q)
         yield "the rows of the step in reverse order", right.flip(0)
         yield "the heads in reverse order", right.flip(1)
-        yield "that of later tokens too (not causal)", self._attend(counts, q, spec, later=True)
+        yield (
+            "that of later tokens too (not causal)",
+            self._attend(counts, q, spec, ahead=all_later),
+        )
+        if self._ahead:
+            yield "that of tokens that see no later ones", self._attend(counts, q, spec, ahead=())
+            moved = self._attend(counts, q, spec, moves=True)
+            yield "that of windows that begin later, with the last token in sight", moved
         if spec.window is not None:
             yield "that of an unlimited window", self._attend(counts, q, replace(spec, window=None))
             for window, what in ((spec.window + 1, "one more"), (spec.window - 1, "one less")):
@@ -260,10 +285,11 @@ class WholeHistory:
         q: torch.Tensor,
         spec: KVSpec,
         *,
-        later: bool = False,
         cached: bool = True,
         kv_heads: Sequence[int] | None = None,
         read: Read | None = None,
+        ahead: Sequence[int] | None = None,
+        moves: bool = False,
     ) -> torch.Tensor:
         """Return the attention of a step, with the mistakes that the arguments ask for.
 
@@ -271,11 +297,13 @@ class WholeHistory:
             counts: the step.
             q: its queries.
             spec: spec of the layer.
-            later: whether a query sees the later tokens of its sequence.
             cached: whether it sees the tokens of earlier steps.
             kv_heads: the key head of each query head.
             read: how keys and values are read.
+            ahead: how many later tokens each token sees; None: those of the step.
+            moves: whether windows move with the last token that is seen.
         """
+        further = iter((self._ahead if ahead is None else ahead) or [0] * len(q))
         outputs, queries = [], iter(q.detach().double().cpu())
         for name, count in counts:
             keys, values = (read or self._read)(self._keys[name], self._values[name], count)
@@ -283,10 +311,10 @@ class WholeHistory:
             if kv_heads is not None:
                 keys, values = keys[:, kv_heads], values[:, kv_heads]
                 spec = replace(spec, num_kv_heads=spec.num_heads)
-            for end in range(total - count + 1, total + 1):
-                first = 0 if spec.window is None else max(end - spec.window, 0)
-                seen = slice(
-                    first if cached else max(first, total - count), total if later else end
-                )
+            for own in range(total - count + 1, total + 1):
+                end = own + next(further)
+                last = end if moves else own
+                first = 0 if spec.window is None else max(last - spec.window, 0)
+                seen = slice(first if cached else max(first, total - count), end)
                 outputs.append(self._attention(spec, next(queries), keys[seen], values[seen]))
         return torch.stack(outputs)

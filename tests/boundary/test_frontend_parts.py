@@ -113,7 +113,8 @@ class CannotStart(Labels):
 def parts_of(*classes):
     enabled = [f"{__name__}:{cls.__name__}" for cls in classes]
     config, sources = config_from({"plugins": {"enable": enabled}})
-    return frontend_parts(resolve_plugins(config, sources), {"config": config}, _no_vocabulary, 9)
+    about = {"config": config}
+    return frontend_parts(resolve_plugins(config, sources), about, _no_vocabulary, 9, list)
 
 
 def _no_vocabulary():

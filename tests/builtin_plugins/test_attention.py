@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from support.builtins.model_harness import SequenceBlocks, build_backend
 from support.searching import examples
 
+from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.plan import AttentionPlan, _groups, _shared_prefixes
+from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.attention.triton import TritonAttention
-from hardpoint.plugins import AttentionStep, KVSpec, ModelError
+from hardpoint.plugins import AttentionContext, AttentionStep, KVSpec, ModelError
 
 NUM_BLOCKS = 96
 
@@ -362,3 +364,45 @@ def test_triton_rotates_where_it_writes() -> None:
     got = backend.rotate_and_attend(spec, caches[1], plan, q, k, v, angles)
     assert torch.allclose(got, expected, 1e-5, 1e-6)
     assert torch.allclose(*caches, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_tokens_of_long_spans_see_all_of_them(dtype, window):
+    # Longer than what either backend reads at once, in a chunk that has tokens before it.
+    spec, before, count = KVSpec(4, 2, 16, 0.3, window), 30, 400
+    spans = [range(50, 210), range(260, 420)]
+    positions = np.arange(before, before + count)
+    sees = positions.copy()
+    for span in spans:
+        sees[span.start - before : span.stop - before] = span.stop - 1
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(before + count, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2)
+    )
+    distance = torch.from_numpy(positions)[:, None] - torch.arange(before + count)
+    hidden = torch.arange(before + count) > torch.from_numpy(sees)[:, None]
+    hidden |= distance >= (window or 10_000)
+    keys, values = (side.double().repeat_interleave(2, 1) for side in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q[before:].double(), keys) * spec.scale
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, values)
+    for cls in (TorchAttention, NativeAttention):
+        context = AttentionContext(
+            name="x", options=None, device=torch.device("cpu"), dtype=dtype, block_size=16
+        )
+        backend = cls(context)
+        cache = backend.allocate(spec, 32)
+        for start, end, seen in ((0, before, None), (before, before + count, sees)):
+            step = AttentionStep(
+                query_starts=np.array([0, end - start]),
+                seq_lens=np.array([end]),
+                num_single=0,
+                block_table=torch.arange(32)[None, : -(-end // 16)].contiguous(),
+                slots=torch.arange(start, end),
+                block_size=16,
+                sees=seen,
+            )
+            part = (side[start:end].clone() for side in (q, k, v))
+            out = backend.attend(spec, cache, backend.plan(step), *part)
+        assert (out.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.03)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from support.builtins.scheduler_harness import Priority, Simulator, feature
+import pytest
+from support.builtins.scheduler_harness import Connector, Priority, Simulator, feature
 
-from hardpoint.plugins import FinishReason, WaitingFor
+from hardpoint.plugins import FinishReason, RequestError, WaitingFor
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
 
@@ -187,3 +188,55 @@ def test_text_needs_no_encoder():
     plan = sim.step()
     assert plan.encoder_inputs == {}
     assert list(plan.freed_encoder_inputs) == []
+
+
+# Features whose tokens see each other
+
+
+def chunks(sim):
+    """Return the tokens of "a" in each step of its prompt."""
+    found = []
+    while sum(found) < 20:
+        found.append(sim.step().num_scheduled_tokens.get("a", 0))
+    return found
+
+
+def test_a_chunk_ends_before_a_whole_feature_or_has_all_of_it():
+    sim = Simulator(encoder_tokens=20, max_num_batched_tokens=6)
+    features = [feature("x", 3, 4, whole=True), feature("y", 8, 5, whole=True)]
+    sim.add("a", prompt=20, features=features)
+    assert chunks(sim) == [3, 5, 6, 6]
+
+
+def test_a_limit_of_chunks_gives_way_to_a_whole_feature():
+    sim = Simulator(encoder_tokens=20, long_prefill_token_threshold=3)
+    sim.add("a", prompt=20, features=[feature("x", 4, 9, whole=True)])
+    assert chunks(sim) == [3, 1, 9, 3, 3, 1]
+
+
+def test_a_whole_feature_waits_until_a_step_has_room_for_it():
+    sim = Simulator(encoder_tokens=20, max_num_batched_tokens=6)
+    sim.add("b", prompt=1, max_tokens=3)
+    sim.add("a", prompt=20, features=[feature("x", 0, 6, whole=True)])
+    assert sim.step().num_scheduled_tokens == {"b": 1}
+    assert sim.why("a").waiting_for is WaitingFor.BUDGET
+    for _ in range(2):
+        assert sim.step().num_scheduled_tokens == {"b": 1}
+    assert sim.step().num_scheduled_tokens == {"a": 6}
+
+
+def test_a_whole_feature_that_no_step_has_room_for_is_refused():
+    sim = Simulator(encoder_tokens=20, max_num_batched_tokens=6)
+    with pytest.raises(RequestError, match="at most 6 tokens, of one step .*, got 7"):
+        sim.add("a", prompt=20, features=[feature("x", 0, 7, whole=True)])
+
+
+@pytest.mark.parametrize(("offset", "external"), [(8, 8), (5, 4), (2, 0), (4, 4)])
+def test_no_load_ends_inside_a_whole_feature(offset, external):
+    connector = Connector(a=(8, False))
+    context = {"encoder_cache": EncoderCacheManager(20), "transfers": connector}
+    sim = Simulator(block_size=4, max_encoder_tokens=20, context=context)
+    sim.add("a", prompt=20, features=[feature("x", offset, 9, whole=True)])
+    plan = sim.plan()
+    assert plan.num_scheduled_tokens == {"a": 20 - external}
+    assert plan.new_requests[0].num_computed_tokens == external

@@ -21,6 +21,8 @@ PUBLIC = (
     "hardpoint.plugins.grammars",
     "hardpoint.plugins.kv_connector",
     "hardpoint.plugins.kv_store",
+    "hardpoint.plugins.media",
+    "hardpoint.plugins.media_format",
     "hardpoint.plugins.output_parser",
     "hardpoint.plugins.parallel",
     "hardpoint.plugins.params",

@@ -69,6 +69,7 @@ class FakeEngine:
         arguments: JSON schemas of the arguments of plugins, by name.
         inputs: JSON schemas of the inputs of IO processors, by name.
         transfer: `kv_transfer_params` of last outputs.
+        takes_images: whether conversations may have images.
     """
 
     text: str = "Hello there , friend"
@@ -101,6 +102,7 @@ class FakeEngine:
     inputs: dict = dataclasses.field(default_factory=lambda: {"fake": {}})
     hooks: tuple = ()
     transfer: dict | None = None
+    takes_images: bool = False
 
     def __post_init__(self):
         self.tokenizer = FakeTokenizer()
@@ -251,6 +253,9 @@ class FakeEngine:
     async def apply_chat_template(self, messages, **_):
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return {"type": "token", "prompt": text, "prompt_token_ids": self.tokenizer.encode(text)}
+
+    async def prompt_tokens(self, prompt):
+        return list(prompt["prompt_token_ids"])
 
     async def tokenise(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -154,6 +154,8 @@ ATTENTION = [
     (attention.Double, "causal", "result", r"attend returned torch.float64 .*, q is torch.float32"),
     (attention.Reversed, "causal", "causal", "the output is the rows of the step in reverse"),
     (attention.NotCausal, "causal", "causal", "the output is that of later tokens too"),
+    (attention.SeesNothingAhead, "sees_ahead", "sees", "is that of tokens that see no later ones"),
+    (attention.MovesWindow, "sees_ahead", "sees", "is that of windows that begin later"),
     (attention.IgnoresScale, "causal", "causal", "the output is that of the scale of head_size"),
     (attention.ReversedHeads, "causal", "causal", "the output is the heads in reverse order"),
     (attention.TilesHeads, "heads", "heads", "query head i with key head i % num_kv_heads, not"),

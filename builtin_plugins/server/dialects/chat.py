@@ -33,6 +33,7 @@ from hardpoint.typed import Strict
 
 from .chunks import ChunkAnswer, identity_of
 from .dialect import Asked, Dialect
+from .images import placed_images
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -41,7 +42,8 @@ class Message(Strict):
     """One message of a conversation.
 
     Attributes:
-        content: a text, or parts `{"type": "text", "text": ...}`.
+        content: a text, or parts `{"type": "text", "text": ...}` and, of a model that takes images,
+            `{"type": "image_url", "image_url": {"url": ...}}`.
         reasoning, reasoning_content: what the assistant thought; two names of one thing.
         tool_calls: calls that the assistant made.
         tool_call_id: id of the call that a message of role "tool" answers.
@@ -74,6 +76,14 @@ class Message(Strict):
             if getattr(self, name):
                 message[name] = getattr(self, name)
         return message
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as chat templates have them, with images under their places."""
+    plain = [message.plain() for message in messages]
+    for index, message in enumerate(plain):
+        message["content"] = placed_images(message["content"], f"messages[{index}].content")
+    return plain
 
 
 class NamedFunction(Strict):
@@ -329,7 +339,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = self._params(body, max_tokens=max_tokens, logprobs=logprobs)
         tools, choice = body.tools_and_choice()
-        messages = [message.plain() for message in body.messages]
+        messages = plain_messages(body.messages)
         self._service.check_prompt(messages, tools, name="messages")
         outputs = engine.chat(
             messages,

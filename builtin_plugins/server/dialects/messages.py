@@ -26,6 +26,7 @@ from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
 from .dialect import Asked, Dialect
+from .images import check_images
 from .messages_events import MessageAnswer, MessageObject
 from .messages_input import (
     AnyChoice,
@@ -186,7 +187,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
 
         async def counted() -> TokenCount:
             prompt = await self._service.engine.apply_chat_template(**conversation)
-            return TokenCount(len(prompt["prompt_token_ids"]))
+            return TokenCount(len(await self._service.engine.prompt_tokens(prompt)))
 
         return await self._service.answer(request, call, counted)
 
@@ -231,6 +232,7 @@ class MessagesDialect(Dialect[MessagesRequest, RequestOutput]):
         for index, message in enumerate(asked.messages):
             conversation.add(message, f"messages[{index}]")
         messages = conversation.messages
+        check_images(self._service.engine, messages, "image")
         if not messages or messages[-1]["role"] == "system":
             raise RequestError("messages: expected at least one message of the user")
         last = messages[-1]

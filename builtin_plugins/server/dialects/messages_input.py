@@ -11,7 +11,8 @@ from msgspec import Meta
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
-_TEXT_ALONE = "the model reads text alone"
+from .images import Content, Part, added, image_part, joined
+
 _NO_SERVER_TOOLS = "there are no server tools"
 _SERVER_TOOLS = (
     "bash_code_execution",
@@ -24,8 +25,7 @@ _SERVER_TOOLS = (
 
 REFUSED_BLOCKS = {
     "container_upload": _NO_SERVER_TOOLS,
-    "document": _TEXT_ALONE,
-    "image": _TEXT_ALONE,
+    "document": "give its text, or images of its pages",
     "mcp_tool_result": _NO_SERVER_TOOLS,
     "mcp_tool_use": _NO_SERVER_TOOLS,
     "search_result": "give it as text",
@@ -42,6 +42,42 @@ class TextBlock(Strict, tag_field="type", tag="text"):
     text: str
     cache_control: Any = None
     citations: Any = None
+
+
+class Base64Image(Strict, tag_field="type", tag="base64"):
+    """An image in the request.
+
+    Attributes:
+        media_type: not used: the content has the format.
+    """
+
+    data: str
+    media_type: str = "image"
+
+    def part(self, path: str) -> Part:
+        """Return the image as conversations have it."""
+        return image_part(f"data:;base64,{self.data}", f"{path}.data")
+
+
+class UrlImage(Strict, tag_field="type", tag="url"):
+    """An image elsewhere."""
+
+    url: str
+
+    def part(self, path: str) -> Part:
+        """Return the image as conversations have it."""
+        return image_part(self.url, f"{path}.url")
+
+
+class ImageBlock(Strict, tag_field="type", tag="image"):
+    """An image."""
+
+    source: Base64Image | UrlImage
+    cache_control: Any = None
+
+    def part(self, path: str) -> Part:
+        """Return the image as conversations have it."""
+        return self.source.part(f"{path}.source")
 
 
 class ThinkingBlock(Strict, tag_field="type", tag="thinking"):
@@ -81,13 +117,15 @@ class ToolResultBlock(Strict, tag_field="type", tag="tool_result"):
     """
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
     cache_control: Any = None
     toolset_name: Any = None
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = (
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+)
 
 
 class InputMessage(Strict):
@@ -222,11 +260,16 @@ def refuse_server_tools(tools: Any) -> None:
             )
 
 
-def text_of(content: str | Sequence[TextBlock] | None) -> str:
-    """Return the text of a system prompt or of a tool's result."""
+def content_of(content: str | Sequence[TextBlock | ImageBlock] | None, path: str) -> Content:
+    """Return the content of a system prompt or of a tool's result."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(block.text for block in content)
+    return joined(
+        [
+            block.text if isinstance(block, TextBlock) else block.part(f"{path}[{index}]")
+            for index, block in enumerate(content)
+        ]
+    )
 
 
 class Conversation:
@@ -236,7 +279,7 @@ class Conversation:
         """Begin, with the system prompt."""
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
-        if text := text_of(system):
+        if text := content_of(system, "system"):
             self.messages.append({"role": "system", "content": text})
 
     def add(self, message: InputMessage, path: str) -> None:
@@ -247,7 +290,7 @@ class Conversation:
                 a call that is not there; or it is not the assistant's and holds no block.
         """
         if isinstance(message.content, str):
-            self._add_text(message.role, message.content)
+            self._add(message.role, message.content)
         elif message.role == "assistant":  # whose answer may be empty
             self._add_turn(message.content, f"{path}.content")
         elif not message.content:
@@ -255,19 +298,21 @@ class Conversation:
         else:
             self._add_blocks(message.role, message.content, f"{path}.content")
 
-    def _add_text(self, role: str, text: str) -> None:
+    def _add(self, role: str, content: Content) -> None:
         last = self.messages[-1] if self.messages else None
         if last is not None and last["role"] == role and role != "assistant":
-            last["content"] += f"\n{text}"  # messages of one role make one turn
+            last["content"] = added(last["content"], content)  # of one role, they make one turn
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": content})
 
     def _add_blocks(self, role: str, blocks: Sequence[Block], path: str) -> None:
         for index, block in enumerate(blocks):
             place = f"{path}[{index}]"
             match block:
                 case TextBlock():
-                    self._add_text(role, block.text)
+                    self._add(role, block.text)
+                case ImageBlock() if role == "user":
+                    self._add(role, [block.part(place)])
                 case ToolResultBlock() if role == "user":
                     self._add_result(block, place)
                 case _:
@@ -281,7 +326,8 @@ class Conversation:
             )
         name = self._names[block.tool_use_id]
         message = {"role": "tool", "tool_call_id": block.tool_use_id, "name": name}
-        self.messages.append({**message, "content": text_of(block.content)})
+        content = content_of(block.content, f"{path}.content")
+        self.messages.append({**message, "content": content})
 
     def _add_turn(self, blocks: Sequence[Block], path: str) -> None:
         texts: list[str] = []

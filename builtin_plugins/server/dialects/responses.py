@@ -29,6 +29,7 @@ from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
 from .dialect import Asked, Dialect
+from .images import check_images
 from .responses_events import ResponseAnswer, ResponseObject, echoed
 from .responses_input import Conversation, InputItem, prepared_input
 
@@ -336,6 +337,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             include=[name for name in body.include if "." not in name],
         )
         messages = body.messages()
+        check_images(engine, messages, "input_image")
         tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")
         outputs = engine.chat(

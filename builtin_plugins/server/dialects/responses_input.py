@@ -10,12 +10,14 @@ import msgspec
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
+from .images import Content, image_part, joined
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 REFUSED_ITEMS = {
-    "input_file": "the model reads text alone",
-    "input_image": "the model reads text alone",
-    "input_audio": "the model reads text alone",
+    "input_file": "give its text, or images of its pages",
+    "input_audio": "there is no audio",
+    "input_video": "there is no video",
     "item_reference": "nothing is stored; send the item itself",
     "additional_tools": "give all tools in the field tools",
     "compaction": "nothing is stored; send the items themselves",
@@ -54,6 +56,21 @@ class InputText(Strict, tag_field="type", tag="input_text"):
     prompt_cache_breakpoint: Any = None
 
 
+class InputImage(Strict, tag_field="type", tag="input_image"):
+    """An image of the user, or of a tool.
+
+    Attributes:
+        image_url: a data URL; others where the operator allows them.
+        detail: ignored: the model's processor decides.
+        file_id: must be None: nothing is stored.
+    """
+
+    image_url: str
+    detail: Any = None
+    file_id: None = None
+    prompt_cache_breakpoint: Any = None
+
+
 class AssistantText(Strict, tag_field="type", tag="output_text"):
     """A text of the assistant."""
 
@@ -79,16 +96,29 @@ class MessageItem(Strict, tag_field="type", tag="message"):
     tag_is_optional: ClassVar[bool] = True
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | AssistantText | Refusal]
+    content: str | list[InputText | InputImage | AssistantText | Refusal]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
 
-    def text(self) -> str:
-        """Return the message's text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+    def text(self, path: str) -> str:
+        """Return the message's text.
+
+        Raises:
+            RequestError: it has an image.
+        """
+        content = self.parts(path)
+        if isinstance(content, str):
+            return content
+        index = next(i for i, part in enumerate(self.content) if isinstance(part, InputImage))
+        raise RequestError(
+            f"{path}.content[{index}].type: messages of role {self.role!r} cannot hold "
+            f"'input_image'"
+        )
+
+    def parts(self, path: str) -> Content:
+        """Return the message's text, or its texts and images."""
+        return _content(self.content, f"{path}.content")
 
 
 class ReasoningText(Strict, tag_field="type", tag="reasoning_text"):
@@ -147,18 +177,31 @@ class FunctionOutputItem(Strict, tag_field="type", tag="function_call_output"):
     """
 
     call_id: str
-    output: str | list[InputText]
+    output: str | list[InputText | InputImage]
     id: str | None = None
     status: Status | None = None
     caller: Any = None
     name: str | None = None
     namespace: Any = None
 
-    def text(self) -> str:
-        """Return the result."""
-        if isinstance(self.output, str):
-            return self.output
-        return "\n".join(part.text for part in self.output)
+    def parts(self, path: str) -> Content:
+        """Return the result: its text, or its texts and images."""
+        return _content(self.output, f"{path}.output")
+
+
+def _content(
+    given: str | Sequence[InputText | InputImage | AssistantText | Refusal], path: str
+) -> Content:
+    if isinstance(given, str):
+        return given
+    return joined(
+        [
+            image_part(part.image_url, f"{path}[{index}].image_url")
+            if isinstance(part, InputImage)
+            else part.text
+            for index, part in enumerate(given)
+        ]
+    )
 
 
 InputItem = MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem
@@ -213,9 +256,11 @@ class Conversation:
         match item:
             case MessageItem(role="assistant"):
                 turn = self._turn()
-                turn["content"] += item.text()
+                turn["content"] += item.text(path)
+            case MessageItem(role="user"):
+                self.messages.append({"role": "user", "content": item.parts(path)})
             case MessageItem():
-                self._add_message("user" if item.role == "user" else "system", item.text())
+                self._add_system(item.text(path))
             case ReasoningItem():
                 self._add_reasoning(item.text())
             case FunctionCallItem():
@@ -226,13 +271,13 @@ class Conversation:
             case FunctionOutputItem():
                 self._add_output(item, path)
 
-    def _add_message(self, role: str, text: str) -> None:
+    def _add_system(self, text: str) -> None:
         only = self.messages[0] if len(self.messages) == 1 else None
-        if role == "system" and only is not None and only["role"] == "system":
+        if only is not None and only["role"] == "system":
             # Templates look for one system message, at the beginning.
             only["content"] += f"\n\n{text}"
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": "system", "content": text})
 
     def _add_reasoning(self, text: str) -> None:
         if not text:
@@ -249,7 +294,7 @@ class Conversation:
             )
         name = self._names[item.call_id]
         message = {"role": "tool", "tool_call_id": item.call_id, "name": name}
-        self.messages.append({**message, "content": item.text()})
+        self.messages.append({**message, "content": item.parts(path)})
 
     def _turn(self, *, with_answer: bool = False) -> dict[str, Any]:
         """Return the message of the assistant's turn, a new one unless the last one goes on.

@@ -40,7 +40,15 @@ from hardpoint.plugins.requests import AdapterScale, WeightRun
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .chat import ChoiceLogprobs, Effort, Message, choice_logprobs, ended, plain_tools
+from .chat import (
+    ChoiceLogprobs,
+    Effort,
+    Message,
+    choice_logprobs,
+    ended,
+    plain_messages,
+    plain_tools,
+)
 from .chunks import ChunkAnswer
 from .dialect import Asked, Dialect
 
@@ -355,7 +363,7 @@ class TokenRoutes:
             self._service.check_prompt(asked.prompt)
             special = asked.add_special_tokens is not False
             return await engine.tokenise(asked.prompt, add_special_tokens=special)
-        messages = [message.plain() for message in asked.messages or ()]
+        messages = plain_messages(asked.messages or ())
         tools = plain_tools(asked.tools)
         self._service.check_prompt(messages, tools, name="messages")
         rendered = await engine.apply_chat_template(
@@ -367,9 +375,14 @@ class TokenRoutes:
                 engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
             ),
         )
+        if asked.add_special_tokens and "multi_modal_data" in rendered:
+            raise RequestError(
+                "add_special_tokens: expected false for a conversation with images, whose template "
+                "writes them"
+            )
         if asked.add_special_tokens:
             return await engine.tokenise(rendered["prompt"], add_special_tokens=True)
-        return list(rendered["prompt_token_ids"])
+        return await engine.prompt_tokens(rendered)
 
     def _texts(self, tokens: list[int]) -> list[str]:
         decode = self._service.engine.tokenizer.decode

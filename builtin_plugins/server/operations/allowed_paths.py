@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.errors import shown
+from hardpoint.toolkit.folders import permitted_path
 
 
 def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -> Path:
@@ -26,9 +27,9 @@ def allowed_path(given: str, folders: Sequence[str], field: str, setting: str) -
         raise AnswerError(
             400, f"{field}: expected an absolute path, got {shown(given, 200)}", param=field
         )
-    real = path.resolve()
-    allowed = [Path(folder).expanduser() for folder in folders]
-    if not any(real.is_relative_to(folder.resolve()) for folder in allowed):
+    real = permitted_path(given, folders)
+    if real is None:
+        allowed = [Path(folder).expanduser() for folder in folders]
         raise AnswerError(
             403,
             f"{field}: expected a path in one of {setting} "

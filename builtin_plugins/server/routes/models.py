@@ -29,6 +29,22 @@ _SAMPLING = (
 )
 
 
+class ImageLimits(msgspec.Struct):
+    """Limits of the images of a conversation.
+
+    Attributes:
+        max_items: how many there may be.
+        max_bytes: size of an encoded one.
+        max_pixels: width times height of one.
+        max_body_bytes: size of a request, which has images as base64.
+    """
+
+    max_items: int
+    max_bytes: int
+    max_pixels: int
+    max_body_bytes: int
+
+
 class Model(msgspec.Struct):
     """A model that requests may name.
 
@@ -37,6 +53,8 @@ class Model(msgspec.Struct):
         parent: name of the model that an adapter is of; None for the model itself.
         default_sampling: sampling parameters of requests that give none.
         weight_version: version of the weights, see `AsyncLLM.update_weights`.
+        input_modalities: "text", and "image" if conversations may have images.
+        images: limits of images; None without them.
     """
 
     id: str
@@ -48,6 +66,8 @@ class Model(msgspec.Struct):
     max_model_len: int | None
     default_sampling: dict[str, float]
     weight_version: str
+    input_modalities: list[str]
+    images: ImageLimits | None = None
 
 
 class ModelList(msgspec.Struct):
@@ -182,23 +202,33 @@ class StatusRoutes:
         sampling = {name: getattr(defaults, name) for name in _SAMPLING}
         started = self._service.started
         names = self._service.names
+        images = self._images()
+        takes = ["text"] if images is None else ["text", "image"]
         adapters = await self._service.adapters.listed() if self._service.engine.is_running else []
         return [
             *(
                 Model(
                     name, "model", started, "hardpoint", config.model, None, length, sampling,
-                    config.load.version,
+                    config.load.version, takes, images,
                 )
                 for name in names
             ),
             *(
                 Model(
                     loaded.request.name, "model", loaded.since, "hardpoint", loaded.request.path,
-                    names[0], length, sampling, config.load.version,
+                    names[0], length, sampling, config.load.version, takes, images,
                 )
                 for loaded in adapters
             ),
         ]  # fmt: skip
+
+    def _images(self) -> ImageLimits | None:
+        engine = self._service.engine
+        if not engine.takes_images:
+            return None
+        limits = engine.config.images
+        body = self._service.settings.limits.body_bytes
+        return ImageLimits(limits.max_items, limits.max_bytes, limits.max_pixels, body)
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002
         """List the model under its names, and its adapters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
@@ -25,8 +25,9 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
+from hardpoint.plugins.media_format import PlacedMedia
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import Retention
+from hardpoint.plugins.requests import MultiModalFeature, Retention
 from hardpoint.plugins.tokenizer import EncodedPair
 from hardpoint.typed.read_only import read_only
 
@@ -152,7 +153,7 @@ class InputProcessor:
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
-        token_ids: Tokens | None = None,
+        token_ids: Tokens | PlacedMedia | None = None,
     ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
         """Return the request, the prompt's text, if that is known, and the parsers of the output.
 
@@ -162,7 +163,8 @@ class InputProcessor:
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            token_ids: those of a prompt given as text, from `tokens_of`; None tokenises it here.
+            token_ids: those of a prompt given as text, or with media, from `AsyncTokenizer`; None
+                finds them here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -176,9 +178,14 @@ class InputProcessor:
         given = ReadPrompt.of(own) if own else read_prompt(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
-        whole = self._tokens(given, token_ids, pools=pooling is not None)
+        whole, features = self._whole(given, token_ids, pools=pooling is not None)
         room = 0 if pooling is not None else params.max_tokens or 1
         cut = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields)
+        if features and cut is not whole:
+            raise RequestError(
+                f"truncate_prompt_tokens: expected at least {len(whole)}, the tokens of the prompt "
+                f"with its media, which is not cut, got {extras.truncate_prompt_tokens}"
+            )
         pair = cut if isinstance(cut, EncodedPair) else None
         token_ids = cut.token_ids if isinstance(cut, EncodedPair) else cut
         if pooling is None:
@@ -199,6 +206,7 @@ class InputProcessor:
             second_type_start=None if pair is None else pair.second_type_start,
             lora=extras.lora_request,
             retention=extras.retention,
+            features=features,
         )
         for field, value in given.fields.items():
             setattr(request, field, value)
@@ -206,6 +214,46 @@ class InputProcessor:
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
         return request, given.text if cut is whole else None, parsers
+
+    def placed(self, prompt: Prompt, token_ids: list[int] | None = None) -> PlacedMedia:
+        """Return the tokens of a prompt, with its media in their places.
+
+        May be called in any thread, one call at a time; images take milliseconds.
+
+        Args:
+            prompt: text or token ids, with or without media.
+            token_ids: those of its text, from `tokenise`; None tokenises it here.
+
+        Raises:
+            RequestError: something is wrong with it.
+        """
+        whole, features = self._whole(read_prompt(prompt), token_ids, pools=False)
+        assert not isinstance(whole, EncodedPair), "a pair is refused"
+        return PlacedMedia(whole, features)
+
+    def _whole(
+        self, given: ReadPrompt, token_ids: Tokens | PlacedMedia | None, *, pools: bool
+    ) -> tuple[Tokens, Sequence[MultiModalFeature]]:
+        """Return the tokens of a prompt before it is cut, and its media."""
+        if isinstance(token_ids, PlacedMedia):
+            return token_ids.token_ids, token_ids.features
+        tokens = self._tokens(given, token_ids, pools=pools)
+        if given.media is None:
+            return tokens, ()
+        if isinstance(tokens, EncodedPair):
+            raise RequestError("multi_modal_data: expected none with a pair of texts")
+        placed = self._parts.place_media(tokens, given.media)
+        return placed.token_ids, placed.features
+
+    def has_media(self, prompt: Prompt) -> bool:
+        """Return whether a prompt has media.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+        if not isinstance(prompt, Mapping) or self._parts.reads_prompt(prompt):
+            return False
+        return read_prompt(prompt).media is not None
 
     def texts_of(self, prompt: Prompt) -> Sequence[str]:
         """Return the text to tokenise, or the two of a pair; none if the prompt has token ids."""
@@ -371,17 +419,20 @@ class AsyncTokenizer:
         self._thread: ThreadPoolExecutor | None = None
         self._running: set[Future[Any]] = set()
 
-    async def tokenise(self, prompt: Prompt) -> Tokens | None:
-        """Return the tokens of a prompt given as text, None for any other.
+    async def tokenise(self, prompt: Prompt) -> Tokens | PlacedMedia | None:
+        """Return the tokens of a prompt given as text, or with media; None for any other.
 
-        While a long text is tokenised, others wait for the same thread: a tokenizer is called with
-        one text at a time.
+        While a long text is tokenised, or media are processed, others wait for the same thread: a
+        tokenizer is called with one text at a time.
         """
         texts = self._processor.texts_of(prompt)
-        if not texts:
-            return None
-        encode = functools.partial(self._processor.tokens_of, texts)
-        return await self._run(encode, sum(map(len, texts)))
+        tokens: Tokens | None = None
+        if texts:
+            encode = functools.partial(self._processor.tokens_of, texts)
+            tokens = await self._run(encode, sum(map(len, texts)))
+        if self._processor.has_media(prompt) and not isinstance(tokens, EncodedPair):
+            return await self._in_thread(functools.partial(self._processor.placed, prompt, tokens))
+        return tokens
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens."""
@@ -394,9 +445,12 @@ class AsyncTokenizer:
         """Return the result of a call for texts of that length together."""
         if length < _LONG_TEXT and not self._running:
             return encode()
+        return await self._in_thread(encode)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        future = self._thread.submit(encode)
+        future = self._thread.submit(call)
         self._running.add(future)
         future.add_done_callback(self._running.discard)  # not before the thread is done with it
         return await asyncio.wrap_future(future)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
 `arrival_time`; of what reads two texts together, `{"text": text, "text_pair": text}`; or a mapping
-that a step part reads."""
+that a step part reads. A mapping may have `multi_modal_data`, items by modality, besides."""
 
 Params = SamplingParams | PoolingParams
 """What is to be made of a prompt: tokens that follow it, or vectors."""
@@ -30,6 +31,7 @@ Tokens = list[int] | EncodedPair
 
 _KEYS = ("prompt", "prompt_token_ids")
 _PAIR_KEYS = ("text", "text_pair")
+_MEDIA = "multi_modal_data"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ReadPrompt:
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
         fields: fields of the request that a step part has read.
+        media: items by modality, for the placeholders of the prompt; unchecked. None: there are
+            none, and no token is a placeholder.
     """
 
     text: str | None = None
@@ -51,6 +55,7 @@ class ReadPrompt:
     cache_salt: str | None = None
     arrival_time: float | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    media: Mapping[str, Sequence[Any]] | None = None
 
     @classmethod
     def of(cls, given: GivenPrompt) -> ReadPrompt:
@@ -87,6 +92,10 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         _check_one(token_ids)
         return ReadPrompt(token_ids=token_ids)
     given: dict[Any, Any] = copied(prompt, "prompt")
+    if _MEDIA in given:
+        given = dict(given)
+        media = _listed_media(given.pop(_MEDIA))
+        return dataclasses.replace(read_prompt(given), media=media or None)
     if "type" in given:
         return _tokenised(given)
     if not given.keys().isdisjoint(_PAIR_KEYS):
@@ -103,6 +112,26 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     if not isinstance(value, str):
         raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
     return ReadPrompt(text=value)
+
+
+def _listed_media(value: Any) -> dict[str, list[Any]]:
+    """Return media by modality, each as a list; one item alone is a list of it.
+
+    Raises:
+        RequestError: they are no mapping.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"{_MEDIA}: expected a mapping such as {{'image': [...]}}, got {type(value).__name__}"
+        )
+    media: dict[str, list[Any]] = {}
+    for modality, items in copied(value, _MEDIA).items():
+        if not isinstance(modality, str):
+            raise RequestError(f"{_MEDIA}: expected modalities as strings, got {shown(modality)}")
+        media[modality] = copied(items, f"{_MEDIA}.{modality}") if is_list(items) else [items]
+    return {modality: list(items) for modality, items in media.items() if items}
 
 
 def _check_one(prompt: Any) -> None:

@@ -15,6 +15,7 @@ from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
+from hardpoint.plugins.media_format import PlacedMedia
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
@@ -79,7 +80,7 @@ class Submitter:
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
-        token_ids: Tokens | None = None,
+        token_ids: Tokens | PlacedMedia | None = None,
         arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
@@ -87,7 +88,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: those of a prompt given as text, if it was tokenised already.
+            token_ids: those of a prompt given as text or with media, if they were found already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:

@@ -1,5 +1,6 @@
 """The web page at work, in headless Chromium: what a user sees, and what the browser refuses."""
 
+import base64
 import contextlib
 import itertools
 import json
@@ -12,9 +13,11 @@ from support.browser import new_page, running_browser
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.live_view import bearer, running_live_view
+from support.pictures import data_url, encoded, gradient
 from support.waiting import wait_until
 
 from hardpoint.plugins import OverloadedError, RequestError, SamplingParams
+from hardpoint.plugins.image_input import ImagesConfig
 from hardpoint.plugins.server import Middleware
 
 pytestmark = pytest.mark.nightly
@@ -710,3 +713,105 @@ def test_missing_figures_are_reported(browser):
         figures.error = None
         page.wait_for("document.querySelector('#problem').innerText === ''")
         assert page.text("#state").startswith("Degraded")
+
+
+@pytest.fixture(scope="module")
+def image_server():
+    engine = FakeEngine(config=configured(limits={"body_bytes": 200_000}), takes_images=True)
+    engine.config = msgspec.structs.replace(
+        engine.config, images=ImagesConfig(max_items=2, max_bytes=50_000, max_pixels=10_000)
+    )
+    with running(engine) as running_server:
+        yield running_server
+
+
+def give(page, event, *files):
+    """Paste or drop files, given as (name, type, bytes)."""
+    given = [(name, type_, base64.b64encode(data).decode()) for name, type_, data in files]
+    made = (
+        "new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true})"
+        if event == "paste"
+        else "new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})"
+    )
+    page.evaluate(
+        f"""(() => {{
+          const data = new DataTransfer();
+          for (const [name, type, text] of {json.dumps(given)}) {{
+            const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+            data.items.add(new File([bytes], name, {{type}}));
+          }}
+          document.querySelector('#message').dispatchEvent({made});
+        }})()"""
+    )
+
+
+def attached(page, count):
+    page.wait_for(f"document.querySelectorAll('#attached img').length === {count}")
+
+
+def test_images_are_pasted_dropped_removed_and_sent(browser, image_server, tmp_path):
+    first, second = encoded(gradient(40, 30)), encoded(gradient(30, 40), "JPEG")
+    for width, height in ((1200, 800), (390, 780)):
+        image_server.engine.asked.clear()
+        with new_page(browser, image_server.url + "/", width=width, height=height) as page:
+            page.wait_for("!document.querySelector('#add-images').hidden")
+            give(page, "paste", ("one.png", "image/png", first))
+            attached(page, 1)
+            give(page, "drop", ("two.jpg", "image/jpeg", second))
+            attached(page, 2)
+            page.screenshot(tmp_path / f"attached-{width}.png")
+            give(page, "drop", ("three.png", "image/png", first))
+            page.wait_for("!document.querySelector('#image-problem').hidden")
+            assert page.text("#image-problem") == "three.png: a conversation may have 2 images."
+            # Everything can be done with the keyboard: the buttons are buttons, with names.
+            names = "[...document.querySelectorAll('#attached button')].map((b) => b.ariaLabel)"
+            assert page.evaluate(names) == ["Remove one.png", "Remove two.jpg"]
+            page.evaluate("document.querySelector('#attached button').focus()")
+            page.press("Enter", "\r")
+            attached(page, 1)
+            assert page.evaluate("document.activeElement.ariaLabel") == "Remove two.jpg"
+            assert page.evaluate("document.querySelector('#image-problem').hidden")
+            ask(page, "What is this?")
+            answered(page)
+            (message,) = image_server.engine.asked[-1][0]
+            (image, text) = message["content"]
+            assert text == {"type": "text", "text": "What is this?"}
+            assert image["image_url"].url == data_url(second, "image/jpeg")
+            assert (
+                page.evaluate("document.querySelector('.message.user img').alt") == "Image 1 of 1"
+            )
+            page.evaluate("location.reload()")
+            page.wait_for("document.querySelector('.message.user img')")  # the tab keeps it
+            assert page.problems() == []
+
+
+def test_images_above_a_limit_are_not_taken(browser, image_server):
+    wrong = [
+        (("a.svg", "image/svg+xml", b"<svg/>"), "a.svg: expected a PNG, JPEG, WEBP or GIF image."),
+        (("b.png", "image/png", b"no image"), "b.png: this is no image that can be read."),
+        (
+            ("c.png", "image/png", b"x" * 50_001),
+            "c.png: it has 49 KiB, and at most 49 KiB are taken.",
+        ),
+        (
+            ("d.png", "image/png", encoded(gradient(101, 100))),
+            "d.png: it has 101 \u00d7 100 pixels, and at most 10000 are taken.",
+        ),
+    ]
+    with new_page(browser, image_server.url + "/") as page:
+        page.wait_for("!document.querySelector('#add-images').hidden")
+        for file, words in wrong:
+            give(page, "paste", file)
+            page.wait_for(
+                f"document.querySelector('#image-problem').textContent === {json.dumps(words)}"
+            )
+        assert page.evaluate("document.querySelectorAll('#attached img').length") == 0
+
+
+def test_without_a_model_that_takes_images_nothing_asks_for_them(page):
+    assert page.evaluate("document.querySelector('#add-images').hidden")
+    give(page, "paste", ("one.png", "image/png", encoded(gradient())))
+    give(page, "drop", ("one.png", "image/png", encoded(gradient())))
+    ask(page, "Hello")
+    answered(page)
+    assert page.evaluate("document.querySelectorAll('img').length") == 0

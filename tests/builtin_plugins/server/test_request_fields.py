@@ -358,7 +358,7 @@ REFUSED = [
     ("responses", {"input": [{"type": "banana"}]}, "input[0].type", '"message" or "reasoning"'),
     (
         "responses",
-        {"input": message_of("user", {"type": "input_image"})["messages"]},
+        {"input": message_of("user", {"type": "input_image", "image_url": "data:,"})["messages"]},
         "input[0].content[0].type",
         f"'input_image' {TEXT_ALONE}",
     ),
@@ -387,15 +387,15 @@ REFUSED = [
     ),
     (
         "messages",
-        message_of("user", {"type": "image", "source": {}}),
+        message_of("user", {"type": "image", "source": {"type": "url", "url": "data:,"}}),
         "messages[0].content[0].type",
         f"'image' {TEXT_ALONE}",
     ),
     (
         "messages",
         message_of("user", {**RESULT, "content": [{"type": "image"}]}),
-        "messages[0].content[0].content[0].type",
-        "'image' is not supported",
+        "messages[0].content[0].content[0].source",
+        "missing",
     ),
     (
         "messages",

@@ -76,8 +76,8 @@ def gguf_header(architecture):
         ("Gemmma3ForCausalLM", " (did you mean 'Gemma3ForCausalLM'?)"),
         ("LlammaForCausalLM", " (did you mean 'LlamaForCausalLM'?)"),
         (
-            "Gemma3ForConditionalGeneration",
-            ": it has inputs besides text; checkpoints of 'Gemma3ForCausalLM' are of text alone",
+            "Qwen3ForConditionalGeneration",
+            ": it has inputs besides text; checkpoints of 'Qwen3ForCausalLM' are of text alone",
         ),
     ],
 )
@@ -87,6 +87,7 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     assert error == (
         f"model: architecture {name!r} is not supported{meant or ''}; supported: "
         "BertForSequenceClassification, BertModel, Gemma2ForCausalLM, Gemma3ForCausalLM, "
+        "Gemma3ForConditionalGeneration, "
         "GraniteForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel, "
         "MistralForCausalLM, MistralForSequenceClassification, MistralModel, "
         "MixtralForCausalLM, ModernBertForSequenceClassification, ModernBertModel, "

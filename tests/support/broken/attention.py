@@ -16,6 +16,7 @@ class Plain(AttentionBackend):
     contract = 1
     devices = ("cpu",)
     softcaps = True
+    sees_ahead = True
 
     def bytes_per_block(self, spec):
         return 2 * self.context.block_size * spec.num_kv_heads * spec.head_size * self.itemsize
@@ -38,6 +39,8 @@ class Plain(AttentionBackend):
             start, end = plan.query_starts[index : index + 2].tolist()
             keys, values = self.read(cache, self.slots(plan, index, length))
             mask = self.mask(spec, length, end - start)
+            if plan.sees is not None:
+                mask |= self.ahead(spec, length, torch.from_numpy(plan.sees[start:end]))
             out[start:end] = self.softmax(spec, q[start:end].float(), keys, values, mask)
         return out
 
@@ -56,6 +59,10 @@ class Plain(AttentionBackend):
         key, query = torch.arange(length), torch.arange(length - queries, length)[:, None]
         window = length if spec.window is None else spec.window
         return (key <= query) & (key > query - window)
+
+    def ahead(self, spec, length, sees):
+        key, query = torch.arange(length), torch.arange(length - len(sees), length)[:, None]
+        return (key > query) & (key <= sees[:, None])
 
     def softmax(self, spec, q, keys, values, mask):
         keys, values = (self.spread(spec, side) for side in (keys, values))
@@ -120,6 +127,28 @@ class NotCausal(Plain):
 
     def mask(self, spec, length, queries):
         return torch.ones(queries, length, dtype=torch.bool)
+
+
+class SeesNothingAhead(Plain):
+    contract = 1
+
+    def ahead(self, spec, length, sees):
+        return torch.zeros(len(sees), length, dtype=torch.bool)
+
+
+class MovesWindow(Plain):
+    contract = 1
+
+    def attend(self, spec, cache, plan, q, k, v):
+        self.sees = plan.sees
+        return super().attend(spec, cache, plan, q, k, v)
+
+    def softmax(self, spec, q, keys, values, mask):
+        if self.sees is not None and spec.window is not None:
+            last = mask.long().flip(1).argmax(1)
+            key, end = torch.arange(mask.shape[1]), mask.shape[1] - last[:, None]
+            mask = mask & (key >= end - spec.window)
+        return super().softmax(spec, q, keys, values, mask)
 
 
 class IgnoresScale(Plain):

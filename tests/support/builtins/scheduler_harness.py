@@ -60,8 +60,8 @@ def adapter(number):
     return LoRARequest(name=f"lora{number}", id=number)
 
 
-def feature(identifier, offset, length):
-    return MultiModalFeature(identifier=identifier, offset=offset, length=length)
+def feature(identifier, offset, length, *, whole=False):
+    return MultiModalFeature(identifier, offset, length, sees_itself=whole)
 
 
 class HoldsBack(FirstComeFirstServed):

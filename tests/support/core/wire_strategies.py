@@ -109,7 +109,13 @@ POOLING = whole(
 )
 LORAS = whole(LoRARequest, name=TEXT, id=st.integers(1, 9), path=TEXT, content_hash=TEXT)
 FEATURES = whole(
-    MultiModalFeature, identifier=TEXT, offset=st.integers(0, 9), length=st.integers(1, 9)
+    MultiModalFeature,
+    identifier=TEXT,
+    offset=st.integers(0, 9),
+    length=st.integers(1, 9),
+    modality=TEXT,
+    sees_itself=st.booleans(),
+    data=st.none() | TEXT,
 )
 MARKERS = st.lists(TOKENS.map(tuple), max_size=2).map(tuple)
 REQUESTS = whole(

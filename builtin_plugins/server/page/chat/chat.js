@@ -5,6 +5,7 @@ import { Answer, receive } from "./answer.js";
 import { ApiError, requestJson } from "../shared/api.js";
 import { button, byId, element } from "../shared/dom.js";
 import { download, keep, kept } from "./kept.js";
+import { contentOf, ImagePicker, partsOf } from "./images.js";
 import { AnswerView, resultMessage, userMessage } from "./messages.js";
 import { FieldError } from "./schema_form.js";
 import { Settings } from "./settings.js";
@@ -12,6 +13,7 @@ import { Settings } from "./settings.js";
 const settings = new Settings();
 const announcer = new Announcer(byId("announcements"));
 const list = byId("messages");
+const images = new ImagePicker(sentImages, (text) => announcer.say(text));
 
 const EXAMPLES = [
   "Give me three tips for a good night's sleep.",
@@ -57,20 +59,27 @@ function lastUserIndex() {
   return entries.findLastIndex(({ node }) => node.classList.contains("user"));
 }
 
-function say(text) {
+function say(content) {
   settleResults();
-  addUser(text);
+  addUser(content);
   answerNow();
 }
 
-function addUser(text) {
-  const node = userMessage(text, (edited) => {
+function addUser(content) {
+  const { text, urls } = partsOf(content);
+  const node = userMessage(text, urls, (edited) => {
     stop();
     removeFrom(lastUserIndex());
     byId("message").focus();
-    say(edited);
+    say(contentOf(edited, urls));
   });
-  addEntry(node, [{ role: "user", content: text }]);
+  addEntry(node, [{ role: "user", content }]);
+}
+
+/** Return the URLs of all images of the conversation. */
+function sentImages() {
+  const messages = entries.flatMap((entry) => entry.messages);
+  return messages.filter(({ role }) => role === "user").flatMap(({ content }) => partsOf(content).urls);
 }
 
 /** Show the conversation that this tab had before it was reloaded. */
@@ -232,10 +241,10 @@ function fitComposer() {
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("message").value.trim();
-  if (text === "" || stopping !== null) return;
+  if ((text === "" && images.isEmpty) || stopping !== null) return;
   byId("message").value = "";
   fitComposer();
-  say(text);
+  say(contentOf(text, images.take()));
 });
 byId("message").addEventListener("input", fitComposer);
 byId("message").addEventListener("keydown", (event) => {
@@ -274,6 +283,7 @@ async function start() {
     byId("model").disabled = models.length < 2;
     byId("model").title = models[0].id;
     document.title = `${models[0].id} – Hardpoint`;
+    images.use(models[0].images ?? null);
     settings.showDefaults(models[0].default_sampling ?? {});
     await settings.loadPlugins();
     await settings.loadLink();

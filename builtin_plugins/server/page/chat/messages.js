@@ -1,6 +1,7 @@
 // The messages of a conversation as the page shows them.
 
 import { button, element, newId } from "../shared/dom.js";
+import { imageList } from "./images.js";
 import { copyButton, MarkdownView } from "./markdown_view.js";
 
 const ENDS = {
@@ -11,19 +12,21 @@ const ENDS = {
   timeout: "Ended because its time was over.",
 };
 
-/** Return the element of a user's message; `onEdit` gets the new text. */
-export function userMessage(text, onEdit) {
+/** Return the element of a user's message with the URLs of its images; `onEdit` gets the new text. */
+export function userMessage(text, urls, onEdit) {
   const body = element("div", { class: "body plain" }, text);
-  const actions = element("div", { class: "actions" }, copyButton(() => text, "Copy message"));
+  body.hidden = text === "";
+  const actions = element("div", { class: "actions" }, text === "" ? null : copyButton(() => text, "Copy message"));
   const node = element(
     "li",
     { class: "message user" },
     element("h2", { class: "hidden-text" }, "You"),
+    imageList(urls),
     body,
     actions,
   );
   const edit = button("Edit", () => {
-    const form = editForm(text, onEdit, () => {
+    const form = editForm(text, urls.length > 0, onEdit, () => {
       form.replaceWith(body);
       actions.hidden = false;
       edit.focus();
@@ -36,7 +39,7 @@ export function userMessage(text, onEdit) {
   return node;
 }
 
-function editForm(text, onEdit, onCancel) {
+function editForm(text, mayBeEmpty, onEdit, onCancel) {
   const id = newId("edit");
   const field = element("textarea", { id, rows: Math.min(text.split("\n").length + 1, 12) });
   field.value = text;
@@ -54,7 +57,7 @@ function editForm(text, onEdit, onCancel) {
   );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (field.value.trim() !== "") onEdit(field.value.trim());
+    if (mayBeEmpty || field.value.trim() !== "") onEdit(field.value.trim());
   });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Escape") onCancel();

@@ -1,0 +1,81 @@
+"""Images in conversations, as the dialects have them, and as the engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.image_input import ImageSource
+from hardpoint.plugins.server import AsyncGenerator
+
+Part = dict[str, Any]
+
+Content = str | list[str | Part]
+"""A text, or texts and images in any order."""
+
+
+def image_part(url: str, place: str) -> Part:
+    """Return an image as a part of a message.
+
+    Args:
+        place: names it in messages; the conversation that the engine gets may have other indices.
+    """
+    return {"type": "image_url", "image_url": ImageSource(url, place)}
+
+
+def placed_images(content: Any, path: str) -> Any:
+    """Return content whose images have their places; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    placed = []
+    for index, part in enumerate(content):
+        given = part.get("image_url") if isinstance(part, dict) else None
+        place = f"{path}[{index}].image_url"
+        if isinstance(given, dict) and isinstance(given.get("url"), str):
+            part = {**part, "image_url": ImageSource(given["url"], f"{place}.url")}
+        elif isinstance(given, str):
+            part = {**part, "image_url": ImageSource(given, place)}
+        placed.append(part)
+    return placed
+
+
+def joined(parts: Sequence[str | Part]) -> Content:
+    """Return the content of a message: a text, unless it has images."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "\n".join(texts)
+    return [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+
+
+def added(content: Content, more: Content) -> Content:
+    """Return the content of a message that goes on."""
+    if isinstance(content, str) and isinstance(more, str):
+        return f"{content}\n{more}"
+    return joined([part for one in (content, more) for part in _listed(one)])
+
+
+def _listed(content: Content) -> list[str | Part]:
+    return [content] if isinstance(content, str) else content
+
+
+def check_images(engine: AsyncGenerator, messages: Sequence[Mapping[str, Any]], type_: str) -> None:
+    """Check that the model takes images, if there are some.
+
+    Args:
+        type_: what the dialect calls the part of an image.
+
+    Raises:
+        RequestError: it takes none; the message names the first one.
+    """
+    if engine.takes_images:
+        return
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            source = part.get("image_url") if isinstance(part, Mapping) else None
+            if isinstance(source, ImageSource):
+                place = source.place.rpartition(".source" if type_ == "image" else ".")[0]
+                raise RequestError(
+                    f"{place}.type: {type_!r} is not supported: the model reads text alone"
+                )

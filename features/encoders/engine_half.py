@@ -1,0 +1,162 @@
+"""Media in the engine: requests keep what the encoder gets, until workers are to encode it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from hardpoint.errors import RequestError
+from hardpoint.plugins import (
+    EngineCoreRequest,
+    EngineHalf,
+    ModelRunnerOutput,
+    RequestFault,
+    SchedulerOutput,
+)
+from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.toolkit.encoder_cache import EncoderCacheManager
+
+from .messages import EncoderItem, EncoderStep, Span
+
+
+class EncodedRequests(EngineHalf):
+    """Sends workers what a plan encodes, and where its embeddings belong.
+
+    It knows which embeddings workers have, so that those of a plan that was lost, or of earlier
+    weights, are encoded again when they are needed.
+    """
+
+    def __init__(self, name: str, media: MediaFormat | None, budget: int) -> None:
+        """Keep nothing yet.
+
+        Args:
+            name: name of the part.
+            media: format of the model; None refuses all media.
+            budget: tokens that a step may encode, and that workers keep embeddings for.
+        """
+        self._name, self._media = name, media
+        self.every_plan = media is not None  # what is freed is in plans without media, too
+        self.encoder_cache = None if media is None else EncoderCacheManager(budget)
+        self.max_encoder_tokens = 0 if media is None else budget
+        self._kept: dict[str, Sequence[MultiModalFeature]] = {}
+        self._in_workers: set[str] = set()
+        self._encoding: dict[int, Collection[str]] = {}  # by the step of plans under way
+
+    def uses(self, request: EngineCoreRequest) -> bool:
+        """Return whether a request has media."""
+        return bool(request.features)
+
+    def check(self, request: EngineCoreRequest) -> None:
+        """Keep the media of a request; workers get them with a plan.
+
+        Raises:
+            RequestError: they are not what the model takes.
+        """
+        if self._media is None:
+            raise RequestError("features: expected none, the model takes text alone")
+        end = 0
+        for index, feature in enumerate(request.features):
+            flaw = self._flaw(feature, request.prompt_token_ids, end)
+            if flaw is not None:
+                raise RequestError(f"features[{index}]: {flaw}")
+            end = feature.end
+        self._kept[request.request_id] = request.features
+        request.features = [msgspec.structs.replace(f, data=None) for f in request.features]
+
+    def _flaw(
+        self, feature: MultiModalFeature, token_ids: Sequence[int], earliest: int
+    ) -> str | None:
+        """Return the flaw of a feature; None if it has none."""
+        media, data = self._media, feature.data
+        assert media is not None
+        if feature.modality not in media.modalities:
+            return f"modality: expected {', '.join(media.modalities)}, got {feature.modality!r}"
+        if feature.offset < earliest or feature.length != media.num_tokens:
+            return (
+                f"expected {media.num_tokens} tokens from position {earliest} on, got "
+                f"{feature.length} from {feature.offset} on"
+            )
+        tokens = token_ids[feature.offset : feature.end]
+        if len(tokens) != feature.length or any(token != media.token_id for token in tokens):
+            return f"expected the token {media.token_id} at all of its positions"
+        if feature.sees_itself != media.sees_itself:
+            return f"sees_itself: expected {media.sees_itself}, got {feature.sees_itself}"
+        is_array = isinstance(data, np.ndarray) and data.dtype == np.uint8
+        if not is_array or data.shape != media.item_shape:
+            return f"data: expected a uint8 array {list(media.item_shape)}"
+        return None
+
+    def refused(self, request_id: str) -> None:
+        """Forget the media of a request."""
+        self._kept.pop(request_id, None)
+
+    def ended(self, request_id: str) -> None:
+        """Forget the media of a request."""
+        self._kept.pop(request_id, None)
+
+    def begin(self, plan: SchedulerOutput) -> bytes | None:
+        """Return the data of a step for workers; None if it has no media."""
+        self._in_workers.difference_update(plan.freed_encoder_inputs)
+        spans = self._spans(plan)
+        wanted: dict[str, MultiModalFeature] = {}
+        for request_id, indices in plan.encoder_inputs.items():
+            for index in indices:
+                feature = self._kept[request_id][index]
+                wanted[feature.identifier] = feature
+        for request_id, found in spans.items():
+            missing = {span.identifier for span in found} - self._in_workers - wanted.keys()
+            if missing:
+                by_identifier = {f.identifier: f for f in self._kept[request_id]}
+                wanted |= {identifier: by_identifier[identifier] for identifier in sorted(missing)}
+        if not (spans or wanted or plan.freed_encoder_inputs):
+            return None
+        self._in_workers |= wanted.keys()
+        if wanted:
+            self._encoding[plan.step] = wanted.keys()
+        freed = list(plan.freed_encoder_inputs)
+        return msgspec.msgpack.encode(EncoderStep(freed, list(_items(wanted.values())), spans))
+
+    def _spans(self, plan: SchedulerOutput) -> dict[str, list[Span]]:
+        """Return the tokens of a step that get embeddings, by request."""
+        users = [name for name in plan.num_scheduled_tokens if name in self._kept]
+        if not users:
+            return {}
+        computed, spans = plan.num_computed_tokens(), {}
+        for name in users:
+            first = computed[name]
+            end = first + plan.num_scheduled_tokens[name]
+            found = []
+            for feature in self._kept[name]:
+                seen = range(max(feature.offset, first), min(feature.end, end))
+                if seen:
+                    start = seen.start - feature.offset
+                    found.append(Span(feature.identifier, seen.start - first, start, len(seen)))
+            if found:
+                spans[name] = found
+        return spans
+
+    def result(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> Mapping[str, RequestFault]:
+        """Expect nothing of what workers could not encode."""
+        encoded = self._encoding.pop(plan.step, ())
+        if self._name in result.part_faults:
+            self._in_workers.difference_update(encoded)
+        return {}
+
+    def lost(self, plan: SchedulerOutput) -> None:
+        """Expect nothing of what a plan was to encode."""
+        self._in_workers.difference_update(self._encoding.pop(plan.step, ()))
+
+    def weights_changed(self) -> None:
+        """Expect no embeddings in the workers."""
+        self._in_workers.clear()
+
+
+def _items(features: Iterable[MultiModalFeature]) -> Iterable[EncoderItem]:
+    for feature in features:
+        data = feature.data
+        yield EncoderItem(feature.identifier, feature.modality, data.shape, data.tobytes())

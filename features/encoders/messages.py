@@ -1,0 +1,50 @@
+"""The data of a plan for the encoders of workers, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EncoderItem(msgspec.Struct, array_like=True, frozen=True):
+    """An image to encode.
+
+    Attributes:
+        identifier: where its embeddings are kept.
+        shape: shape of the numbers, which are uint8.
+        data: what `MediaFormat.process` returned.
+    """
+
+    identifier: str
+    modality: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Span(msgspec.Struct, array_like=True, frozen=True):
+    """Tokens of a request in the step that get embeddings.
+
+    Attributes:
+        identifier: identifier of the embeddings.
+        first: the first of these tokens, among those of the request in the step.
+        start: the first embedding.
+        count: tokens, and embeddings.
+    """
+
+    identifier: str
+    first: int
+    start: int
+    count: int
+
+
+class EncoderStep(msgspec.Struct, array_like=True, frozen=True):
+    """Media of a step: items to encode, and tokens to embed.
+
+    Attributes:
+        freed: identifiers whose embeddings are dropped first.
+        items: what is encoded.
+        spans: tokens that get embeddings, by request.
+    """
+
+    freed: list[str] = []
+    items: list[EncoderItem] = []
+    spans: dict[str, list[Span]] = {}

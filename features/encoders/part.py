@@ -1,0 +1,98 @@
+"""Encoders as a step part: media of prompts become embeddings, in a batch of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated
+
+from hardpoint import plugins
+from hardpoint.errors import ModelError
+from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.plugins.part_components import ComponentFactory
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
+from hardpoint.toolkit.encoder_cache import encoder_budget
+
+from .engine_half import EncodedRequests
+from .placing import MediaPrompts
+from .worker_half import EncoderWorker
+
+MODELS = "models"
+
+
+class Encoders(StepPart):
+    """Requests with `features`, of models that have a `media_format`.
+
+    A fault ends the requests with media of its step.
+    """
+
+    contract = 1
+    fault_scope = "request"
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            max_items: images of a prompt, at most.
+            budget_tokens: tokens of images that a step encodes, and that workers keep embeddings
+                for, at most; None is `scheduler.max_num_batched_tokens`, and one image at least.
+        """
+
+        max_items: Annotated[int, Meta(ge=1)] = 16
+        budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+    options: Options
+
+    @classmethod
+    def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
+        """Return the field of requests with media."""
+        return ("features",)
+
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
+        """Return the half that places media in prompts; of other models, it refuses them."""
+        model = self.context.model_config
+        name = "this model" if model is None else model.architecture
+        return MediaPrompts(
+            self._format(context.components), name, self.options.max_items, context.encode
+        )
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+        """Return the half that knows which media are in the workers; of others, it refuses."""
+        media = self._format(context.components)
+        return EncodedRequests(self.name, media, self._budget(media))
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return the half that encodes, in the ranks that embed tokens."""
+        media = self._format(context.components)
+        parallel = self.context.config.parallel
+        if media is None or context.rank >= parallel.world_size // parallel.pipeline:
+            return None
+        return EncoderWorker(context, media, self._budget(media))
+
+    def _format(self, components: ComponentFactory) -> MediaFormat | None:
+        """Return how the model's prompts have media; None if it takes none.
+
+        Raises:
+            ModelError: its files ask for what is not supported.
+        """
+        config = self.context.model_config
+        cls = None if config is None else components.find(MODELS, config.architecture)
+        if cls is None or config is None:
+            return None
+        assert issubclass(cls, plugins.Model), "the registry has checked it"
+        found = cls.media_format(config, self.context.files)
+        if found is not None and not isinstance(found, MediaFormat):
+            raise ModelError(
+                f"{components.source(MODELS, config.architecture)}: its media_format() gave "
+                f"{type(found).__name__}, expected a MediaFormat or None"
+            )
+        return found
+
+    def _budget(self, media: MediaFormat | None) -> int:
+        """Return the tokens that a step may encode, which is also what embeddings are kept for."""
+        longest = 0 if media is None else media.num_tokens
+        given = self.options.budget_tokens
+        step = self.context.config.scheduler.max_num_batched_tokens
+        return encoder_budget(step if given is None else given, longest)

@@ -1,0 +1,222 @@
+"""Images in conversations and prompts of a model that takes them, and of one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from support.gemma_images import IMAGE, SOFT_TOKENS
+from support.image_model import settings, write_image_model
+from support.pictures import data_url, encoded, gradient
+
+from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
+from hardpoint.chat import PartReader, read_messages
+from hardpoint.testing import scripted_config, write_scripted_model
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
+FIRST, SECOND = gradient(20, 10), gradient(9, 31)
+URL = data_url(encoded(FIRST))
+PLACEHOLDER, SOFT = 4, 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_image_model(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder, tmp_path_factory):
+    permitted = tmp_path_factory.mktemp("permitted")
+    (permitted / "a.png").write_bytes(encoded(FIRST))
+    config = settings(images={"max_items": 3, "max_bytes": 5000, "folders": [str(permitted)]})
+    with LLM(str(folder), config=config) as opened:
+        opened.permitted = permitted
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def text_llm(tmp_path_factory):
+    folder = write_scripted_model(tmp_path_factory.mktemp("scripted"))
+    with LLM(config=scripted_config(folder)) as opened:
+        yield opened
+
+
+def by_url(url=URL):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*content):
+    return [{"role": "user", "content": list(content)}]
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def tokens(output):
+    """Return the tokens of an answer and how likely they were, which differs for other images."""
+    (completion,) = output.outputs
+    return completion.token_ids, round(completion.cumulative_logprob, 4)
+
+
+def test_an_image_is_a_part_wherever_it_stands(llm):
+    """All forms of a part are the same prompt: the tokens of the text, and those of the image."""
+    expected = llm.generate(
+        {
+            "prompt": f"user: see {IMAGE}here\nmodel:",
+            "multi_modal_data": {"image": [np.asarray(FIRST)]},
+        },
+        GREEDY,
+    )[0]
+    assert expected.prompt_token_ids.count(SOFT) == SOFT_TOKENS
+    for part in (
+        by_url(),
+        {"type": "image_url", "image_url": URL},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
+        {"type": "input_image", "image_url": URL},
+        {"type": "image", "image": FIRST},
+        {"type": "image", "image": np.asarray(FIRST)},
+        {"type": "image", "image": encoded(FIRST)},
+        {"type": "image", "url": URL},
+        {"type": "image", "path": str(llm.permitted / "a.png")},
+    ):
+        (found,) = llm.chat(user(text("see "), part, text("here")), GREEDY)
+        assert found.prompt_token_ids == expected.prompt_token_ids
+        assert tokens(found) == tokens(expected)
+
+
+def test_images_keep_their_order_among_texts_and_messages(llm):
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": SECOND}, text("first"), by_url()]},
+        {"role": "assistant", "content": "two"},
+        *user(text("and "), {"type": "image", "image": FIRST}),
+    ]
+    prompt = llm.apply_chat_template(messages)
+    sizes = [(image.width, image.height) for image in prompt["multi_modal_data"]["image"]]
+    assert sizes == [(9, 31), (20, 10), (20, 10)]
+    assert prompt["prompt"] == (
+        f"user: {IMAGE}first{IMAGE}\nassistant: two\nuser: and {IMAGE}\nmodel:"
+    )
+    (found,) = llm.chat(messages, GREEDY)
+    assert found.prompt_token_ids.count(SOFT) == 3 * SOFT_TOKENS
+    other = [*messages[:2], *user(text("and "), {"type": "image", "image": SECOND})]
+    assert tokens(llm.chat(other, GREEDY)[0]) != tokens(found)
+
+
+def test_a_text_that_spells_a_placeholder_is_a_text(llm):
+    """Of users and of the assistant, whose other special tokens templates look for."""
+    words = f"{IMAGE} <image_soft_token> <end_of_image>"
+    plain = llm.apply_chat_template(user(by_url()))["prompt_token_ids"]
+    assert plain.count(PLACEHOLDER) == 1
+    for messages in (
+        user(text(words), by_url()),
+        [*user(words), {"role": "assistant", "content": words}, *user(by_url())],
+    ):
+        prompt = llm.apply_chat_template(messages)
+        assert prompt["prompt_token_ids"].count(PLACEHOLDER) == 1
+        assert not {SOFT, 5}.intersection(prompt["prompt_token_ids"])
+        assert words in prompt["prompt"]
+        assert llm.chat(messages, GREEDY)[0].finished
+    alone = llm.apply_chat_template(user(words))
+    assert not {PLACEHOLDER, SOFT, 5}.intersection(alone["prompt_token_ids"])
+    assert "multi_modal_data" not in alone
+
+
+REFUSED = {
+    "video": (user({"type": "video_url", "video_url": {"url": "x"}}),
+              r"messages\[0\].content\[0\].type: expected \"text\" or \"image_url\", got "
+              "'video_url'; the model reads text and images alone"),
+    "audio": (user(text("a"), {"type": "input_audio"}), r"content\[1\].type: .*'input_audio'; the"),
+    "file": (user({"type": "file"}), "'file'; the model reads text and images alone"),
+    "unknown": (user({"type": "image-url"}), "got 'image-url'$"),
+    "none": (user({"type": "image_url"}), r"content\[0\]: expected image_url, got 0 of them"),
+    "null": (user(by_url(None)), r"content\[0\].image_url.url: expected a string, got NoneType"),
+    "several": (user({"type": "image", "image": FIRST, "url": URL}),
+                r"content\[0\]: expected image or url or path, got 2 of them"),
+    "more": (user(by_url() | {"file_id": "x"}), r"content\[0\].file_id: not supported"),
+    "an array of floats": (user({"type": "image", "image": np.zeros((2, 2, 3))}),
+                           r"messages\[0\].content\[0\].image: expected a uint8 array"),
+    "base64": (user(text("a"), by_url("data:;base64,?")),
+               r"messages\[0\].content\[1\].image_url.url: expected base64"),
+    "remote": (user(by_url("http://169.254.169.254/")),
+               r"content\[0\].image_url.url: expected a data: URL, because images are not fetched"),
+    "a file outside": (user(by_url("file:///etc/passwd")), "a path in one of images.folders$"),
+    "damaged": (user(by_url(data_url(encoded(FIRST)[:60]))), "image is damaged or truncated"),
+    "too many": (user(*[by_url()] * 4),
+                 r"^messages\[0\].content\[3\].image_url.url: expected at most 3 images"),
+    "hidden by the template": ([{"role": "system", "content": [by_url()]}, *user(text("x"))],
+                               "messages: the chat template shows the model 0 of 1 images"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_parts_that_are_refused(llm, name):
+    messages, words = REFUSED[name]
+    with pytest.raises(RequestError, match=words):
+        llm.chat(messages, GREEDY)
+    assert llm.chat(user(by_url()), GREEDY)[0].finished
+
+
+@pytest.mark.parametrize("type_", ["image_url", "input_image", "image"])
+def test_a_model_without_images_refuses_the_part_by_name(text_llm, type_):
+    assert not text_llm.takes_images
+    part = {"type": type_, "image_url": URL, "image": FIRST}
+    words = (
+        rf"messages\[0\].content\[1\].type: expected \"text\", got '{type_}'; the model reads text "
+        "alone"
+    )
+    with pytest.raises(RequestError, match=words):
+        text_llm.chat(user(text("a"), part), GREEDY)
+    with pytest.raises(RequestError, match=words):
+        read_messages(user(text("a"), part))
+    with pytest.raises(RequestError, match="multi_modal_data"):
+        text_llm.generate({"prompt": "x", "multi_modal_data": {"image": [FIRST]}}, GREEDY)
+
+
+def test_images_of_several_prompts_name_their_place(llm):
+    good = {"prompt": IMAGE, "multi_modal_data": {"image": URL}}
+    assert [tokens(o) for o in llm.generate([good, good], GREEDY)] == [
+        tokens(llm.generate(good, GREEDY)[0])
+    ] * 2
+    bad = {"prompt": IMAGE, "multi_modal_data": {"image": [b"no image"]}}
+    with pytest.raises(RequestError, match=r"^multi_modal_data.image\[0\]: expected an image in"):
+        llm.generate([good, bad], GREEDY)
+    found = list(llm.generate_unordered([(good, GREEDY), (good, GREEDY)]))
+    assert {index for index, _ in found} == {0, 1}
+
+
+def test_an_event_loop_goes_on_while_images_are_decoded(folder, llm):
+    messages = user(text("see "), by_url(), text("here"))
+    expected = tokens(llm.chat(messages, GREEDY)[0])
+
+    async def run():
+        async with AsyncLLM(str(folder), config=settings()) as opened:
+            assert opened.takes_images
+            async for output in opened.chat(messages, GREEDY):
+                found = output
+            prompt = await opened.apply_chat_template(messages)
+            counted = await opened.prompt_tokens(prompt)
+            media = {"image": [encoded(FIRST)]}
+            given = {"prompt": f"user: see {IMAGE}here\nmodel:", "multi_modal_data": media}
+            async for output in opened.generate(given, GREEDY):
+                again = output
+            with pytest.raises(RequestError, match=r"multi_modal_data.image\[0\]: expected base64"):
+                async for _ in opened.generate(
+                    {**given, "multi_modal_data": {"image": "data:;base64,?"}}, GREEDY
+                ):
+                    pass
+            return found, counted, again
+
+    found, counted, again = asyncio.run(run())
+    assert tokens(found) == tokens(again) == expected
+    assert counted == found.prompt_token_ids == again.prompt_token_ids
+    assert counted.count(SOFT) == SOFT_TOKENS
+
+
+def test_messages_of_other_kinds_pass_unchanged():
+    reader = PartReader(takes_images=True)
+    odd = ["x", {"role": "user"}, {"role": "user", "content": 3}, {"role": "user", "content": "a"}]
+    assert reader.without_images(odd) == odd
+    assert reader.without_images("text") == "text"
+    assert reader.found == []

@@ -1,0 +1,77 @@
+"""Programs in processes with limits: what they answer, and what ends them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.errors import HardpointError
+from hardpoint.toolkit.limited import LimitedProcess
+
+PROGRAM = """
+import time
+
+def start(settings):
+    kept = []
+    def answer(request):
+        if request == b"sleep":
+            time.sleep(60)
+        if request == b"memory":
+            kept.append(bytes(1 << 30))
+        if request == b"print":
+            print("no answer")
+        if request == b"raise":
+            raise ValueError(settings["word"])
+        return settings["word"].encode() + request * 2
+    return answer
+"""
+
+
+def process(tmp_path, **options):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    settings = {"seconds": 5.0, "max_bytes": 512 << 20, "max_answer_bytes": 1 << 20}
+    return LimitedProcess(
+        tmp_path / "program.py",
+        "to test",
+        needs="nothing",
+        settings={"word": "<"},
+        **settings | options,
+    )
+
+
+def test_requests_are_answered_in_order(tmp_path):
+    made = process(tmp_path)
+    assert made.pid is None
+    assert [made.ask(b"a"), made.ask(b"b", b"c"), made.ask(b"")] == [b"<aa", b"<bcbc", b"<"]
+    first = made.pid
+    assert made.ask(b"print") == b"<printprint"  # what it prints is no answer
+    assert made.pid == first
+    made.close()
+    assert made.pid is None
+    made.close()
+
+
+@pytest.mark.parametrize("request_", [b"memory", b"raise", b"x" * (1 << 20)])
+def test_what_ends_a_process_ends_no_other_request(tmp_path, request_):
+    made = process(tmp_path)
+    try:
+        assert made.ask(b"a") == b"<aa"
+        assert made.ask(request_) is None
+        assert made.pid is None
+        assert made.ask(b"a") == b"<aa"
+    finally:
+        made.close()
+
+
+def test_a_request_has_a_time(tmp_path):
+    made = process(tmp_path, seconds=0.2)
+    try:
+        assert made.ask(b"sleep") is None
+    finally:
+        made.close()
+
+
+def test_a_program_that_cannot_start_is_an_error(tmp_path):
+    made = process(tmp_path)
+    (tmp_path / "program.py").write_text("import a_module_that_is_not_there")
+    with pytest.raises(HardpointError, match="a process to test: .* is nothing installed there"):
+        made.ask(b"a")

@@ -1,0 +1,125 @@
+"""Encoded images to pixels: limits first, then a process that decodes."""
+
+from __future__ import annotations
+
+from hardpoint.errors import RequestError
+from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.media import Image
+from hardpoint.toolkit.limited import LimitedProcess
+
+from . import decode_program
+from .decode_program import DAMAGED, FRAMES, IMAGE, MEMORY, NUMBERS, SIZE
+from .header import FORMATS, read_header
+
+__all__ = ["ImageDecoder", "check_size"]
+
+_BYTES_PER_PIXEL = 32
+_OTHER_BYTES = 256 << 20
+
+
+def check_size(width: int, height: int, limits: ImagesConfig, place: str) -> None:
+    """Check the size of an image.
+
+    Args:
+        place: names the image in messages.
+
+    Raises:
+        RequestError: it has too many pixels, or too long a shape.
+    """
+    if width * height > limits.max_pixels:
+        raise RequestError(
+            f"{place}: expected an image of at most {limits.max_pixels} pixels "
+            f"(images.max_pixels), got {width} x {height}"
+        )
+    if max(width, height) > limits.max_aspect_ratio * min(width, height):
+        raise RequestError(
+            f"{place}: expected an image whose longer side is at most "
+            f"{limits.max_aspect_ratio:g} times the shorter one (images.max_aspect_ratio), got "
+            f"{width} x {height}"
+        )
+
+
+class ImageDecoder:
+    """Decodes images in a process of its own, which starts with the first one.
+
+    Usable from several threads, which wait for each other.
+    """
+
+    def __init__(self, limits: ImagesConfig) -> None:
+        """Start nothing."""
+        self._limits = limits
+        self._process = LimitedProcess(
+            str(decode_program.__file__),
+            "to decode images",
+            seconds=limits.decode_seconds,
+            max_bytes=_OTHER_BYTES + _BYTES_PER_PIXEL * limits.max_pixels + 4 * limits.max_bytes,
+            max_answer_bytes=3 * limits.max_pixels + 100,
+            needs="pillow",
+            settings={"max_pixels": limits.max_pixels},
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that decodes; None if there is none."""
+        return self._process.pid
+
+    def decode(self, data: bytes, place: str) -> Image:
+        """Return the pixels of an encoded image.
+
+        Args:
+            place: names the image in messages.
+
+        Raises:
+            RequestError: it has no format that is decoded, is damaged, or is above a limit.
+            HardpointError: no process can be started.
+        """
+        limit = self._limits.max_bytes
+        if len(data) > limit:
+            raise RequestError(
+                f"{place}: expected an image of at most {limit} bytes (images.max_bytes), got "
+                f"{len(data)}"
+            )
+        try:
+            header = read_header(data)
+        except ValueError as wrong:
+            raise RequestError(f"{place}: expected a whole image; {wrong}") from None
+        if header is None:
+            *names, last = FORMATS
+            found = "nothing" if not data else "another format"
+            raise RequestError(
+                f"{place}: expected an image in the format {', '.join(names)} or {last}, by its "
+                f"content; got {found}"
+            )
+        check_size(header.width, header.height, self._limits, place)
+        answer = self._process.ask(header.format.encode() + b"\n", data)
+        return self._read(answer, header.format, place)
+
+    def _read(self, answer: bytes | None, format_: str, place: str) -> Image:
+        kind = MEMORY if answer is None else answer[:1]
+        if answer is not None and kind == IMAGE:
+            width, height = NUMBERS.unpack_from(answer, 1)
+            check_size(width, height, self._limits, place)
+            return Image(width, height, answer[1 + NUMBERS.size :])
+        if answer is not None and kind == FRAMES:
+            frames, _ = NUMBERS.unpack_from(answer, 1)
+            raise RequestError(
+                f"{place}: expected an image of one frame, got {frames} frames; of a GIF alone, "
+                f"the first one is taken"
+            )
+        if kind == SIZE:
+            raise RequestError(
+                f"{place}: expected an image of at most {self._limits.max_pixels} pixels "
+                f"(images.max_pixels), got a frame with more"
+            )
+        if kind == DAMAGED:
+            raise RequestError(
+                f"{place}: expected a whole image; this {format_} image is damaged or truncated"
+            )
+        raise RequestError(
+            f"{place}: decoding it takes more than {self._limits.decode_seconds:g} s "
+            f"(images.decode_seconds) or too much memory"
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()

@@ -1,0 +1,201 @@
+"""Where images come from: data URLs, bytes, files of permitted folders, arrays, Pillow's images."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from hardpoint.errors import RequestError, shown
+from hardpoint.plugins.image_input import ImagesConfig, ImageSource
+from hardpoint.plugins.media import Image
+from hardpoint.toolkit.folders import permitted_path
+
+from .decoder import ImageDecoder, check_size
+from .fetch import Fetcher
+
+__all__ = ["ImageReader"]
+
+_FORMS = (
+    "a data: URL, bytes of an encoded image, a path in one of images.folders, a PIL image or a "
+    "uint8 array [height, width, 3]"
+)
+
+
+class ImageReader:
+    """Makes pixels of images in any form that users have them in.
+
+    Usable from several threads; closing it ends the process that decodes.
+    """
+
+    def __init__(self, limits: ImagesConfig, fetcher: Fetcher | None = None) -> None:
+        """Open nothing.
+
+        Args:
+            fetcher: fetches remote images; None is one for public addresses, if they are enabled.
+        """
+        self._limits = limits
+        self._decoder = ImageDecoder(limits)
+        self._fetcher = Fetcher(limits.remote, limits.max_bytes) if fetcher is None else fetcher
+
+    def read(self, images: Sequence[tuple[str, Any]]) -> list[Image]:
+        """Return the pixels of the images of a prompt.
+
+        Args:
+            images: each with its place, which names it in messages. An `ImageSource` has its own.
+
+        Raises:
+            RequestError: there are too many, or one is wrong; the message names its place.
+            HardpointError: no process that decodes can be started.
+        """
+        limit = self._limits.max_items
+        if len(images) > limit:
+            place = _place(*images[limit])
+            raise RequestError(
+                f"{place}: expected at most {limit} images in a prompt (images.max_items), got "
+                f"{len(images)}"
+            )
+        read: list[Image] = []
+        left = self._limits.max_total_pixels
+        for place, given in images:
+            image = self._one(given, place)
+            left -= image.width * image.height
+            if left < 0:
+                raise RequestError(
+                    f"{_place(place, given)}: expected images of at most "
+                    f"{self._limits.max_total_pixels} pixels together in a prompt "
+                    f"(images.max_total_pixels), got more"
+                )
+            read.append(image)
+        return read
+
+    def close(self) -> None:
+        """End the process that decodes."""
+        self._decoder.close()
+
+    def _one(self, given: Any, place: str) -> Image:
+        if isinstance(given, ImageSource):
+            return self._of_url(given.url, given.place)
+        if isinstance(given, Image):
+            return self._checked(given, place)
+        if isinstance(given, bytes | bytearray | memoryview):
+            return self._decoder.decode(bytes(given), place)
+        if isinstance(given, os.PathLike):
+            return self._of_path(os.fsdecode(given), place)
+        if isinstance(given, str):
+            is_url = given[:5].lower() in ("data:", "file:") or "://" in given[:16]
+            return self._of_url(given, place) if is_url else self._of_path(given, place)
+        if isinstance(given, np.ndarray):
+            return self._of_array(given, place)
+        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(given, pillow.Image):
+            return self._of_pillow(given, place)
+        raise RequestError(f"{place}: expected {_FORMS}, got {type(given).__name__}")
+
+    def _of_url(self, url: str, place: str) -> Image:
+        scheme = url[:5].lower()
+        if scheme == "data:":
+            return self._decoder.decode(self._data(url, place), place)
+        if scheme == "file:":
+            parts = urlsplit(url)
+            if parts.netloc not in ("", "localhost"):
+                raise RequestError(f"{place}: expected a file: URL without a host")
+            return self._of_file(unquote(parts.path), place)
+        return self._decoder.decode(self._fetcher.fetch(url, place), place)
+
+    def _data(self, url: str, place: str) -> bytes:
+        """Return the bytes of a data URL; its media type is not asked, the content has the format.
+
+        Raises:
+            RequestError: it is no base64, or too long.
+        """
+        head, comma, text = url[5:].partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise RequestError(
+                f"{place}: expected a data: URL with base64, data:image/png;base64,..., got "
+                f"{shown(url[:40])}"
+            )
+        limit = self._limits.max_bytes
+        if len(text) > 4 * (limit // 3 + 1):
+            raise RequestError(
+                f"{place}: expected an image of at most {limit} bytes (images.max_bytes), got "
+                f"about {len(text) // 4 * 3}"
+            )
+        try:
+            return base64.b64decode(text.encode("ascii"), validate=True)
+        except (binascii.Error, UnicodeEncodeError):
+            raise RequestError(
+                f"{place}: expected base64 after the comma of a data: URL, with A-Z, a-z, 0-9, +, "
+                f"/ and as many = as it needs, got something else"
+            ) from None
+
+    def _of_path(self, name: str, place: str) -> Image:
+        return self._of_file(str(Path.cwd() / os.path.expanduser(name)), place)
+
+    def _of_file(self, name: str, place: str) -> Image:
+        """Return an image of a permitted folder; links are followed before that is checked."""
+        path = permitted_path(name, self._limits.folders)
+        if path is None:
+            raise RequestError(
+                f"{place}: expected a path in one of images.folders"
+                f"{'' if self._limits.folders else ', which is empty'}"
+            )
+        return self._decoder.decode(self._content(path, place), place)
+
+    def _content(self, path: Path, place: str) -> bytes:
+        limit = self._limits.max_bytes
+        # Without waiting for a writer of a pipe, and without a link that has come since.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+        try:
+            with open(os.open(path, flags), "rb") as file:
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return file.read(limit + 1)
+        except OSError:
+            pass
+        raise RequestError(f"{place}: expected the path of a file that can be read")
+
+    def _of_array(self, given: np.ndarray[Any, Any], place: str) -> Image:
+        if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3 or not given.size:
+            raise RequestError(
+                f"{place}: expected a uint8 array [height, width, 3], got {given.dtype} "
+                f"{list(given.shape)}"
+            )
+        height, width = given.shape[:2]
+        check_size(width, height, self._limits, place)
+        return Image(width, height, given.tobytes())
+
+    def _of_pillow(self, given: Any, place: str) -> Image:
+        """Return an image that the caller opened; what is still to be decoded is decoded here."""
+        if given.width < 1 or given.height < 1:
+            raise RequestError(f"{place}: expected an image with pixels, got {given.size}")
+        check_size(given.width, given.height, self._limits, place)
+        try:
+            image = given if given.mode == "RGB" else given.convert("RGB")
+            pixels = image.tobytes()
+        except Exception as cause:  # of the caller's own object, whose error the caller gets
+            raise RequestError(f"{place}: reading the PIL image failed") from cause
+        return Image(image.width, image.height, pixels)
+
+    def _checked(self, given: Image, place: str) -> Image:
+        if (
+            given.width < 1
+            or given.height < 1
+            or len(given.pixels) != (3 * given.width * given.height)
+        ):
+            raise RequestError(
+                f"{place}: expected 3 * width * height bytes of pixels, got {len(given.pixels)} "
+                f"for {given.width} x {given.height}"
+            )
+        check_size(given.width, given.height, self._limits, place)
+        return given
+
+
+def _place(place: str, given: Any) -> str:
+    return given.place if isinstance(given, ImageSource) else place

@@ -181,7 +181,7 @@ class InputProcessor:
         whole, features = self._whole(given, token_ids, pools=pooling is not None)
         room = 0 if pooling is not None else params.max_tokens or 1
         cut = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields)
-        if features and cut is not whole:
+        if features and cut is not whole and not isinstance(whole, EncodedPair):
             raise RequestError(
                 f"truncate_prompt_tokens: expected at least {len(whole)}, the tokens of the prompt "
                 f"with its media, which is not cut, got {extras.truncate_prompt_tokens}"

@@ -38,13 +38,14 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .calls.sessions import AsyncSessionCalls
+from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.sessions import AsyncSessionCalls
 from .conversations.turns import AsyncConversation, PromptPart, check_options
-from .open_model import AsyncProcessorCalls, has_unread_images
+from .images import has_unread_images
+from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
-from .weights import AsyncWeightCalls
 
 __all__ = ["AsyncLLM"]
 

@@ -22,7 +22,7 @@ from hardpoint.toolkit.user_text import UserText
 from hardpoint.typed.schema_check import check_schema
 
 from . import typed
-from .open_model import PromptImages
+from .images import PromptImages
 
 _IMAGE = {"type": "image"}
 

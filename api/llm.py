@@ -30,8 +30,9 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .calls.sessions import SyncSessionCalls
+from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.sessions import SyncSessionCalls
 from .conversations.turns import Conversation, check_options
 from .open_model import ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
@@ -49,7 +50,6 @@ from .requests import (
     takes_options,
     with_output_kind,
 )
-from .weights import SyncWeightCalls
 
 __all__ = ["LLM"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
 import msgspec
@@ -13,7 +13,6 @@ import numpy as np
 
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.io_processors import OpenIOProcessor, ProcessorCall
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
@@ -29,14 +28,13 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.manifest import Manifest
-from hardpoint.plugins.media import Image
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
-from hardpoint.toolkit.images import ImageReader
 
-from .adapters import AsyncAdapterCalls, SyncAdapterCalls
+from .calls.adapters import AsyncAdapterCalls, SyncAdapterCalls
 from .conversations.states import OpenConversations
+from .images import PromptImages
 from .requests import (
     BatchOptions,
     OpenCalls,
@@ -53,60 +51,9 @@ __all__ = [
     "OpenModel",
     "PoolingCalls",
     "ProcessorCalls",
-    "PromptImages",
-    "has_unread_images",
 ]
 
 Engine = TypeVar("Engine", LLMEngine, AsyncEngine)
-
-_MEDIA, _IMAGE = "multi_modal_data", "image"
-
-
-def has_unread_images(prompt: Any) -> bool:
-    """Return whether a prompt has images that are not yet decoded."""
-    media = prompt.get(_MEDIA) if isinstance(prompt, Mapping) else None
-    images = media.get(_IMAGE) if isinstance(media, Mapping) else None
-    listed = images if isinstance(images, list | tuple) else [images]
-    return any(not isinstance(image, Image | None) for image in listed)
-
-
-class PromptImages:
-    """Reads the images of an open model's prompts.
-
-    Attributes:
-        tokens: ids of tokens that stand for an image or for parts of one, the placeholder first;
-            none if the model takes no images.
-    """
-
-    def __init__(self, parts: EngineParts) -> None:
-        """Start nothing; the first image starts a process that decodes."""
-        self.tokens: Sequence[int] = parts.step_parts.media_tokens.get(_IMAGE, ())
-        self.reader = ImageReader(parts.config.images)
-
-    def prompt(self, prompt: Any, place: str = "") -> Any:
-        """Return a prompt whose images are decoded; any other prompt as it is.
-
-        The engine refuses images for a model that takes none.
-
-        Args:
-            place: begins messages, if the prompt is one of several.
-
-        Raises:
-            RequestError: an image is wrong, or above a limit; the message names it.
-        """
-        if not self.tokens or not has_unread_images(prompt):
-            return prompt
-        media = prompt[_MEDIA]
-        given = media[_IMAGE]
-        listed = copied(given, f"{_MEDIA}.{_IMAGE}") if is_list(given) else [given]
-        read = self.reader.read(
-            [(f"{place}{_MEDIA}.{_IMAGE}[{index}]", image) for index, image in enumerate(listed)]
-        )
-        return {**prompt, _MEDIA: {**media, _IMAGE: read}}
-
-    def close(self) -> None:
-        """End the process that decodes."""
-        self.reader.close()
 
 
 class OpenModel(Generic[Engine]):

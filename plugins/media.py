@@ -1,12 +1,13 @@
-"""Images of prompts, decoded."""
+"""Images of prompts: decoded, and as what an encoder gets."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import msgspec
 
-__all__ = ["Image"]
+__all__ = ["Image", "MultiModalFeature"]
 
 
 class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -28,3 +29,30 @@ class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         digest = hashlib.sha256(f"RGB {self.width} {self.height}\n".encode())
         digest.update(self.pixels)
         return digest.hexdigest()
+
+
+class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One image, sound or video of a prompt, which an encoder turns into embeddings.
+
+    Attributes:
+        identifier: a hash of the content; equal content is encoded once.
+        offset: prompt position of its first placeholder token.
+        length: placeholder tokens that it covers; also its cost in the encoder budget.
+        modality: what it is: "image".
+        sees_itself: whether its tokens see those after them, up to its last one. They are computed
+            in one step then, and no cached prefix ends between them.
+        data: what the encoder gets, an array; for the engine's half of the part that encodes,
+            which takes it off: workers get it with the plan of the step that encodes it.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+    modality: str = "image"
+    sees_itself: bool = False
+    data: Any = None
+
+    @property
+    def end(self) -> int:
+        """Prompt position after its last placeholder token."""
+        return self.offset + self.length

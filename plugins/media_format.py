@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from .media import Image
-from .requests import MultiModalFeature
+from .media import Image, MultiModalFeature
 
 if TYPE_CHECKING:
     import numpy as np

@@ -344,10 +344,9 @@ class InputBatch:
         self._num_computed[rows] = seq_lens
         requests = [self._requests[row] for row in rows]
         sees = self.spans.last_seen(requests, starts, query_starts, positions)
-        groups = self.num_groups
         packed: PackedStep | None = None
         if self._packs or device.type != "cpu":
-            grouped = slots.reshape(groups, -1), tables.reshape(groups, -1, width)
+            grouped = slots.reshape(-1, len(positions)), tables.reshape(-1, len(rows), width)
             packed = PackedStep(
                 token_ids, positions, grouped[0], seq_lens, query_starts, grouped[1], device
             )

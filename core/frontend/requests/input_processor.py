@@ -157,9 +157,7 @@ class InputProcessor:
     ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
         """Return the request, the prompt's text, if that is known, and the parsers of the output.
 
-        The caller closes the parsers.
-
-        Fields of `extras` win over those of a tokenised prompt.
+        The caller closes the parsers. Fields of `extras` win over those of a tokenised prompt.
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
@@ -174,18 +172,12 @@ class InputProcessor:
             pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
             params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
-        own = not isinstance(prompt, str) and self._parts.read_prompt(prompt, self.tokenise)
-        given = ReadPrompt.of(own) if own else read_prompt(prompt)
+        given = self._read(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
         whole, features = self._whole(given, token_ids, pools=pooling is not None)
         room = 0 if pooling is not None else params.max_tokens or 1
-        cut = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields)
-        if features and cut is not whole and not isinstance(whole, EncodedPair):
-            raise RequestError(
-                f"truncate_prompt_tokens: expected at least {len(whole)}, the tokens of the prompt "
-                f"with its media, which is not cut, got {extras.truncate_prompt_tokens}"
-            )
+        cut = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields, features)
         pair = cut if isinstance(cut, EncodedPair) else None
         token_ids = cut.token_ids if isinstance(cut, EncodedPair) else cut
         if pooling is None:
@@ -208,8 +200,7 @@ class InputProcessor:
             retention=extras.retention,
             features=features,
         )
-        for field, value in given.fields.items():
-            setattr(request, field, value)
+        request = msgspec.structs.replace(request, **given.fields)
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
@@ -230,6 +221,10 @@ class InputProcessor:
         whole, features = self._whole(read_prompt(prompt), token_ids, pools=False)
         assert not isinstance(whole, EncodedPair), "a pair is refused"
         return PlacedMedia(whole, features)
+
+    def _read(self, prompt: Prompt) -> ReadPrompt:
+        own = not isinstance(prompt, str) and self._parts.read_prompt(prompt, self.tokenise)
+        return ReadPrompt.of(own) if own else read_prompt(prompt)
 
     def _whole(
         self, given: ReadPrompt, token_ids: Tokens | PlacedMedia | None, *, pools: bool
@@ -362,7 +357,12 @@ class InputProcessor:
         return token_ids
 
     def _cut(
-        self, tokens: Tokens, last: int | None, room: int, fields: Collection[str] = ()
+        self,
+        tokens: Tokens,
+        last: int | None,
+        room: int,
+        fields: Collection[str] = (),
+        features: Sequence[MultiModalFeature] = (),
     ) -> Tokens:
         """Return the last tokens of a prompt, or a pair of texts without its ends.
 
@@ -371,6 +371,7 @@ class InputProcessor:
             last: number of tokens; -1 is what leaves room for the output.
             room: tokens of the output.
             fields: fields of the prompt that stand by its positions.
+            features: its media, without which it is not cut.
         """
         if last is not None and fields:
             raise RequestError(
@@ -388,6 +389,11 @@ class InputProcessor:
             if isinstance(tokens, EncodedPair):
                 tokens = tokens.cut(last)
             elif len(tokens) > last:
+                if features:
+                    raise RequestError(
+                        f"truncate_prompt_tokens: expected at least {len(tokens)}, the tokens of "
+                        f"the prompt with its media, which is not cut, got {last}"
+                    )
                 tokens = tokens[-last:]
         count = len(tokens.token_ids if isinstance(tokens, EncodedPair) else tokens)
         if count + min(room, 1) > self._max_model_len:

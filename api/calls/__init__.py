@@ -1,0 +1,1 @@
+"""Calls of LLM and AsyncLLM by what they are about; bases of these classes."""

@@ -35,6 +35,7 @@ __all__ = [
     "TokenLogprobs",
     "ToolCall",
     "WeightRun",
+    "ids_after_embeddings",
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

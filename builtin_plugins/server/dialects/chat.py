@@ -25,6 +25,7 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
+from hardpoint.builtin_plugins.server.routes.images import placed_images
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.requests import WeightRun
@@ -33,7 +34,6 @@ from hardpoint.typed import Strict
 
 from .chunks import ChunkAnswer, identity_of
 from .dialect import Asked, Dialect
-from .images import placed_images
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 

@@ -21,12 +21,12 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
+from hardpoint.builtin_plugins.server.routes.images import check_images
 from hardpoint.plugins import RequestError, RequestOutput
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
 from .dialect import Asked, Dialect
-from .images import check_images
 from .messages_events import MessageAnswer, MessageObject
 from .messages_input import (
     AnyChoice,

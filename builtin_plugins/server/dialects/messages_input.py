@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.routes.images import Content, Part, added, image_part, joined
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
-
-from .images import Content, Part, added, image_part, joined
 
 _NO_SERVER_TOOLS = "there are no server tools"
 _SERVER_TOOLS = (

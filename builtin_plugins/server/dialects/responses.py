@@ -24,12 +24,12 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     reasoning_variables,
     renamed,
 )
+from hardpoint.builtin_plugins.server.routes.images import check_images
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
 from .dialect import Asked, Dialect
-from .images import check_images
 from .responses_events import ResponseAnswer, ResponseObject, echoed
 from .responses_input import Conversation, InputItem, prepared_input
 

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.routes.images import Content, image_part, joined
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
-
-from .images import Content, image_part, joined
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -18,7 +18,13 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
-from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs, WeightRun
+from hardpoint.plugins.requests import (
+    LoRARequest,
+    MultiModalFeature,
+    Retention,
+    TokenLogprobs,
+    WeightRun,
+)
 from hardpoint.plugins.stats import KVTierStats, PrefixCacheStats
 from hardpoint.plugins.structured import AnyTextFormat, StructuralTag, StructuredOutputs
 
@@ -107,7 +113,14 @@ POOLING = whole(
     use_activation=st.none() | st.booleans(),
     plugin_args=st.dictionaries(TEXT, PLAIN, max_size=2),
 )
-LORAS = whole(LoRARequest, name=TEXT, id=st.integers(1, 9), path=TEXT, content_hash=TEXT)
+LORAS = whole(
+    LoRARequest,
+    name=TEXT,
+    id=st.integers(1, 9),
+    path=TEXT,
+    content_hash=TEXT,
+    scale=st.floats(-100, 100),
+)
 FEATURES = whole(
     MultiModalFeature,
     identifier=TEXT,
@@ -134,6 +147,8 @@ REQUESTS = whole(
     cache_salt=MAYBE_TEXT,
     lora=st.none() | LORAS,
     features=st.lists(FEATURES, max_size=2),
+    retention=st.none() | whole(Retention, session=TEXT, seconds=FLOATS),
+    second_type_start=st.none() | COUNT,
     kv_transfer_params=TABLE,
     external_req_id=MAYBE_TEXT,
     data_parallel_rank=st.none() | st.integers(0, 9),
@@ -220,6 +235,9 @@ STATS = whole(
     num_waits_for_results=st.dictionaries(TEXT, COUNT, max_size=2),
     num_requests_by_adapter=st.dictionaries(TEXT, COUNT, max_size=2),
     weight_version=MAYBE_TEXT,
+    num_retained_blocks=COUNT,
+    num_retained_hits=COUNT,
+    num_retained_evictions=COUNT,
 )
 BATCHES = whole(
     EngineCoreOutputs,

@@ -172,6 +172,8 @@ class FakeEngine:
         return outputs
 
     async def call_part(self, part, method, arguments=None):
+        if method == "release":
+            return "missing"
         return "" if method == "prompt" else {"labels": ["no", "yes"]}
 
     def chat(self, messages, sampling_params=None, request_id=None, **extras):

@@ -35,6 +35,7 @@ LEFT_OUT = {
     "hooks": {"commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
+    "models": {"Gemma3ForConditionalGeneration"},
     "stat_sinks": {"prometheus"},
     "tokenizers": {"transformers"},
 }
@@ -53,6 +54,7 @@ WHOLE = (
 ON_USE = {
     ("hardpoint.toolkit.layers.rotary", "transformers"),  # reports what to install
     ("hardpoint.core.weights.updated_weights", "safetensors"),
+    ("hardpoint.toolkit.images.decode_program", "PIL"),
     ("hardpoint.features.adapters.files", "safetensors"),
     ("hardpoint.features.pooling.worker", "safetensors"),
     ("hardpoint.registry.hooks", "starlette"),

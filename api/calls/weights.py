@@ -21,7 +21,7 @@ from hardpoint import typed
 from hardpoint.core.engine.utility_calls import EngineUtilities, PauseModeName
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.core.weights.updated_weights import tensor_files
+from hardpoint.core.weights.updated_weights import tensor_files, write_tensors
 from hardpoint.errors import shown, size_text
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config_tables import LoadConfig, absolute_path
@@ -260,7 +260,7 @@ class TensorFolders:
         folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=_place(size)))
         self._folders.add(folder)
         try:
-            _write_tensors(folder / name, tensors)
+            write_tensors(folder / name, tensors)
             for other, data in (others or {}).items():
                 (folder / other).write_bytes(data)
         except Exception as cause:
@@ -290,20 +290,6 @@ class TensorFolders:
         """Remove folders."""
         self._folders -= set(folders)
         _remove(folders)
-
-
-def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to a file.
-
-    Raises:
-        OSError: there is no room for it.
-        SafetensorError: the same.
-    """
-    from safetensors.torch import save_file  # noqa: PLC0415 - no need of the core distribution
-
-    # The library refuses tensors that share memory, as a head and its table do.
-    alone = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file({name: tensor.clone() for name, tensor in alone.items()}, file)
 
 
 def _place(size: int) -> Path | None:

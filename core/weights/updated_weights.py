@@ -217,3 +217,17 @@ def _tensor(file: Path, name: str, cut: Cut | None) -> torch.Tensor:
     with _opened(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
     return tensor if cut is None else cut.of(tensor)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to a file.
+
+    Raises:
+        OSError: there is no room for it.
+        SafetensorError: the same.
+    """
+    from safetensors.torch import save_file  # noqa: PLC0415 - hardpoint-core lacks it
+
+    # The library refuses tensors that share memory, as a head and its table do.
+    alone = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file({name: tensor.clone() for name, tensor in alone.items()}, file)

@@ -123,6 +123,7 @@ class RetainedSessions(EngineHalf):
         self._num_held: Counter[str | None] = Counter()  # blocks by salt
         self._ends: list[tuple[float, int, _Session, list[bytes]]] = []  # a heap
         self._order = itertools.count()
+        self._is_used = False
 
     # Requests
 
@@ -142,6 +143,7 @@ class RetainedSessions(EngineHalf):
         """Begin to follow a request."""
         source = request.source
         assert source.retention is not None, "it uses the part"
+        self._is_used = True
         self._expire()
         key = source.cache_salt, source.retention.session
         session = self._sessions.get(key)
@@ -294,7 +296,9 @@ class RetainedSessions(EngineHalf):
         return "accepted"
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Add how many blocks are retained, found and evicted."""
+        """Add how many blocks are retained, found and evicted, once a request retains any."""
+        if not self._is_used:
+            return
         self._expire()
         self._forget_lost()
         stats.num_retained_blocks = len(self._retained.deadlines)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from support.async_requests import collect
 from support.internals import scheduler_of
@@ -21,9 +24,13 @@ MODEL = {"max_model_len": 512, "kv_cache": {"block_size": 4, "num_blocks": 1000}
 def opened(monkeypatch, scripted):
     """Return the setting with which AsyncLLM would open an engine."""
     configs = []
-    monkeypatch.setattr(
-        async_llm, "build_async_engine", lambda config, *_, **__: configs.append(config)
-    )
+
+    def build(config, *_, **__):
+        configs.append(config)
+        config = msgspec.structs.replace(config, max_model_len=64)
+        return SimpleNamespace(parts=SimpleNamespace(config=config, clock=time.monotonic))
+
+    monkeypatch.setattr(async_llm, "build_async_engine", build)
 
     def open_one(**scheduler):
         AsyncLLM(config=scripted_config(scripted, {"scheduler": scheduler}))

@@ -262,6 +262,7 @@ def test_it_ends_the_engine_where_it_is_configured(case):
 # kind, method, arguments, a wrong value, start of the message; the call fails
 RAISING = [
     ("tokenizers", "encode", ("x",), 1, "returned 1, expected token ids: TypeError: "),
+    ("tokenizers", "encode_pair", ("x", "y"), 1, "returned 1, expected "),
     ("tokenizers", "decode", ([1],), b"x", "returned b'x', expected text"),
     ("tokenizers", "decode_stream", ([1],), None, "returned None, which has no step()"),
     ("tokenizers", "apply_chat_template", ([],), 1, "returned 1, expected text"),

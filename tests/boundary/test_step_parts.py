@@ -341,10 +341,10 @@ def test_figures_that_no_part_has_are_refused(halves, expected):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"a": "text"}, "gave {'a': 'text'}, expected numbers, or lists of numbers, by name"),
-        ({1: 1}, "gave {1: 1}, expected numbers, or lists of numbers, by name"),
-        ({"a": [None]}, "expected numbers, or lists of numbers, by name"),
-        (None, "gave None, expected numbers, or lists of numbers, by name"),
+        ({"a": b"x"}, "gave {'a': b'x'}, expected numbers, lists of numbers, or texts, by name"),
+        ({1: 1}, "gave {1: 1}, expected numbers, lists of numbers, or texts, by name"),
+        ({"a": [None]}, "expected numbers, lists of numbers, or texts, by name"),
+        (None, "gave None, expected numbers, lists of numbers, or texts, by name"),
         (KeyError("x"), "failed: KeyError: 'x'"),
     ],
 )

@@ -20,11 +20,13 @@ from support.searching import kit_examples
 
 from hardpoint.features.adapters import Adapters
 from hardpoint.features.adapters.identity import content_hash, read_files
+from hardpoint.features.encoders import Encoders
 from hardpoint.features.kv_canary import KVCanary
 from hardpoint.features.kv_transfer import KVTransfer
 from hardpoint.features.pooling import Pooling
 from hardpoint.features.prompt_embeddings import PromptEmbeddings
 from hardpoint.features.recording import RecordedSteps
+from hardpoint.features.retention import Retention
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.plugins import (
@@ -33,6 +35,7 @@ from hardpoint.plugins import (
     LoRARequest,
     ReasoningMarkers,
     SamplingParams,
+    requests,
 )
 from hardpoint.plugins.model import LinearMatrix
 from hardpoint.plugins.ops import Ops
@@ -251,7 +254,30 @@ class TestAdaptersOfLayers(StepPartSuite):
 
 
 def test_all_builtins_are_tested():
-    assert_tests_builtins("step_parts", "part", globals())
+    """Encoders take what workers get once off their requests, which the suite uses again."""
+    assert_tests_builtins("step_parts", "part", globals(), lambda part: part is not Encoders)
+
+
+class TestRetention(StepPartSuite):
+    examples = kit_examples()
+    part = Retention
+    options = {"share": 0.5, "max_seconds": 60}
+
+    def requests(self):
+        wishes = st.builds(
+            requests.Retention, st.sampled_from(["a", "b", ""]), st.sampled_from([0.5, 1e9, -1.0])
+        )
+        return st.builds(
+            lambda prompt, retention: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(),
+                eos_token_ids=[256],
+                retention=retention,
+            ),
+            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            st.none() | wishes,
+        )
 
 
 class TestKVCanary(StepPartSuite):

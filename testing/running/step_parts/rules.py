@@ -55,8 +55,8 @@ DRAFT_LIMITS = Rule(
     "return a mapping of ids of these requests to numbers from 0 to that of their drafts",
 )
 FIGURES = Rule(
-    "figures: figures gives numbers, or lists of numbers, by name",
-    "return a mapping of texts to numbers of a live request, {} before there are any",
+    "figures: figures gives numbers, lists of numbers, or texts, by name",
+    "return a mapping of texts to numbers or texts of a live request, {} before there are any",
 )
 CALLS = Rule(
     "calls: calls are answered with plain data, others refused by a RequestError",
@@ -277,13 +277,15 @@ def check_figures(figures: Any) -> None:
     """Check what figures() returned for a request.
 
     Raises:
-        Violation: it has other values than numbers and lists of them.
+        Violation: it has other values than numbers, lists of them, and texts.
     """
     listed = isinstance(figures, Mapping) and [
-        (name, value if isinstance(value, list) else [value]) for name, value in figures.items()
+        (name, value if isinstance(value, list | str) else [value])
+        for name, value in figures.items()
     ]
     if listed is False or not all(
-        isinstance(name, str) and all(isinstance(value, int | float) for value in values)
+        isinstance(name, str)
+        and (isinstance(values, str) or all(isinstance(v, int | float) for v in values))
         for name, values in listed
     ):
         raise FIGURES.violation(f"figures() returned {short_repr(figures)}")

@@ -221,7 +221,7 @@ def llm(base):
 
 @pytest.mark.parametrize("case", WRONG)
 def test_one_error_names_field_and_value(llm, base, tmp_path, monkeypatch, case):
-    monkeypatch.setattr("hardpoint.system.tensor_files._MEMORY", tmp_path)
+    monkeypatch.setattr("hardpoint.calls.weights._MEMORY", tmp_path)
     arguments, error, message = WRONG[case]
     fields, tensors, config = arguments(base[1][0])
     with pytest.raises(error, match=message):
@@ -234,7 +234,7 @@ def test_no_room_is_one_error(llm, base, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hardpoint.system.tensor_files._write_tensors", full)
+    monkeypatch.setattr("hardpoint.calls.weights.write_tensors", full)
     given = base[1][0]
     with pytest.raises(Exception, match=r"tensors: .* cannot be written to .*: .*No space left"):
         llm.add_lora(lora("bad", 1), given.tensors, given.config)
@@ -242,9 +242,9 @@ def test_no_room_is_one_error(llm, base, monkeypatch):
 
 
 def test_folders_go_with_a_program_that_closes_nothing(base, tmp_path, monkeypatch):
-    from hardpoint.system.tensor_files import TensorFolders
+    from hardpoint.calls.weights import TensorFolders
 
-    monkeypatch.setattr("hardpoint.system.tensor_files._MEMORY", tmp_path)
+    monkeypatch.setattr("hardpoint.calls.weights._MEMORY", tmp_path)
     folders = TensorFolders("adapter-", "tensors")
     folder = folders.write("adapter_model.safetensors", base[1][0].tensors)
     assert folder.parent == tmp_path

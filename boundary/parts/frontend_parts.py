@@ -95,11 +95,13 @@ class FrontendParts:
         return self._reader_of(prompt) is not None
 
     def _reader_of(self, prompt: Any) -> BoundFrontendHalf | None:
-        if isinstance(prompt, Mapping):
-            for keys, half in self._reading:
-                if any(key in keys for key in prompt):
-                    return half
-        return None
+        if not self._reading or not isinstance(prompt, Mapping):
+            return None
+        try:
+            given = set(prompt)
+        except Exception:  # of the caller's mapping, which is refused where it is copied
+            return None
+        return next((half for keys, half in self._reading if keys & given), None)
 
     def read_prompt(self, prompt: Any, tokenise: Callable[..., list[int]]) -> GivenPrompt | None:
         """Return the ids and fields of a prompt whose form is a part's own; None for any other.

@@ -57,7 +57,7 @@ def validator(disabled=()):
     )
     vocabulary = Vocabulary(tokens=(b"1",), special=())
     parts = frontend_parts(
-        resolve_plugins(config, sources), {"config": config}, lambda: vocabulary, 1
+        resolve_plugins(config, sources), {"config": config}, lambda: vocabulary, 1, list
     )
 
     def flaw(answer, backend=None):

@@ -34,7 +34,7 @@ STEP_PARTS = [
     (broken.NoSuchToken, "steps", "drafts", r"the token 300 for 'r.', .* in 0..299"),
     (broken.LimitsOthers, "steps", "limited drafts", "names 'other', it was given drafts of"),
     (broken.AddsDrafts, "steps", "limited drafts", r"for 'r.', expected a number from 0 to [12]"),
-    (broken.FiguresAsText, "steps", "figures", r"figures.. returned \{'state': 'r.*"),
+    (broken.FiguresAsBytes, "steps", "figures", r"figures.. returned \{'state': b'r.*"),
     (broken.AnswersAll, "calls", "calls", r"'no such method', {}. returned \[\], expected Request"),
     (broken.AnswersObjects, "calls", "calls", r"call.'live', {}. raised TypeError"),
     (broken.UsesOtherFields, "contract", "contract", r"request_fields.. returned \['priority'\]"),

@@ -412,9 +412,9 @@ class _AddsDraftsHalf(GoodHalf):
         return {name: len(tokens) + 1 for name, tokens in drafts.items()}
 
 
-class _FiguresAsTextHalf(GoodHalf):
+class _FiguresAsBytesHalf(GoodHalf):
     def figures(self, request_id):
-        return {"state": f"{request_id} goes on"}
+        return {"state": request_id.encode()}
 
 
 class _NoNumberOfDraftsHalf(_DraftsHalf):
@@ -554,7 +554,7 @@ TooManyDrafts = part_of(_TooManyDraftsHalf)
 NoSuchToken = part_of(_NoSuchTokenHalf)
 LimitsOthers = part_of(_LimitsOthersHalf)
 AddsDrafts = part_of(_AddsDraftsHalf)
-FiguresAsText = part_of(_FiguresAsTextHalf)
+FiguresAsBytes = part_of(_FiguresAsBytesHalf)
 NoNumberOfDrafts = part_of(_NoNumberOfDraftsHalf)
 WritesPlan = part_of(_WritesPlanHalf)
 WritesResult = part_of(_WritesResultHalf)

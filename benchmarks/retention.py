@@ -25,7 +25,7 @@ from hardpoint import LLM, SamplingParams
 
 _TURN_TOKENS = 32
 _OTHER_TOKENS = 384
-_OTHERS = 2  # between two turns of the same or of another conversation
+_OTHERS = 6  # between two turns of the same or of another conversation
 _PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -58,7 +58,7 @@ def measure(model: str, turns: int, conversations: int, seconds: float | None) -
     """Return the figures of one engine."""
     numbers = random.Random(1)
     length = max(turns * (_TURN_TOKENS + 8), _OTHER_TOKENS) + 16
-    blocks = (conversations * length + 4 * _OTHER_TOKENS) // 16  # all of them, and a few others
+    blocks = (conversations * length + 2 * _OTHER_TOKENS) // 16  # all of them, and two others
     config: dict[str, Any] = {
         "kv_cache": {"num_blocks": blocks, "block_size": 16},
         "max_model_len": length,

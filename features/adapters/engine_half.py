@@ -353,7 +353,8 @@ class AdapterSlots(EngineHalf):
             self._forget([content])
         else:
             self._leaving.add(content)
-            self._host[content] = 0.0  # the first to go
+            if content in self._host:  # else workers do not have it, or not yet
+                self._host[content] = 0.0  # the first to go
         return True
 
     def _list(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
 
-from .weights import TensorFolders
+from .weights import TensorFolders, pauses
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,6 @@ __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 RemoveMode = Literal["drain", "end"]
 
 _PART = "adapters"
-_POLL_SECONDS = (0.002, 0.05)
-"""The shortest and the longest time between two questions whether an adapter is read."""
 _OPTION = "lora_request"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "hardpoint-adapter-"
@@ -108,10 +106,10 @@ class SyncAdapterCalls:
         arguments = _load_arguments(self._adapter_folders, lora, tensors, config)
         with _removed_if_failed(self._adapter_folders, arguments):
             ticket = self.call_part(_PART, "load", arguments)
-            pause, longest = _POLL_SECONDS
-            while (added := self.call_part(_PART, "poll", {"ticket": ticket})) is None:
+            for pause in pauses():
+                if (added := self.call_part(_PART, "poll", {"ticket": ticket})) is not None:
+                    break
                 time.sleep(pause)
-                pause = min(2 * pause, longest)
         return msgspec.convert(added, LoRARequest)
 
     def remove_lora(self: _Caller, lora_id: int, mode: RemoveMode = "drain") -> bool:
@@ -185,10 +183,10 @@ class AsyncAdapterCalls:
         arguments = await asyncio.to_thread(_load_arguments, self._adapter_folders, *given)
         with _removed_if_failed(self._adapter_folders, arguments):
             ticket = await self.call_part(_PART, "load", arguments)
-            pause, longest = _POLL_SECONDS
-            while (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is None:
+            for pause in pauses():
+                if (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is not None:
+                    break
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, longest)
         return msgspec.convert(added, LoRARequest)
 
     async def remove_lora(self: _AsyncCaller, lora_id: int, mode: RemoveMode = "drain") -> bool:

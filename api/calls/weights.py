@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MEMORY = Path("/dev/shm")
 _PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)
-"""The shortest and the longest time between two questions whether weights are prepared."""
+"""The shortest and the longest time between two questions whether something is read."""
 
 Weights: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor]"
 """Path of a safetensors file or a folder of them; or tensors by their names in the checkpoint."""
@@ -82,7 +82,7 @@ class SyncWeightCalls:
             call, updates = engine.call_utility, list(load.updates)
             try:
                 calls.prepare_weights.call(call, updates, load.version, mode, recompute=recompute)
-                for pause in _pauses():
+                for pause in pauses():
                     if calls.weights_prepared.call(call):
                         break
                     time.sleep(pause)
@@ -127,7 +127,7 @@ class AsyncWeightCalls:
                 await calls.prepare_weights.call_async(
                     call, updates, load.version, mode, recompute=recompute
                 )
-                for pause in _pauses():
+                for pause in pauses():
                     if await calls.weights_prepared.call_async(call):
                         break
                     await asyncio.sleep(pause)
@@ -221,8 +221,8 @@ def _following(version: str) -> str:
     return str(int(version) + 1)
 
 
-def _pauses() -> Iterator[float]:
-    """Yield seconds to wait between two questions whether weights are prepared."""
+def pauses() -> Iterator[float]:
+    """Yield seconds to wait between two questions whether something is read."""
     pause, longest = _POLL_SECONDS
     while True:
         yield pause

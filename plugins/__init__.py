@@ -20,6 +20,7 @@ from . import moved
 from .adapter_resolver import AdapterResolver, AdapterResolverContext
 from .arguments import PrepareContext
 from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
+from .balancer import BalancerContext, EngineView, LoadBalancer
 from .commands import Command, CommandContext
 from .config import EngineConfig
 from .executor import Executor, ExecutorContext, WorkerInfo
@@ -161,6 +162,10 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "Sampler",
     "SamplerContext",
     "SamplingRows",
+    # Balancers: provisional
+    "BalancerContext",
+    "EngineView",
+    "LoadBalancer",
     # Speculators: provisional
     "DraftRequest",
     "Speculator",

@@ -284,6 +284,9 @@ class ParallelConfig(Strict):
         communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
             ranks of one host, and torch.distributed elsewhere.
         start_seconds: maximum time for the ranks to find each other.
+        data: engines, each with the whole model in a process of its own; requests are divided among
+            them.
+        balancer: chooses the engine of each request.
     """
 
     tensor: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -291,10 +294,12 @@ class ParallelConfig(Strict):
     expert: bool = False
     communicator: Reference = "auto"
     start_seconds: PositiveSeconds = 120.0
+    data: Annotated[int, Meta(ge=1, le=1024)] = 1
+    balancer: Reference = "least_cost"
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of an engine."""
         return self.tensor * self.pipeline
 
     @property

@@ -8,6 +8,7 @@ from enum import Enum
 from hardpoint.plugins.adapter_resolver import AdapterResolver
 from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.attention import AttentionBackend
+from hardpoint.plugins.balancer import LoadBalancer
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.grammars import GrammarBackend
@@ -382,6 +383,16 @@ KINDS: dict[str, Kind] = {
             suite="IOProcessorSuite",
         ),
         Kind(
+            name="balancers",
+            interface=LoadBalancer,
+            number=Number.ONE,
+            processes=(Process.FRONTEND,),
+            fault_scope=FaultScope.STEP,
+            chosen_by="parallel.balancer",
+            summary="Choose the engine that runs a request, where there are several.",
+            suite="LoadBalancerSuite",
+        ),
+        Kind(
             name="stat_sinks",
             stability=Stability.STABLE,
             interface=StatSink,
@@ -404,8 +415,6 @@ KINDS: dict[str, Kind] = {
     )
 }
 
-PLANNED: dict[str, str] = {
-    "balancers": "balancer",
-}
+PLANNED: dict[str, str] = {}
 """Kinds of the design that this version does not have, with the configuration table that will
 choose them; naming either is refused by name."""

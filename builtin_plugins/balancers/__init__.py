@@ -1,0 +1,1 @@
+"""Load balancers: which of several engines runs a request."""

@@ -10,7 +10,13 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
-from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    HardpointError,
+)
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 
 
@@ -67,6 +73,9 @@ class EngineCoreClient(Protocol):
         Raises:
             HardpointError: the error that the utility raised.
         """
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Start engines with other parameters from now on, where dead ones are restarted."""
 
     def close(self) -> None:
         """End the engine."""
@@ -130,6 +139,9 @@ class InprocClient:
             raise_unless_fault(error)
             reported = failure_of(method, error)
             raise reported from reported.__cause__
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Do nothing: no core is restarted."""
 
     def close(self) -> None:
         """Close the core and release it."""

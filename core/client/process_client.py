@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -363,12 +364,7 @@ class ProcessClient:
             EngineDeadError: the engine is gone.
             EngineClosedError: `end_waiting` was called.
         """
-        item = self._outputs.get(timeout if wait else 0)
-        if isinstance(item, EngineClosedError):
-            raise item
-        if isinstance(item, Exception):
-            raise engine_dead(item)
-        return EngineCoreOutputs() if item is None and not wait else item
+        return self._outputs.take(wait=wait, timeout_s=timeout)
 
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
@@ -418,6 +414,10 @@ class ProcessClient:
             f"the engine did not answer {method} within "
             f"{limit if timeout is None else f'{timeout:g} s'}"
         )
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Change `start`, for an engine that is started in the place of this one."""
+        self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""

@@ -299,12 +299,14 @@ class AsyncEngine(WatchedEngine):
             manifest = parts.plugins.manifest
             await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
             self.parts = dataclasses.replace(parts, client=self.parts.client)
+            self._client.restart_with(parts.config, manifest)
             self._frontend.submitter.use_plugins(parts.plugins)
         return manifest
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is restarted."""
         self.parts = self.parts.with_load(load)
+        self.parts.client.restart_with(self.parts.config, self.parts.plugins.manifest)
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities, as `LLMEngine.call_utility` does.

@@ -31,28 +31,19 @@ known can restart it.
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import threading
-import time
 from collections.abc import Callable
 from enum import Enum
 
-from hardpoint.boundary.activity import PluginCall
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.errors import EngineClosedError, EngineDeadError
 
 from .engine_parts import EngineParts
 
 _log = logging.getLogger("hardpoint")
-
-WINDOW_S = 60.0
-"""In which restarts, and deaths of one cause, are counted."""
-
-DEADLY = 2
-"""So many deaths in a plugin's methods quarantine it."""
-
 
 class EngineState(Enum):
     """States of an AsyncEngine: how it treats requests.
@@ -136,61 +127,42 @@ class Restarter:
     """Decides whether a dead engine is restarted, and restarts it.
 
     Attributes:
-        enabled: whether it restarts any.
-        count: number of restarts so far.
+        budget: how often it may.
     """
 
-    def __init__(
-        self,
-        connect: Connect,
-        *,
-        enabled: bool,
-        max_per_minute: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, connect: Connect, budget: RestartBudget) -> None:
         """Start without an attempt.
 
         Args:
             connect: starts an engine process.
-            enabled: whether dead engines are restarted.
-            max_per_minute: the limit.
-            clock: seconds.
+            budget: counts the restarts.
         """
-        self.enabled = enabled
-        self.count = 0
+        self.budget = budget
         self._connect = connect
-        self._limit = max_per_minute
-        self._clock = clock
-        self._deaths: list[tuple[float, tuple[str, str]]] = []
-        self._attempts: collections.deque[float] = collections.deque()
         self._lock = threading.Lock()
         self._closed = False
 
+    @property
+    def enabled(self) -> bool:
+        """Whether it restarts any engine."""
+        return self.budget.enabled
+
+    @property
+    def count(self) -> int:
+        """Number of restarts so far."""
+        return self.budget.count
+
     def may_restart(self) -> bool:
         """Return whether one more restart is allowed now, and count it."""
-        now = self._clock()
-        while self._attempts and now - self._attempts[0] >= WINDOW_S:
-            self._attempts.popleft()
-        if not self.enabled or self._closed or len(self._attempts) >= self._limit:
-            return False
-        self._attempts.append(now)
-        return True
-
-    def died_in(self, call: PluginCall) -> bool:
-        """Record a death in a plugin's method; return whether the plugin is to be quarantined."""
-        now, key = self._clock(), (call.kind, call.name)
-        self._deaths = [d for d in self._deaths if now - d[0] < WINDOW_S]
-        self._deaths.append((now, key))
-        return sum(died == key for _, died in self._deaths) >= DEADLY
+        return not self._closed and self.budget.may_restart()
 
     def give_up(self, error: EngineDeadError) -> None:
         """Add to an error that the limit prevented a restart, and log it.
 
         If something else prevented it, the error stays as it is.
         """
-        if self.enabled and not self._closed and len(self._attempts) >= self._limit:
-            limit = f"{self._limit} restart{'s' if self._limit > 1 else ''} within a minute"
-            error.args = (f"{error}; not restarted: {limit} (engine.max_restarts_per_minute)",)
+        if self.budget.is_spent and not self._closed:
+            error.args = (f"{error}; {self.budget.limit_text}",)
             _log.error("%s", error)
 
     async def restart(self, parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
@@ -208,7 +180,7 @@ class Restarter:
                     raise
                 _log.warning("the engine died while it was restarted: %s", error)
             else:
-                self.count += 1
+                self.budget.count += 1
                 _log.warning("the engine was restarted (pid %d)", started[0].pid)
                 return started
 

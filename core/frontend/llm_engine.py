@@ -244,12 +244,14 @@ class LLMEngine:
         parts = self.parts.with_policy(use, {} if options is None else options)
         EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
         self.parts = parts
+        parts.client.restart_with(parts.config, parts.plugins.manifest)
         self._frontend.submitter.use_plugins(parts.plugins)
         return parts.plugins.manifest
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is started again."""
         self.parts = self.parts.with_load(load)
+        self.parts.client.restart_with(self.parts.config, self.parts.plugins.manifest)
 
     @locked
     def call_utility(self, method: str, *args: Any) -> Any:

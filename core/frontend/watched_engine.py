@@ -12,8 +12,10 @@ from collections.abc import Callable
 
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.errors import attribute_error, engine_dead
+from hardpoint.core.client.engine_group import EngineGroup
 from hardpoint.core.client.event_loop import EventLoopBridge, Item
 from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.client.restarts import DEADLY, WINDOW_S
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -26,7 +28,7 @@ from hardpoint.system.engine_lock import OwnerProcess
 
 from .engine_parts import EngineParts
 from .frontend import Frontend
-from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
+from .lifecycle import EngineLifecycle, EngineState, Restarter
 from .requests.input_processor import AsyncTokenizer
 
 _log = logging.getLogger("hardpoint")
@@ -108,9 +110,9 @@ class WatchedEngine:
             self._client.abort_requests(ids)
 
     @property
-    def _client(self) -> ProcessClient:
+    def _client(self) -> ProcessClient | EngineGroup:
         client = self.parts.client
-        assert isinstance(client, ProcessClient)
+        assert isinstance(client, ProcessClient | EngineGroup)
         return client
 
     async def _ready(self) -> None:
@@ -218,7 +220,7 @@ class WatchedEngine:
     def _suspect(self, call: PluginCall) -> None:
         """Quarantine a third-party plugin that ran when the engine died, and died before."""
         entry = self.parts.plugins.find(call.kind, call.name)
-        if entry is None or not is_third_party(entry) or not self._restarter.died_in(call):
+        if entry is None or not is_third_party(entry) or not self._restarter.budget.died_in(call):
             return
         if (parts := self.parts.without(call)) is None:
             return

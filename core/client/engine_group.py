@@ -1,0 +1,518 @@
+"""The client of several engine processes: divides requests among them, and outlives any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from hardpoint.boundary.activity import Activity, PluginCall, Snapshot
+from hardpoint.boundary.errors import engine_dead, rejection_output
+from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    HardpointError,
+    RequestError,
+)
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.registry.plugin_set import PluginSet
+
+from .engine_choice import EngineChoice, Replica, Sessions
+from .ledger import Entry, Ledger
+from .merged_calls import JointCalls
+from .output_queue import OutputQueue
+from .process_client import EngineStart, ProcessClient, Sink
+from .recovery import Recovery
+from .restarts import RestartBudget
+from .sockets import Attempt
+
+_log = logging.getLogger("hardpoint")
+
+Suspect = Callable[[PluginCall], EngineStart | None]
+"""Called with the plugin method that ran when an engine died; returns what engines are to be
+started with from now on, None if nothing changes."""
+
+
+class EngineGroup:
+    """Starts several engines of one model; implements `EngineCoreClient` over all of them.
+
+    Each has a number, its rank, and a process and a cache of its own. A request runs on one of
+    them; a control call goes to all. If one dies, its requests go on at another one with the same
+    tokens, or end with an error that names the engine; the others run on.
+
+    Attributes:
+        start: what engines are started with, but for their rank.
+        ready: the ready response of the first engine.
+    """
+
+    # Threads: senders call `add_requests` and the like, one reader per engine calls `_receive`, and
+    # readers or watchers call `_lost`. `_lock` guards the ledger, the list of engines and the order
+    # of what the sink gets; no message is sent and no engine started while it is held.
+    #
+    # An engine is dead once `_lost` has the lock: what it sends later, if it lives, is dropped,
+    # since its `Replica` is no longer the one of its rank. So each token is handed on once.
+
+    in_process = False
+
+    def __init__(
+        self,
+        start: EngineStart,
+        choice: EngineChoice,
+        budget: RestartBudget,
+        *,
+        sink: Sink | None = None,
+        process: EngineProcess | None = None,
+        suspect: Suspect = lambda _: None,
+    ) -> None:
+        """Start the engines and wait until all are ready.
+
+        The first one is started first: it decides on the size of all caches, and packs the weights
+        that the others map.
+
+        Args:
+            start: parameters of the first engine; `config.parallel.data` is their number.
+            choice: chooses the engine of each request; closed with the group.
+            budget: how often dead engines are restarted.
+            sink: called with outputs, and last with the error that ended them, in other threads;
+                must not hold this client. Without a sink they wait for `get_output`.
+            process: process of the first engine that was spawned before.
+            suspect: called for an engine that died in a plugin's method.
+
+        Raises:
+            HardpointError: an engine cannot be started; the others are closed.
+        """
+        self.start = start
+        self._choice, self._budget, self._suspect = choice, budget, suspect
+        self._outputs = OutputQueue()
+        self._sink = self._outputs.put if sink is None else sink
+        self._lock = threading.RLock()
+        self._ledger, self._sessions = Ledger(), Sessions()
+        self._recovery = Recovery(start.config.engine)
+        self._calls = JointCalls(choice, PluginSet(start.manifest))
+        self._error: EngineDeadError | None = None
+        self._last_snapshot: Snapshot | None = None
+        self._is_closed = False
+        self.was_killed = False
+        num_engines = start.config.parallel.data
+        self._replicas = [Replica(rank, self._sessions) for rank in range(num_engines)]
+        self._serving: list[Replica] = []
+        self._clients: list[ProcessClient] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            first = self._open(self._replicas[0], process)
+            self.ready = first.ready
+            self.start = _like(start, first)
+            self._open_others()
+            undo.pop_all()
+
+    def _open_others(self) -> None:
+        """Start the engines after the first one, side by side.
+
+        Raises:
+            HardpointError: the first error; the message names the engine.
+        """
+        if not (others := self._replicas[1:]):
+            return
+        with ThreadPoolExecutor(len(others)) as pool:
+            opening = [pool.submit(self._open, replica, None) for replica in others]
+        for replica, one in zip(others, opening, strict=True):
+            if (error := one.exception()) is not None:
+                if isinstance(error, HardpointError):
+                    error.args = (f"engine {replica.rank} of {len(self._replicas)}: {error}",)
+                raise error
+
+    def _open(self, replica: Replica, process: EngineProcess | None) -> ProcessClient:
+        """Start the process of an engine, which serves from then on.
+
+        Raises:
+            EngineClosedError: the group was closed meanwhile.
+            HardpointError: the engine cannot be started.
+        """
+        start = dataclasses.replace(self.start, engine_index=replica.rank)
+        client = ProcessClient(start, _Receiver(self, replica), process)
+        with self._lock:
+            failure = replica.failure
+            if self._is_closed:
+                failure = EngineClosedError("the engine was closed while it was started")
+            if failure is None:
+                replica.client, replica.is_serving = client, True
+                self._clients.append(client)
+                self._refresh()
+                return client
+        client.close()
+        raise failure
+
+    def _refresh(self) -> None:
+        self._serving = [replica for replica in self._replicas if replica.is_serving]
+
+    # What clients of one engine have
+
+    @property
+    def pid(self) -> int:
+        """The process id of the first engine that serves, or served."""
+        return self._any_client.pid
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the engines that serve, by rank."""
+        return {one.rank: one.open_client.pid for one in self._serving}
+
+    @property
+    def activity(self) -> Activity:
+        """What the first engine that serves is doing; of a dead group, what the last one did."""
+        return self._any_client.activity
+
+    @property
+    def _any_client(self) -> ProcessClient:
+        serving = self._serving
+        return serving[0].open_client if serving else self._clients[-1]
+
+    @property
+    def num_restarts(self) -> int:
+        """How often engines were restarted."""
+        return self._budget.count
+
+    # Requests
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request to one of the engines. If it rejects it, its first output is the error.
+
+        Raises:
+            EngineDeadError: all engines are gone.
+            EngineTimeoutError: the engine accepted no message for some seconds.
+            RequestError: the request cannot be encoded, or names an engine that there is not.
+        """
+        self.add_requests([request])
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Send the requests of one call, each to one of the engines. If one is rejected, all are.
+
+        Raises:
+            As `add_request`.
+        """
+        placed = self._place(requests)
+        try:
+            for replica, part in placed:
+                with contextlib.suppress(EngineDeadError):  # they go on elsewhere, see `_lost`
+                    replica.open_client.add_requests(part)
+        except BaseException:
+            self.abort_requests([request.request_id for request in requests])
+            raise
+
+    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
+        """Return a function that tries to send the requests of one call without waiting.
+
+        Raises:
+            RequestError: one cannot be encoded, or names an engine that there is not.
+            EngineDeadError: all engines are gone.
+        """
+        placed = self._place(requests)
+        attempts: deque[Attempt] = deque()
+        try:
+            for replica, part in placed:
+                with contextlib.suppress(EngineDeadError):
+                    attempts.append(replica.open_client.offer_requests(part))
+        except BaseException:
+            self.abort_requests([request.request_id for request in requests])
+            raise
+
+        def attempt() -> bool:
+            while attempts:
+                with contextlib.suppress(EngineDeadError):
+                    if not attempts[0]():
+                        return False
+                attempts.popleft()
+            return True
+
+        return attempt
+
+    def _place(
+        self, requests: Sequence[EngineCoreRequest]
+    ) -> list[tuple[Replica, list[EngineCoreRequest]]]:
+        """Choose the engines of requests; those without one wait until an engine serves."""
+        with self._lock:
+            if self._error is not None:
+                raise engine_dead(self._error)
+            for request in requests:
+                self._check_rank(request)
+            parts: dict[Replica, list[EngineCoreRequest]] = {}
+            for entry in self._ledger.open(requests):
+                if (replica := self._choose(entry)) is None:
+                    self._recovery.wait(entry)
+                else:
+                    parts.setdefault(replica, []).append(entry.request)
+            return list(parts.items())
+
+    def _check_rank(self, request: EngineCoreRequest) -> None:
+        rank = request.data_parallel_rank
+        if rank is not None and not 0 <= rank < len(self._replicas):
+            raise RequestError(
+                f"data_parallel_rank: expected 0 to {len(self._replicas) - 1}, the ranks of the "
+                f"engines, or none, got {rank}"
+            )
+
+    def _choose(self, entry: Entry) -> Replica | None:
+        """Return the engine that a request is sent to, counted there; None if it has to wait."""
+        request, serving = entry.request, self._serving
+        if (rank := request.data_parallel_rank) is not None:
+            serving = [replica for replica in serving if replica.rank == rank]
+        if not serving:
+            return None
+        replica = self._choice.choose(request, serving)
+        self._sessions.note(request, replica.rank)
+        entry.sent_to(replica)
+        return replica
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests without waiting; a request sent later reaches its engine after this."""
+        ids: dict[Replica, list[str]] = {}
+        with self._lock:
+            for request_id in list(request_ids):
+                if (entry := self._ledger.get(request_id)) is not None:
+                    if entry.replica is not None:
+                        ids.setdefault(entry.replica, []).append(request_id)
+                    self._end(entry)
+        for replica, listed in ids.items():
+            replica.open_client.abort_requests(listed)
+        self._send_waiting()
+
+    def _end(self, entry: Entry) -> None:
+        self._ledger.close(entry)
+        self._recovery.forget(entry)
+
+    # Outputs
+
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
+        """Hand on what an engine sends; in its reader's or watcher's thread."""
+        if isinstance(item, Exception):
+            self._lost(replica, item)
+            return
+        with self._lock:
+            if self._replicas[replica.rank] is not replica or not replica.is_serving:
+                return
+            replica.read(item)
+            outputs = [output for output in item.outputs if self._take(replica, output)]
+            for output in [one for one in outputs if one.error_kind is not None]:
+                outputs += self._refuse_others(output)
+            for request_id in item.finished_requests or ():
+                entry = self._ledger.get(request_id)
+                if entry is not None and entry.replica is replica:
+                    self._end(entry)
+            item.outputs = outputs
+            if item.scheduler_stats is not None:
+                item.scheduler_stats = self._calls.stats_of(self._serving)
+            self._sink(item)
+        self._send_waiting()
+
+    def _take(self, replica: Replica, output: EngineCoreOutput) -> bool:
+        """Note an output; return whether it is of a request that runs there."""
+        entry = self._ledger.get(output.request_id)
+        if entry is None or entry.replica is not replica:
+            return False
+        entry.take(output)
+        if output.finish_reason is not None:
+            self._end(entry)
+        else:
+            self._recovery.took(entry)
+        return True
+
+    def _refuse_others(self, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """End the other requests of a call of which one was refused; return their outputs."""
+        outputs: list[EngineCoreOutput] = []
+        for entry in self._ledger:
+            if refused.request_id in entry.call and not entry.has_output:
+                replica, request_id = entry.replica, entry.request.request_id
+                outputs.append(msgspec.structs.replace(refused, request_id=request_id))
+                self._end(entry)
+                if replica is not None:
+                    replica.open_client.abort_requests([request_id])
+        return outputs
+
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
+        """Return the next batch of outputs of any engine, as `ProcessClient.get_output` does."""
+        return self._outputs.take(wait=wait, timeout_s=timeout)
+
+    def end_waiting(self) -> None:
+        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
+        self._outputs.put(EngineClosedError("the engine is closed"))
+
+    # Deaths
+
+    def _lost(self, replica: Replica, error: Exception) -> None:
+        """Let the requests of a dead engine go on, and start another engine in its place."""
+        with self._lock:
+            if replica.client is None:
+                replica.failure = error
+            if replica.client is None or self._replicas[replica.rank] is not replica:
+                return
+            client = replica.client
+            last, killed = client.activity.snapshot(), client.was_killed
+            if self._is_closed:
+                return
+            _log.error("engine %d died: %s", replica.rank, error)
+            self.was_killed = killed
+            successor = self._replicas[replica.rank] = Replica(replica.rank, self._sessions)
+            self._refresh()
+            if last.call is not None and not killed and (start := self._suspect(last.call)):
+                self.start = dataclasses.replace(self.start, manifest=start.manifest)
+            successor.is_starting = self._budget.may_restart()
+            entries = self._ledger.of(replica)
+            for entry in entries:
+                entry.leave()
+            for entry, reason in self._recovery.lost(entries, last.in_step, blameless=killed):
+                self._refuse(entry, error, reason)
+            self._end_hopeless(error)
+        threading.Thread(
+            target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
+        ).start()
+        self._send_waiting()
+
+    def _refuse(self, entry: Entry, error: Exception, reason: str) -> None:
+        """End a request of a dead engine with an error."""
+        self._end(entry)
+        dead = engine_dead(error)
+        dead.args = (f"{error}; the request {reason}",)
+        self._sink(rejection_output(entry.request.request_id, dead))
+
+    def _end_hopeless(self, error: Exception) -> None:
+        """End the requests that wait for an engine that is not coming; be dead if none is."""
+        coming = {one.rank for one in self._replicas if one.is_serving or one.is_starting}
+        if not coming:
+            self._error = engine_dead(error)
+            if self._budget.is_spent:
+                self._error.args = (f"{error}; {self._budget.limit_text}",)
+            self._sink(self._error)
+            return
+        for entry in self._ledger:
+            rank = entry.request.data_parallel_rank
+            if entry.replica is None and rank is not None and rank not in coming:
+                self._refuse(entry, error, "names that engine (data_parallel_rank)")
+
+    def _replace(self, client: ProcessClient, successor: Replica) -> None:
+        """Close the client of a dead engine; start another one, as often as is allowed."""
+        client.close()
+        while successor.is_starting:
+            try:
+                self._open(successor, None)
+            except EngineClosedError:
+                successor.is_starting = False
+            except HardpointError as error:
+                _log.warning("engine %d cannot be restarted: %s", successor.rank, error)
+                with self._lock:
+                    successor.is_starting = self._budget.may_restart()
+                    if not successor.is_starting:
+                        self._end_hopeless(error)
+            else:
+                successor.is_starting = False
+                self._budget.count += 1
+                _log.warning("engine %d was restarted", successor.rank)
+                self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send the requests that wait for an engine, once one serves."""
+        while self._recovery.has_more and self._serving:
+            with self._lock:
+                sent: list[tuple[Replica, Entry]] = []
+                taken = self._recovery.take()
+                for entry in taken:
+                    if (replica := self._choose(entry)) is not None:
+                        sent.append((replica, entry))
+                    else:
+                        self._recovery.wait(entry)
+            for replica, entry in sent:
+                try:
+                    replica.open_client.add_request(entry.resumed())
+                except EngineDeadError:
+                    pass  # they are waiting again, see `_lost`
+                except HardpointError as error:
+                    with self._lock:
+                        self._refuse(entry, error, "cannot go on")
+            if not sent:
+                return
+
+    # Control calls
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call a utility of all engines without waiting; one answer is made of theirs.
+
+        Raises:
+            EngineDeadError: all engines are gone.
+            RequestError: the arguments cannot be encoded.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise engine_dead(self._error)
+            serving = list(self._serving)
+            owners = {entry.request.request_id: entry.replica for entry in self._ledger}
+        return self._calls.call(serving, owners, method, args)
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a utility of all engines and wait for the answer, as `ProcessClient.call_utility`."""
+        future = self.call(method, *args)
+        try:
+            return future.result(self.utility_timeout(method) if timeout is None else timeout)
+        except TimeoutError:
+            if future.done():  # the utility itself raised it
+                raise
+            future.cancel()
+            raise self.no_answer(method, timeout) from None
+
+    def utility_timeout(self, method: str) -> float | None:
+        """Return the timeout of a utility call in seconds; None is without limit."""
+        return self._any_client.utility_timeout(method)
+
+    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
+        """Return the error for a utility call that was not answered in time."""
+        return self._any_client.no_answer(method, timeout)
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Start engines with other parameters from now on."""
+        self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
+
+    def close(self) -> None:
+        """End all engines and release everything. Closing twice does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            clients = list(self._clients)
+        if len(clients) > 1:
+            with ThreadPoolExecutor(len(clients)) as pool:
+                list(pool.map(ProcessClient.close, clients))
+        else:
+            for client in clients:
+                client.close()
+        self._choice.close()
+
+
+class _Receiver:
+    """The sink of an engine's client, which does not hold the group."""
+
+    def __init__(self, group: EngineGroup, replica: Replica) -> None:
+        self._group, self._replica = weakref.ref(group), replica
+
+    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
+        if (group := self._group()) is not None:
+            group.receive(self._replica, item)
+
+
+def _like(start: EngineStart, first: ProcessClient) -> EngineStart:
+    """Return the parameters of engines with a cache of the first one's size."""
+    config = start.config
+    kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=first.ready.num_gpu_blocks)
+    config = msgspec.structs.replace(
+        config, kv_cache=kv_cache, max_model_len=first.ready.max_model_len
+    )
+    return dataclasses.replace(start, config=config)

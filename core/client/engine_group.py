@@ -111,7 +111,7 @@ class EngineGroup:
         self._clients: list[ProcessClient] = []
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            first = self._open(self._replicas[0], process)
+            first = self._open(self._replicas[0], process, num_sharing=num_engines)
             self.ready = first.ready
             self.start = _like(start, first)
             self._open_others()
@@ -126,21 +126,32 @@ class EngineGroup:
         if not (others := self._replicas[1:]):
             return
         with ThreadPoolExecutor(len(others)) as pool:
-            opening = [pool.submit(self._open, replica, None) for replica in others]
+            opening = [
+                pool.submit(self._open, replica, num_sharing=len(others)) for replica in others
+            ]
         for replica, one in zip(others, opening, strict=True):
             if (error := one.exception()) is not None:
                 if isinstance(error, HardpointError):
                     error.args = (f"engine {replica.rank} of {len(self._replicas)}: {error}",)
                 raise error
 
-    def _open(self, replica: Replica, process: EngineProcess | None) -> ProcessClient:
+    def _open(
+        self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
+    ) -> ProcessClient:
         """Start the process of an engine, which serves from then on.
+
+        Args:
+            replica: the engine.
+            process: one that was spawned before.
+            num_sharing: engines that are going to take of the memory that is free now.
 
         Raises:
             EngineClosedError: the group was closed meanwhile.
             HardpointError: the engine cannot be started.
         """
-        start = dataclasses.replace(self.start, engine_index=replica.rank)
+        start = dataclasses.replace(
+            self.start, engine_index=replica.rank, num_sharing=num_sharing
+        )
         client = ProcessClient(start, _Receiver(self, replica), process)
         with self._lock:
             failure = replica.failure
@@ -405,7 +416,7 @@ class EngineGroup:
         client.close()
         while successor.is_starting:
             try:
-                self._open(successor, None)
+                self._open(successor)
             except EngineClosedError:
                 successor.is_starting = False
             except HardpointError as error:

@@ -54,6 +54,7 @@ class EngineStart:
     Attributes:
         log_level: level of its logger.
         engine_index: the number of the engine, from 0; its ZMQ identity.
+        num_sharing: engines of this host that are started at the same time, this one included.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
@@ -64,6 +65,7 @@ class EngineStart:
     manifest: Manifest
     log_level: str = "WARNING"
     engine_index: int = 0
+    num_sharing: int = 1
     vocabulary: Vocabulary | None = None
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
@@ -240,6 +242,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,
         engine_index=start.engine_index,
+        num_sharing=start.num_sharing,
         vocabulary=start.vocabulary,
         folder=str(sockets.folder),
     )

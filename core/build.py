@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import operator
@@ -29,7 +28,6 @@ from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.io_processors import IOProcessors, open_io_processors
-from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
@@ -176,12 +174,7 @@ def build_async_engine(
             config, config_sources or ConfigSources(), progress, time.monotonic, handed
         )
         parts = _in_own_process(prepared, spawned, bridge, restart=restart)
-    if isinstance(parts.client, EngineGroup):  # which restarts its engines
-        budget = RestartBudget(enabled=False, max_per_minute=1)
-    else:
-        budget = _restart_budget(config, restart=restart)
-    restarter = Restarter(_connect, budget)
-    engine = AsyncEngine(parts, bridge, restarter)
+    engine = AsyncEngine(parts, bridge)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
 
@@ -341,11 +334,6 @@ def _runs_here(config: EngineConfig, config_sources: ConfigSources, *, restart: 
     return False
 
 
-def _restart_budget(config: EngineConfig, *, restart: bool) -> RestartBudget:
-    limit = config.engine.max_restarts_per_minute
-    return RestartBudget(enabled=restart, max_per_minute=limit)
-
-
 def _in_own_process(
     prepared: _Prepared,
     spawned: tuple[EngineProcess, Interpreter],
@@ -365,24 +353,15 @@ def _in_own_process(
     )
     with prepared.closed_on_error():
         client: ProcessClient | EngineGroup
-        if spec.config.parallel.data > 1 or (restart and sink is None):
+        if spec.config.parallel.data > 1 or restart:
             choice = EngineChoice(spec.plugins, spec.config, prepared.clock)
-            budget = _restart_budget(spec.config, restart=restart)
+            limit = spec.config.engine.max_restarts_per_minute
+            budget = RestartBudget(enabled=restart, max_per_minute=limit)
             client = EngineGroup(start, choice, budget, sink=sink, process=process)
         else:
             client = ProcessClient(start, sink, process)
         size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
         return prepared.parts(client, size)
-
-
-def _connect(parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
-    """Start another engine process with the configuration of a dead one."""
-    assert isinstance(parts.client, ProcessClient)
-    bridge = EventLoopBridge()
-    start = dataclasses.replace(
-        parts.client.start, config=parts.config, manifest=parts.plugins.manifest
-    )  # without a plugin that may be quarantined
-    return ProcessClient(start, bridge), bridge
 
 
 def _log_level() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -25,11 +25,17 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
+        ranks: numbers of the engines that a request may name.
         activity: what the core is doing, or was doing when it ended.
+        is_serving: false while no engine accepts requests, as while one is restarted.
+        num_restarts: how often engines were restarted.
     """
 
     in_process: bool
+    ranks: Collection[int]
     activity: Activity
+    is_serving: bool
+    num_restarts: int
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request."""
@@ -85,6 +91,9 @@ class InprocClient:
     """Calls a core in this process; `get_output` runs a step."""
 
     in_process = True
+    ranks = (0,)
+    is_serving = True
+    num_restarts = 0
 
     def __init__(self, core: EngineCore) -> None:
         """Take over the core.

@@ -8,14 +8,15 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity, PluginCall, Snapshot
-from hardpoint.boundary.errors import engine_dead, rejection_output
+from hardpoint.boundary.activity import Activity, PluginCall
+from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import (
@@ -24,7 +25,6 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     HardpointError,
-    RequestError,
 )
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
@@ -40,9 +40,26 @@ from .sockets import Attempt
 
 _log = logging.getLogger("hardpoint")
 
-Suspect = Callable[[PluginCall], EngineStart | None]
-"""Called with the plugin method that ran when an engine died; returns what engines are to be
-started with from now on, None if nothing changes."""
+
+@dataclass(frozen=True)
+class Death:
+    """The death of an engine.
+
+    Attributes:
+        error: the reason.
+        in_step: ids of the requests of the step in which it died; None is all.
+        call: the plugin method that ran; None if none did, or a signal ended the engine.
+        is_repeated: whether another engine has died in a method of that plugin a short while ago.
+    """
+
+    error: Exception
+    in_step: Collection[str] | None
+    call: PluginCall | None = None
+    is_repeated: bool = False
+
+
+DeathWatcher = Callable[[Death], EngineDeadError]
+"""Called for each death; returns the error that users get."""
 
 
 class EngineGroup:
@@ -59,7 +76,8 @@ class EngineGroup:
 
     # Threads: senders call `add_requests` and the like, one reader per engine calls `_receive`, and
     # readers or watchers call `_lost`. `_lock` guards the ledger, the list of engines and the order
-    # of what the sink gets; no message is sent and no engine started while it is held.
+    # of what the sink gets; no message is sent and no engine started while it is held. `_changed`
+    # is notified where an engine starts or stops serving.
     #
     # An engine is dead once `_lost` has the lock: what it sends later, if it lives, is dropped,
     # since its `Replica` is no longer the one of its rank. So each token is handed on once.
@@ -74,7 +92,6 @@ class EngineGroup:
         *,
         sink: Sink | None = None,
         process: EngineProcess | None = None,
-        suspect: Suspect = lambda _: None,
     ) -> None:
         """Start the engines and wait until all are ready.
 
@@ -88,23 +105,22 @@ class EngineGroup:
             sink: called with outputs, and last with the error that ended them, in other threads;
                 must not hold this client. Without a sink they wait for `get_output`.
             process: process of the first engine that was spawned before.
-            suspect: called for an engine that died in a plugin's method.
 
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
         """
         self.start = start
-        self._choice, self._budget, self._suspect = choice, budget, suspect
+        self._choice, self._budget = choice, budget
         self._outputs = OutputQueue()
         self._sink = self._outputs.put if sink is None else sink
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._ledger, self._sessions = Ledger(), Sessions()
         self._recovery = Recovery(start.config.engine)
         self._calls = JointCalls(choice, PluginSet(start.manifest))
         self._error: EngineDeadError | None = None
-        self._last_snapshot: Snapshot | None = None
+        self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         self._is_closed = False
-        self.was_killed = False
         num_engines = start.config.parallel.data
         self._replicas = [Replica(rank, self._sessions) for rank in range(num_engines)]
         self._serving: list[Replica] = []
@@ -149,9 +165,7 @@ class EngineGroup:
             EngineClosedError: the group was closed meanwhile.
             HardpointError: the engine cannot be started.
         """
-        start = dataclasses.replace(
-            self.start, engine_index=replica.rank, num_sharing=num_sharing
-        )
+        start = dataclasses.replace(self.start, engine_index=replica.rank, num_sharing=num_sharing)
         client = ProcessClient(start, _Receiver(self, replica), process)
         with self._lock:
             failure = replica.failure
@@ -166,6 +180,7 @@ class EngineGroup:
         raise failure
 
     def _refresh(self) -> None:
+        self._changed.notify_all()
         self._serving = [replica for replica in self._replicas if replica.is_serving]
 
     # What clients of one engine have
@@ -174,6 +189,11 @@ class EngineGroup:
     def pid(self) -> int:
         """The process id of the first engine that serves, or served."""
         return self._any_client.pid
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The numbers of the engines that a request may name."""
+        return range(len(self._replicas))
 
     @property
     def pids(self) -> dict[int, int]:
@@ -195,6 +215,15 @@ class EngineGroup:
         """How often engines were restarted."""
         return self._budget.count
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether any engine accepts requests."""
+        return bool(self._serving)
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Call a bound method for each engine that dies, in another thread; it is held weakly."""
+        self._watcher = weakref.WeakMethod(watcher)
+
     # Requests
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -203,7 +232,7 @@ class EngineGroup:
         Raises:
             EngineDeadError: all engines are gone.
             EngineTimeoutError: the engine accepted no message for some seconds.
-            RequestError: the request cannot be encoded, or names an engine that there is not.
+            RequestError: the request cannot be encoded.
         """
         self.add_requests([request])
 
@@ -226,7 +255,7 @@ class EngineGroup:
         """Return a function that tries to send the requests of one call without waiting.
 
         Raises:
-            RequestError: one cannot be encoded, or names an engine that there is not.
+            RequestError: one cannot be encoded.
             EngineDeadError: all engines are gone.
         """
         placed = self._place(requests)
@@ -256,8 +285,6 @@ class EngineGroup:
         with self._lock:
             if self._error is not None:
                 raise engine_dead(self._error)
-            for request in requests:
-                self._check_rank(request)
             parts: dict[Replica, list[EngineCoreRequest]] = {}
             for entry in self._ledger.open(requests):
                 if (replica := self._choose(entry)) is None:
@@ -265,14 +292,6 @@ class EngineGroup:
                 else:
                     parts.setdefault(replica, []).append(entry.request)
             return list(parts.items())
-
-    def _check_rank(self, request: EngineCoreRequest) -> None:
-        rank = request.data_parallel_rank
-        if rank is not None and not 0 <= rank < len(self._replicas):
-            raise RequestError(
-                f"data_parallel_rank: expected 0 to {len(self._replicas) - 1}, the ranks of the "
-                f"engines, or none, got {rank}"
-            )
 
     def _choose(self, entry: Entry) -> Replica | None:
         """Return the engine that a request is sent to, counted there; None if it has to wait."""
@@ -366,36 +385,43 @@ class EngineGroup:
         with self._lock:
             if replica.client is None:
                 replica.failure = error
-            if replica.client is None or self._replicas[replica.rank] is not replica:
-                return
             client = replica.client
-            last, killed = client.activity.snapshot(), client.was_killed
-            if self._is_closed:
+            if client is None or self._is_closed or self._replicas[replica.rank] is not replica:
                 return
-            _log.error("engine %d died: %s", replica.rank, error)
-            self.was_killed = killed
             successor = self._replicas[replica.rank] = Replica(replica.rank, self._sessions)
-            self._refresh()
-            if last.call is not None and not killed and (start := self._suspect(last.call)):
-                self.start = dataclasses.replace(self.start, manifest=start.manifest)
             successor.is_starting = self._budget.may_restart()
+            self._refresh()
             entries = self._ledger.of(replica)
             for entry in entries:
                 entry.leave()
-            for entry, reason in self._recovery.lost(entries, last.in_step, blameless=killed):
-                self._refuse(entry, error, reason)
-            self._end_hopeless(error)
+        blameless = client.was_killed
+        reported, in_step = self._reported(client, error, blameless=blameless)
+        _log.warning("engine %d died: %s", replica.rank, reported)
+        with self._lock:
+            for entry, reason in self._recovery.lost(entries, in_step, blameless=blameless):
+                self._refuse(entry, reported, reason)
+            self._end_hopeless(reported)
         threading.Thread(
             target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
         ).start()
         self._send_waiting()
 
+    def _reported(
+        self, client: ProcessClient, error: Exception, *, blameless: bool
+    ) -> tuple[EngineDeadError, Collection[str] | None]:
+        """Return the error of a dead engine, and the requests of its last step."""
+        last = client.activity.snapshot()
+        call = None if blameless else last.call
+        is_repeated = call is not None and self._budget.died_in(call)
+        watcher = None if self._watcher is None else self._watcher()
+        if watcher is None:
+            return engine_dead(error), last.in_step
+        return watcher(Death(error, last.in_step, call, is_repeated)), last.in_step
+
     def _refuse(self, entry: Entry, error: Exception, reason: str) -> None:
         """End a request of a dead engine with an error."""
         self._end(entry)
-        dead = engine_dead(error)
-        dead.args = (f"{error}; the request {reason}",)
-        self._sink(rejection_output(entry.request.request_id, dead))
+        self._sink(rejection_output(entry.request.request_id, ended_by(error, reason)))
 
     def _end_hopeless(self, error: Exception) -> None:
         """End the requests that wait for an engine that is not coming; be dead if none is."""
@@ -404,6 +430,8 @@ class EngineGroup:
             self._error = engine_dead(error)
             if self._budget.is_spent:
                 self._error.args = (f"{error}; {self._budget.limit_text}",)
+                _log.error("%s", self._error)
+            self._changed.notify_all()
             self._sink(self._error)
             return
         for entry in self._ledger:
@@ -416,19 +444,20 @@ class EngineGroup:
         client.close()
         while successor.is_starting:
             try:
-                self._open(successor)
+                client = self._open(successor)
             except EngineClosedError:
                 successor.is_starting = False
             except HardpointError as error:
                 _log.warning("engine %d cannot be restarted: %s", successor.rank, error)
                 with self._lock:
-                    successor.is_starting = self._budget.may_restart()
+                    died = isinstance(error, EngineDeadError)
+                    successor.is_starting = died and self._budget.may_restart()
                     if not successor.is_starting:
                         self._end_hopeless(error)
             else:
                 successor.is_starting = False
                 self._budget.count += 1
-                _log.warning("engine %d was restarted", successor.rank)
+                _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
                 self._send_waiting()
 
     def _send_waiting(self) -> None:
@@ -470,7 +499,12 @@ class EngineGroup:
         return self._calls.call(serving, owners, method, args)
 
     def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call a utility of all engines and wait for the answer, as `ProcessClient.call_utility`."""
+        """Call a utility of all engines and wait, as `ProcessClient.call_utility` does."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._serving or self._error or self._is_closed,
+                self.utility_timeout(method) if timeout is None else timeout,
+            )
         future = self.call(method, *args)
         try:
             return future.result(self.utility_timeout(method) if timeout is None else timeout)

@@ -311,4 +311,3 @@ def _joint_error(failed: Mapping[int, BaseException], num_engines: int) -> BaseE
     joint = error_of(kind_of(first), "; ".join(texts) + rest)
     joint.__cause__ = first
     return joint
-

@@ -265,6 +265,9 @@ class ProcessClient:
     """
 
     in_process = False
+    ranks = (0,)
+    is_serving = True
+    num_restarts = 0
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,13 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
 
-from .engine_choice import EngineChoice, Replica, Sessions
+from .engine_choice import EngineChoice
 from .ledger import Entry, Ledger
 from .merged_calls import JointCalls
 from .output_queue import OutputQueue
 from .process_client import EngineStart, ProcessClient, Sink
 from .recovery import Recovery
+from .replicas import Replica, Replicas
 from .restarts import RestartBudget
 from .sockets import Attempt
 
@@ -70,7 +71,6 @@ class EngineGroup:
     tokens, or end with an error that names the engine; the others run on.
 
     Attributes:
-        start: what engines are started with, but for their rank.
         ready: the ready response of the first engine.
     """
 
@@ -80,7 +80,7 @@ class EngineGroup:
     # is notified where an engine starts or stops serving.
     #
     # An engine is dead once `_lost` has the lock: what it sends later, if it lives, is dropped,
-    # since its `Replica` is no longer the one of its rank. So each token is handed on once.
+    # since another `Replica` is in its place. So each token is handed on once.
 
     in_process = False
 
@@ -95,9 +95,6 @@ class EngineGroup:
     ) -> None:
         """Start the engines and wait until all are ready.
 
-        The first one is started first: it decides on the size of all caches, and packs the weights
-        that the others map.
-
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
             choice: chooses the engine of each request; closed with the group.
@@ -109,86 +106,34 @@ class EngineGroup:
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
         """
-        self.start = start
         self._choice, self._budget = choice, budget
         self._outputs = OutputQueue()
         self._sink = self._outputs.put if sink is None else sink
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._ledger, self._sessions = Ledger(), Sessions()
+        self._ledger = Ledger()
         self._recovery = Recovery(start.config.engine)
         self._calls = JointCalls(choice, PluginSet(start.manifest))
         self._error: EngineDeadError | None = None
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
-        self._is_closed = False
-        num_engines = start.config.parallel.data
-        self._replicas = [Replica(rank, self._sessions) for rank in range(num_engines)]
-        self._serving: list[Replica] = []
-        self._clients: list[ProcessClient] = []
+        own = weakref.ref(self)  # for the threads of clients, which would keep it
+        self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            first = self._open(self._replicas[0], process, num_sharing=num_engines)
-            self.ready = first.ready
-            self.start = _like(start, first)
-            self._open_others()
+            self.ready = self._replicas.open_all(process).ready
             undo.pop_all()
-
-    def _open_others(self) -> None:
-        """Start the engines after the first one, side by side.
-
-        Raises:
-            HardpointError: the first error; the message names the engine.
-        """
-        if not (others := self._replicas[1:]):
-            return
-        with ThreadPoolExecutor(len(others)) as pool:
-            opening = [
-                pool.submit(self._open, replica, num_sharing=len(others)) for replica in others
-            ]
-        for replica, one in zip(others, opening, strict=True):
-            if (error := one.exception()) is not None:
-                if isinstance(error, HardpointError):
-                    error.args = (f"engine {replica.rank} of {len(self._replicas)}: {error}",)
-                raise error
-
-    def _open(
-        self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
-    ) -> ProcessClient:
-        """Start the process of an engine, which serves from then on.
-
-        Args:
-            replica: the engine.
-            process: one that was spawned before.
-            num_sharing: engines that are going to take of the memory that is free now.
-
-        Raises:
-            EngineClosedError: the group was closed meanwhile.
-            HardpointError: the engine cannot be started.
-        """
-        start = dataclasses.replace(self.start, engine_index=replica.rank, num_sharing=num_sharing)
-        client = ProcessClient(start, _Receiver(self, replica), process)
-        with self._lock:
-            failure = replica.failure
-            if self._is_closed:
-                failure = EngineClosedError("the engine was closed while it was started")
-            if failure is None:
-                replica.client, replica.is_serving = client, True
-                self._clients.append(client)
-                self._refresh()
-                return client
-        client.close()
-        raise failure
-
-    def _refresh(self) -> None:
-        self._changed.notify_all()
-        self._serving = [replica for replica in self._replicas if replica.is_serving]
 
     # What clients of one engine have
 
     @property
     def pid(self) -> int:
         """The process id of the first engine that serves, or served."""
-        return self._any_client.pid
+        return self._replicas.any_client.pid
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the engines that serve, by rank."""
+        return {one.rank: one.open_client.pid for one in self._replicas.serving}
 
     @property
     def ranks(self) -> Collection[int]:
@@ -196,19 +141,9 @@ class EngineGroup:
         return range(len(self._replicas))
 
     @property
-    def pids(self) -> dict[int, int]:
-        """The process ids of the engines that serve, by rank."""
-        return {one.rank: one.open_client.pid for one in self._serving}
-
-    @property
     def activity(self) -> Activity:
         """What the first engine that serves is doing; of a dead group, what the last one did."""
-        return self._any_client.activity
-
-    @property
-    def _any_client(self) -> ProcessClient:
-        serving = self._serving
-        return serving[0].open_client if serving else self._clients[-1]
+        return self._replicas.any_client.activity
 
     @property
     def num_restarts(self) -> int:
@@ -218,7 +153,7 @@ class EngineGroup:
     @property
     def is_serving(self) -> bool:
         """Whether any engine accepts requests."""
-        return bool(self._serving)
+        return bool(self._replicas.serving)
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
         """Call a bound method for each engine that dies, in another thread; it is held weakly."""
@@ -283,8 +218,7 @@ class EngineGroup:
     ) -> list[tuple[Replica, list[EngineCoreRequest]]]:
         """Choose the engines of requests; those without one wait until an engine serves."""
         with self._lock:
-            if self._error is not None:
-                raise engine_dead(self._error)
+            self._check()
             parts: dict[Replica, list[EngineCoreRequest]] = {}
             for entry in self._ledger.open(requests):
                 if (replica := self._choose(entry)) is None:
@@ -293,15 +227,21 @@ class EngineGroup:
                     parts.setdefault(replica, []).append(entry.request)
             return list(parts.items())
 
+    def _check(self) -> None:
+        if self._replicas.is_closed:
+            raise EngineClosedError("the engine is closed")
+        if self._error is not None:
+            raise engine_dead(self._error)
+
     def _choose(self, entry: Entry) -> Replica | None:
         """Return the engine that a request is sent to, counted there; None if it has to wait."""
-        request, serving = entry.request, self._serving
+        request, serving = entry.request, self._replicas.serving
         if (rank := request.data_parallel_rank) is not None:
             serving = [replica for replica in serving if replica.rank == rank]
         if not serving:
             return None
         replica = self._choice.choose(request, serving)
-        self._sessions.note(request, replica.rank)
+        self._replicas.sessions.note(request, replica.rank)
         entry.sent_to(replica)
         return replica
 
@@ -330,7 +270,7 @@ class EngineGroup:
             self._lost(replica, item)
             return
         with self._lock:
-            if self._replicas[replica.rank] is not replica or not replica.is_serving:
+            if not replica.is_serving or not self._replicas.is_current(replica):
                 return
             replica.read(item)
             outputs = [output for output in item.outputs if self._take(replica, output)]
@@ -342,7 +282,7 @@ class EngineGroup:
                     self._end(entry)
             item.outputs = outputs
             if item.scheduler_stats is not None:
-                item.scheduler_stats = self._calls.stats_of(self._serving)
+                item.scheduler_stats = self._calls.stats_of(self._replicas.serving)
             self._sink(item)
         self._send_waiting()
 
@@ -385,12 +325,11 @@ class EngineGroup:
         with self._lock:
             if replica.client is None:
                 replica.failure = error
-            client = replica.client
-            if client is None or self._is_closed or self._replicas[replica.rank] is not replica:
+            client, replicas = replica.client, self._replicas
+            if client is None or replicas.is_closed or not replicas.is_current(replica):
                 return
-            successor = self._replicas[replica.rank] = Replica(replica.rank, self._sessions)
+            successor = replicas.succeed(replica)
             successor.is_starting = self._budget.may_restart()
-            self._refresh()
             entries = self._ledger.of(replica)
             for entry in entries:
                 entry.leave()
@@ -425,8 +364,7 @@ class EngineGroup:
 
     def _end_hopeless(self, error: Exception) -> None:
         """End the requests that wait for an engine that is not coming; be dead if none is."""
-        coming = {one.rank for one in self._replicas if one.is_serving or one.is_starting}
-        if not coming:
+        if not (coming := self._replicas.coming):
             self._error = engine_dead(error)
             if self._budget.is_spent:
                 self._error.args = (f"{error}; {self._budget.limit_text}",)
@@ -441,10 +379,10 @@ class EngineGroup:
 
     def _replace(self, client: ProcessClient, successor: Replica) -> None:
         """Close the client of a dead engine; start another one, as often as is allowed."""
-        client.close()
+        self._replicas.forget(client)
         while successor.is_starting:
             try:
-                client = self._open(successor)
+                client = self._replicas.open(successor)
             except EngineClosedError:
                 successor.is_starting = False
             except HardpointError as error:
@@ -462,7 +400,7 @@ class EngineGroup:
 
     def _send_waiting(self) -> None:
         """Send the requests that wait for an engine, once one serves."""
-        while self._recovery.has_more and self._serving:
+        while self._recovery.has_more and self._replicas.serving:
             with self._lock:
                 sent: list[tuple[Replica, Entry]] = []
                 taken = self._recovery.take()
@@ -492,9 +430,8 @@ class EngineGroup:
             RequestError: the arguments cannot be encoded.
         """
         with self._lock:
-            if self._error is not None:
-                raise engine_dead(self._error)
-            serving = list(self._serving)
+            self._check()
+            serving = self._replicas.serving
             owners = {entry.request.request_id: entry.replica for entry in self._ledger}
         return self._calls.call(serving, owners, method, args)
 
@@ -502,7 +439,7 @@ class EngineGroup:
         """Call a utility of all engines and wait, as `ProcessClient.call_utility` does."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._serving or self._error or self._is_closed,
+                lambda: self.is_serving or self._error or self._replicas.is_closed,
                 self.utility_timeout(method) if timeout is None else timeout,
             )
         future = self.call(method, *args)
@@ -516,48 +453,30 @@ class EngineGroup:
 
     def utility_timeout(self, method: str) -> float | None:
         """Return the timeout of a utility call in seconds; None is without limit."""
-        return self._any_client.utility_timeout(method)
+        return self._replicas.any_client.utility_timeout(method)
 
     def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
         """Return the error for a utility call that was not answered in time."""
-        return self._any_client.no_answer(method, timeout)
+        return self._replicas.any_client.no_answer(method, timeout)
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Start engines with other parameters from now on."""
-        self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
+        start = self._replicas.start
+        self._replicas.start = dataclasses.replace(start, config=config, manifest=manifest)
 
     def close(self) -> None:
         """End all engines and release everything. Closing twice does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            clients = list(self._clients)
-        if len(clients) > 1:
-            with ThreadPoolExecutor(len(clients)) as pool:
-                list(pool.map(ProcessClient.close, clients))
-        else:
-            for client in clients:
-                client.close()
-        self._choice.close()
+        if not self._replicas.is_closed:
+            self._replicas.close()
+            self._choice.close()
 
 
 class _Receiver:
     """The sink of an engine's client, which does not hold the group."""
 
-    def __init__(self, group: EngineGroup, replica: Replica) -> None:
-        self._group, self._replica = weakref.ref(group), replica
+    def __init__(self, group: weakref.ref[EngineGroup], replica: Replica) -> None:
+        self._group, self._replica = group, replica
 
     def __call__(self, item: EngineCoreOutputs | Exception) -> None:
         if (group := self._group()) is not None:
             group.receive(self._replica, item)
-
-
-def _like(start: EngineStart, first: ProcessClient) -> EngineStart:
-    """Return the parameters of engines with a cache of the first one's size."""
-    config = start.config
-    kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=first.ready.num_gpu_blocks)
-    config = msgspec.structs.replace(
-        config, kv_cache=kv_cache, max_model_len=first.ready.max_model_len
-    )
-    return dataclasses.replace(start, config=config)

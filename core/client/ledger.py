@@ -11,7 +11,7 @@ import msgspec
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest
 
 if TYPE_CHECKING:
-    from .engine_choice import Replica
+    from .replicas import Replica
 
 
 class Entry:

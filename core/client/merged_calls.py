@@ -23,7 +23,8 @@ from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
-from .engine_choice import EngineChoice, Replica
+from .engine_choice import EngineChoice
+from .replicas import Replica
 
 Merge = Callable[[list[Any]], Any]
 """Makes one answer of the engines' answers, in the order of their ranks, at least one."""

@@ -105,7 +105,6 @@ def build_engine(
     config_sources: ConfigSources | None = None,
     *,
     progress: Progress = no_progress,
-    restart: bool = False,
     clock: Callable[[], float] = time.monotonic,
     handed: Sequence[InstalledPlugin] = (),
 ) -> LLMEngine:
@@ -115,7 +114,6 @@ def build_engine(
         config: the configuration.
         config_sources: sources of its values.
         progress: receives the progress of long work.
-        restart: restart an engine that died, in a process of its own.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
 
@@ -126,7 +124,7 @@ def build_engine(
     """
     began = time.perf_counter()
     sources = config_sources or ConfigSources()
-    if _runs_here(config, sources, restart=restart):
+    if _runs_here(config, sources):
         if config.kv_events.publishers:  # which open sockets
             check_descriptors()
         prepared = _prepare(config, sources, progress, clock, handed)
@@ -144,7 +142,7 @@ def build_engine(
     else:
         with _spawned() as spawned:
             prepared = _prepare(config, sources, progress, clock, handed)
-            parts = _in_own_process(prepared, spawned, None, restart=restart)
+            parts = _in_own_process(prepared, spawned, None)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -154,7 +152,6 @@ def build_async_engine(
     config: EngineConfig,
     config_sources: ConfigSources | None = None,
     *,
-    restart: bool = False,
     progress: Progress = no_progress,
     handed: Sequence[InstalledPlugin] = (),
 ) -> AsyncEngine:
@@ -162,7 +159,6 @@ def build_async_engine(
 
     Args:
         config, config_sources, progress, handed: as for `build_engine`.
-        restart: restart an engine that died.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
@@ -173,7 +169,7 @@ def build_async_engine(
         prepared = _prepare(
             config, config_sources or ConfigSources(), progress, time.monotonic, handed
         )
-        parts = _in_own_process(prepared, spawned, bridge, restart=restart)
+        parts = _in_own_process(prepared, spawned, bridge)
     engine = AsyncEngine(parts, bridge)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -314,7 +310,7 @@ def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
         raise
 
 
-def _runs_here(config: EngineConfig, config_sources: ConfigSources, *, restart: bool) -> bool:
+def _runs_here(config: EngineConfig, config_sources: ConfigSources) -> bool:
     """Return whether the engine runs in this process: alone, and never restarted.
 
     Raises:
@@ -322,11 +318,11 @@ def _runs_here(config: EngineConfig, config_sources: ConfigSources, *, restart: 
     """
     if not config.engine.in_process:
         return False
-    num_engines = config.parallel.data
-    if num_engines == 1 and not restart:
+    num_engines, restarts = config.parallel.data, config.engine.restart == "on_failure"
+    if num_engines == 1 and not restarts:
         return True
     if (origin := config_sources.of("engine.in_process")) != "default":
-        why = "restart" if num_engines == 1 else f"parallel.data = {num_engines}"
+        why = "engine.restart" if num_engines == 1 else f"parallel.data = {num_engines}"
         raise ConfigError(
             f"engine.in_process: expected false, for {why} needs engines in processes of their "
             f"own, got true (from {origin})"
@@ -338,8 +334,6 @@ def _in_own_process(
     prepared: _Prepared,
     spawned: tuple[EngineProcess, Interpreter],
     sink: Sink | None,
-    *,
-    restart: bool,
 ) -> EngineParts:
     """Launch the engines in their processes; return the parts, with a client of them."""
     spec, (process, interpreter) = prepared.spec, spawned
@@ -351,12 +345,13 @@ def _in_own_process(
         interpreter=interpreter,
         vocabulary=prepared.vocabulary,
     )
+    settings = spec.config.engine
     with prepared.closed_on_error():
         client: ProcessClient | EngineGroup
-        if spec.config.parallel.data > 1 or restart:
+        restarts, limit = settings.restart == "on_failure", settings.max_restarts_per_minute
+        if spec.config.parallel.data > 1 or restarts:
             choice = EngineChoice(spec.plugins, spec.config, prepared.clock)
-            limit = spec.config.engine.max_restarts_per_minute
-            budget = RestartBudget(enabled=restart, max_per_minute=limit)
+            budget = RestartBudget(enabled=restarts, max_per_minute=limit)
             client = EngineGroup(start, choice, budget, sink=sink, process=process)
         else:
             client = ProcessClient(start, sink, process)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
@@ -25,7 +25,8 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
-        ranks: numbers of the engines that a request may name.
+        ranks: numbers of the engines, for requests and calls that name one.
+        pids: process ids of the engines that serve in processes of their own, by rank.
         activity: what the core is doing, or was doing when it ended.
         is_serving: false while no engine accepts requests, as while one is restarted.
         num_restarts: how often engines were restarted.
@@ -33,6 +34,7 @@ class EngineCoreClient(Protocol):
 
     in_process: bool
     ranks: Collection[int]
+    pids: Mapping[int, int]
     activity: Activity
     is_serving: bool
     num_restarts: int
@@ -68,13 +70,16 @@ class EngineCoreClient(Protocol):
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
+    ) -> Any:
         """Call one of the engine's utilities and wait for its result.
 
         Args:
             method: one of `utility_calls.UTILITIES`.
             args: its positional arguments.
             timeout: seconds to wait for an engine process; None is the utility's own.
+            rank: one of `ranks`, the engine to call; None is all of them.
 
         Raises:
             HardpointError: the error that the utility raised.
@@ -92,6 +97,7 @@ class InprocClient:
 
     in_process = True
     ranks = (0,)
+    pids: ClassVar[Mapping[int, int]] = {}
     is_serving = True
     num_restarts = 0
 
@@ -138,7 +144,13 @@ class InprocClient:
     def end_waiting(self) -> None:
         """Do nothing: a step ends by itself."""
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002
+    def call_utility(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,  # noqa: ARG002
+        rank: int | None = None,  # noqa: ARG002
+    ) -> Any:
         """Call a method of the core; its future, if it gives one, is done at once."""
         self._check()
         try:

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +131,7 @@ class EngineGroup:
         return self._replicas.any_client.pid
 
     @property
-    def pids(self) -> dict[int, int]:
+    def pids(self) -> Mapping[int, int]:
         """The process ids of the engines that serve, by rank."""
         return {one.rank: one.open_client.pid for one in self._replicas.serving}
 
@@ -422,8 +422,13 @@ class EngineGroup:
 
     # Control calls
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
         """Call a utility of all engines without waiting; one answer is made of theirs.
+
+        Args:
+            method: one of `utility_calls.UTILITIES`.
+            args: by position.
+            rank: the engine to call; None is all that serve.
 
         Raises:
             EngineDeadError: all engines are gone.
@@ -431,18 +436,20 @@ class EngineGroup:
         """
         with self._lock:
             self._check()
-            serving = self._replicas.serving
+            serving = [one for one in self._replicas.serving if rank in (None, one.rank)]
             owners = {entry.request.request_id: entry.replica for entry in self._ledger}
         return self._calls.call(serving, owners, method, args)
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
+    ) -> Any:
         """Call a utility of all engines and wait, as `ProcessClient.call_utility` does."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.is_serving or self._error or self._replicas.is_closed,
                 self.utility_timeout(method) if timeout is None else timeout,
             )
-        future = self.call(method, *args)
+        future = self.call(method, *args, rank=rank)
         try:
             return future.result(self.utility_timeout(method) if timeout is None else timeout)
         except TimeoutError:

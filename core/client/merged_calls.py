@@ -168,7 +168,7 @@ class JointCalls:
         """
         if not replicas:
             none: Future[Any] = Future()
-            none.set_exception(EngineDeadError("no engine serves at the moment; try again later"))
+            none.set_exception(EngineDeadError("the engine does not serve at the moment"))
             return none
         if method == "why_waiting" and len(args) == 1:
             return self._why_waiting(replicas, owners, args[0])

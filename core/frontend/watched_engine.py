@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from hardpoint.boundary.errors import attribute_error, death_of, engine_dead
 from hardpoint.core.client.engine_group import EngineGroup
@@ -56,6 +56,16 @@ class WatchedEngine(EngineOwner):
     def engine_pid(self) -> int:
         """The engine's process id."""
         return self._client.pid
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The numbers of the engines."""
+        return self._client.ranks
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The process ids of the engines that serve, by rank."""
+        return self._client.pids
 
     @property
     def is_running(self) -> bool:

@@ -115,6 +115,7 @@ class EngineGroup:
         self._recovery = Recovery(start.config.engine)
         self._calls = JointCalls(choice, PluginSet(start.manifest))
         self._error: EngineDeadError | None = None
+        self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
         self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
@@ -219,6 +220,10 @@ class EngineGroup:
         """Choose the engines of requests; those without one wait until an engine serves."""
         with self._lock:
             self._check()
+            for request in requests:
+                rank = request.data_parallel_rank
+                if rank is not None and rank not in self._replicas.coming:
+                    raise EngineDeadError(f"data_parallel_rank: engine {rank} is dead")
             parts: dict[Replica, list[EngineCoreRequest]] = {}
             for entry in self._ledger.open(requests):
                 if (replica := self._choose(entry)) is None:
@@ -340,9 +345,13 @@ class EngineGroup:
             for entry, reason in self._recovery.lost(entries, in_step, blameless=blameless):
                 self._refuse(entry, reported, reason)
             self._end_hopeless(reported)
-        threading.Thread(
+        restart = threading.Thread(
             target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
-        ).start()
+        )
+        with self._lock:
+            self._restarts = [thread for thread in self._restarts if thread.is_alive()]
+            self._restarts.append(restart)
+            restart.start()
         self._send_waiting()
 
     def _reported(
@@ -475,6 +484,9 @@ class EngineGroup:
         """End all engines and release everything. Closing twice does nothing."""
         if not self._replicas.is_closed:
             self._replicas.close()
+            for restart in self._restarts:
+                if restart is not threading.current_thread():
+                    restart.join()
             self._choice.close()
 
 

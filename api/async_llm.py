@@ -38,7 +38,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .calls.engines import AsyncEngineHandle, Restart
+from .calls.engines import AsyncEngineHandle, Restart, engines_of
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
@@ -139,12 +139,14 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
+        config, open_client = engines_of(config, config_sources)
         with ProgressDisplay() as display:
             built = build_async_engine(
                 config,
                 config_sources,
                 progress=display.report,
                 handed=handed,
+                open_client=open_client,
             )
         self._begin(built)
 

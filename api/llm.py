@@ -30,7 +30,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .calls.engines import EngineHandle
+from .calls.engines import EngineHandle, engines_of
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
@@ -127,8 +127,15 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         handed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
+        config, open_client = engines_of(config, config_sources)
         with ProgressDisplay(self._draws_progress) as display:
-            built = build_engine(config, config_sources, progress=display.report, handed=handed)
+            built = build_engine(
+                config,
+                config_sources,
+                progress=display.report,
+                handed=handed,
+                open_client=open_client,
+            )
         self._begin(built)
         self._calls = OpenCalls(self._engine)
 

@@ -4,14 +4,44 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
+from hardpoint.core.build import OpenClient, open_process_client
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins.config import ConfigSources
 
-__all__ = ["AsyncEngineHandle", "EngineHandle", "Restart"]
+__all__ = ["AsyncEngineHandle", "EngineHandle", "Restart", "engines_of"]
 
 Restart = Literal["never", "on_failure"]
 """Whether another engine is started in the place of one that died."""
+
+
+def engines_of(
+    config: EngineConfig, config_sources: ConfigSources
+) -> tuple[EngineConfig, OpenClient]:
+    """Return the configuration of an engine, or of several, and what opens their client.
+
+    Raises:
+        ConfigError: the engine is to run in this process, and there are several, or it is to be
+            restarted.
+    """
+    num_engines = config.parallel.data
+    if num_engines == 1 and config.engine.restart == "never":
+        return config, open_process_client
+    origin = config_sources.of("engine.in_process")
+    if config.engine.in_process and origin != "default":
+        why = "engine.restart" if num_engines == 1 else f"parallel.data = {num_engines}"
+        raise ConfigError(
+            f"engine.in_process: expected false, for {why} needs engines in processes of their "
+            f"own, got true (from {origin})"
+        )
+    from hardpoint.replicas import open_engines  # noqa: PLC0415 - most programs have one engine
+
+    engine = msgspec.structs.replace(config.engine, in_process=False)
+    return msgspec.structs.replace(config, engine=engine), open_engines
 
 
 class EngineHandle(SyncControlCalls):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.activity import Activity, PluginCall
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
+from hardpoint.core.protocol import EngineCoreReadyResponse
+from hardpoint.errors import EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -18,6 +21,32 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
+
+Attempt = Callable[[], bool]
+"""Tries to send one message without waiting; returns whether it was sent. It may be called again
+until it returns true, and not after that.
+"""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The death of one of several engines.
+
+    Attributes:
+        error: the reason.
+        in_step: ids of the requests of the step in which it died; None is all.
+        call: the plugin method that ran; None if none did, or a signal ended the engine.
+        is_repeated: whether another engine has died in a method of that plugin a short while ago.
+    """
+
+    error: Exception
+    in_step: Collection[str] | None
+    call: PluginCall | None = None
+    is_repeated: bool = False
+
+
+DeathWatcher = Callable[[Death], EngineDeadError]
+"""Called for a death, in another thread; returns the error that users get."""
 
 
 class EngineCoreClient(Protocol):
@@ -88,8 +117,49 @@ class EngineCoreClient(Protocol):
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Start engines with other parameters from now on, where dead ones are restarted."""
 
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Call a bound method for each engine whose death the client outlives; held weakly."""
+
     def close(self) -> None:
         """End the engine."""
+
+
+class RemoteClient(EngineCoreClient, Protocol):
+    """The interface of one or several engine cores in processes of their own.
+
+    Attributes:
+        ready: the ready response; of several, the first one's.
+        pid: the process id; of several, that of the first one that serves.
+        was_killed: whether a signal that others send ended the engine, so that no plugin is to
+            blame.
+    """
+
+    ready: EngineCoreReadyResponse
+
+    @property
+    def pid(self) -> int:
+        """See the attribute."""
+
+    @property
+    def was_killed(self) -> bool:
+        """See the attribute."""
+
+    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
+        """Return a function that tries to send the requests of one call without waiting.
+
+        Raises:
+            RequestError: one cannot be encoded.
+            EngineDeadError: the engine is gone; the returned function raises it too.
+        """
+
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
+        """Call one of the engine's utilities without waiting, as `call_utility` does."""
+
+    def utility_timeout(self, method: str) -> float | None:
+        """Return the timeout of a utility call in seconds; None is without limit."""
+
+    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
+        """Return the error for a utility call that was not answered in time."""
 
 
 class InprocClient:
@@ -163,6 +233,9 @@ class InprocClient:
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Do nothing: no core is restarted."""
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Do nothing: the client ends with its core."""
 
     def close(self) -> None:
         """Close the core and release it."""

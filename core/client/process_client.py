@@ -34,8 +34,9 @@ from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
+from .base import Attempt, DeathWatcher
 from .output_queue import OutputQueue
-from .sockets import READER_THREAD, Attempt, EngineSockets
+from .sockets import READER_THREAD, EngineSockets
 
 _log = logging.getLogger("hardpoint")
 
@@ -432,6 +433,9 @@ class ProcessClient:
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Change `start`, for an engine that is started in the place of this one."""
         self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Do nothing: the client ends with its engine."""
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""

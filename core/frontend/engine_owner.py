@@ -6,8 +6,7 @@ import dataclasses
 import logging
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.core.client.engine_group import Death, EngineGroup
-from hardpoint.core.client.restarts import DEADLY, WINDOW_S
+from hardpoint.core.client.base import Death
 from hardpoint.errors import EngineDeadError
 from hardpoint.registry.discovery import is_third_party
 
@@ -28,8 +27,7 @@ class EngineOwner:
         """Own the parts; the derived class closes them."""
         self.parts = parts
         self._frontend = Frontend(parts)
-        if isinstance(parts.client, EngineGroup):
-            parts.client.watch_deaths(self._engine_lost)
+        parts.client.watch_deaths(self._engine_lost)
 
     def _engine_lost(self, death: Death) -> EngineDeadError:
         """Return the error of an engine process; in another thread.
@@ -48,7 +46,7 @@ class EngineOwner:
             return
         if (parts := self.parts.without(call)) is None:
             return
-        message = f"the engine died {DEADLY} times within {WINDOW_S:g} s in {call}"
+        message = f"the engine died repeatedly within a short time in {call}"
         _log.error("quarantined: %s", message)
         self.use(parts)
         self._frontend.quarantine(call, message)

@@ -7,11 +7,11 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import cast
 
 from hardpoint.boundary.errors import attribute_error, death_of, engine_dead
-from hardpoint.core.client.engine_group import EngineGroup
+from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.client.event_loop import EventLoopBridge, Item
-from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -107,10 +107,9 @@ class WatchedEngine(EngineOwner):
             self._client.abort_requests(ids)
 
     @property
-    def _client(self) -> ProcessClient | EngineGroup:
-        client = self.parts.client
-        assert isinstance(client, ProcessClient | EngineGroup)
-        return client
+    def _client(self) -> RemoteClient:
+        assert not self.parts.client.in_process
+        return cast(RemoteClient, self.parts.client)
 
     async def _ready(self, *, serving: bool = False) -> None:
         """Check that the engine runs.

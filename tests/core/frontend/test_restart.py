@@ -21,9 +21,9 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.plugins import ModelError
+from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.testing import scripted_config
 
 LIMIT = r"not restarted: 1 restart within a minute \(engine\.max_restarts_per_minute\)"

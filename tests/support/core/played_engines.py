@@ -6,11 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 from hardpoint.boundary.activity import Snapshot
-from hardpoint.core.client import replicas
-from hardpoint.core.client.engine_choice import EngineChoice
-from hardpoint.core.client.engine_group import EngineGroup
 from hardpoint.core.client.process_client import EngineStart
-from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.errors import EngineDeadError, RequestError
 from hardpoint.plugins import (
     EngineConfig,
@@ -22,6 +18,10 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import EngineProcessConfig, ParallelConfig
 from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.replicas import replicas
+from hardpoint.replicas.choice import EngineChoice
+from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.restarts import RestartBudget
 
 
 class Engine:

@@ -9,12 +9,12 @@ from support.core.played_engines import Engine, World, loads, names, request
 from support.waiting import wait_until
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.core.client import replicas
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     FinishReason,
     ModelError,
 )
+from hardpoint.replicas import replicas
 
 
 @pytest.fixture

@@ -8,15 +8,17 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity, PluginCall
+from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
+from hardpoint.core.client.base import Attempt, Death, DeathWatcher
+from hardpoint.core.client.output_queue import OutputQueue
+from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import (
@@ -29,38 +31,14 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
 
-from .engine_choice import EngineChoice
+from .choice import EngineChoice
+from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
-from .merged_calls import JointCalls
-from .output_queue import OutputQueue
-from .process_client import EngineStart, ProcessClient, Sink
 from .recovery import Recovery
 from .replicas import Replica, Replicas
 from .restarts import RestartBudget
-from .sockets import Attempt
 
 _log = logging.getLogger("hardpoint")
-
-
-@dataclass(frozen=True)
-class Death:
-    """The death of an engine.
-
-    Attributes:
-        error: the reason.
-        in_step: ids of the requests of the step in which it died; None is all.
-        call: the plugin method that ran; None if none did, or a signal ended the engine.
-        is_repeated: whether another engine has died in a method of that plugin a short while ago.
-    """
-
-    error: Exception
-    in_step: Collection[str] | None
-    call: PluginCall | None = None
-    is_repeated: bool = False
-
-
-DeathWatcher = Callable[[Death], EngineDeadError]
-"""Called for each death; returns the error that users get."""
 
 
 class EngineGroup:
@@ -157,7 +135,7 @@ class EngineGroup:
         return bool(self._replicas.serving)
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
-        """Call a bound method for each engine that dies, in another thread; it is held weakly."""
+        """Call a bound method for each engine whose death the client outlives; held weakly."""
         self._watcher = weakref.WeakMethod(watcher)
 
     # Requests
@@ -499,3 +477,26 @@ class _Receiver:
     def __call__(self, item: EngineCoreOutputs | Exception) -> None:
         if (group := self._group()) is not None:
             group.receive(self._replica, item)
+
+
+def open_engines(
+    start: EngineStart, sink: Sink | None, process: EngineProcess, plugins: PluginSet
+) -> EngineGroup:
+    """Return a client of `parallel.data` engines, which restarts dead ones (`engine.restart`).
+
+    Args:
+        start: parameters of the first engine.
+        sink: see EngineGroup.
+        process: process of the first engine, which waits for its launch.
+        plugins: has the balancer.
+
+    Raises:
+        PluginError: the balancer cannot be built.
+        HardpointError: an engine cannot be started.
+    """
+    settings = start.config.engine
+    budget = RestartBudget(
+        enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
+    )
+    choice = EngineChoice(plugins, start.config)
+    return EngineGroup(start, choice, budget, sink=sink, process=process)

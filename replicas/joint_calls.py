@@ -23,7 +23,7 @@ from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
-from .engine_choice import EngineChoice
+from .choice import EngineChoice
 from .replicas import Replica
 
 Merge = Callable[[list[Any]], Any]

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import (
@@ -18,8 +19,6 @@ from hardpoint.plugins import (
     HardpointError,
     SchedulerStats,
 )
-
-from .process_client import EngineStart, ProcessClient, Sink
 
 _MOST_SESSIONS = 65_536
 

@@ -413,7 +413,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     @property
     def engines(self) -> list[AsyncEngineHandle]:
         """The engines by rank (`parallel.data`), for control calls to one of them."""
-        return [AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks]
+        return [AsyncEngineHandle(self._engine, n) for n in self._engine.ranks]
 
     @property
     def is_running(self) -> bool:

@@ -3,6 +3,6 @@
 Above core, which knows one engine: `open_engines` opens a client in the place of core's own.
 """
 
-from .group import EngineGroup, open_engines
+from .opening import open_engines
 
-__all__ = ["EngineGroup", "open_engines"]
+__all__ = ["open_engines"]

@@ -57,8 +57,8 @@ class EngineGroup:
     # of what the sink gets; no message is sent and no engine started while it is held. `_changed`
     # is notified where an engine starts or stops serving.
     #
-    # An engine is dead once `_lost` has the lock: what it sends later, if it lives, is dropped,
-    # since another `Replica` is in its place. So each token is handed on once.
+    # An engine is dead once `_lost` has the lock: another `Replica` is in its place, so what it
+    # sends later is dropped.
 
     in_process = False
 
@@ -131,7 +131,7 @@ class EngineGroup:
 
     @property
     def is_serving(self) -> bool:
-        """Whether any engine accepts requests."""
+        """Whether an engine accepts requests."""
         return bool(self._replicas.serving)
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
@@ -477,26 +477,3 @@ class _Receiver:
     def __call__(self, item: EngineCoreOutputs | Exception) -> None:
         if (group := self._group()) is not None:
             group.receive(self._replica, item)
-
-
-def open_engines(
-    start: EngineStart, sink: Sink | None, process: EngineProcess, plugins: PluginSet
-) -> EngineGroup:
-    """Return a client of `parallel.data` engines, which restarts dead ones (`engine.restart`).
-
-    Args:
-        start: parameters of the first engine.
-        sink: see EngineGroup.
-        process: process of the first engine, which waits for its launch.
-        plugins: has the balancer.
-
-    Raises:
-        PluginError: the balancer cannot be built.
-        HardpointError: an engine cannot be started.
-    """
-    settings = start.config.engine
-    budget = RestartBudget(
-        enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
-    )
-    choice = EngineChoice(plugins, start.config)
-    return EngineGroup(start, choice, budget, sink=sink, process=process)

@@ -27,6 +27,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     HardpointError,
+    SchedulerStats,
 )
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
@@ -37,6 +38,7 @@ from .ledger import Entry, Ledger
 from .recovery import Recovery
 from .replicas import Replica, Replicas
 from .restarts import RestartBudget
+from .statistics import Totals
 
 _log = logging.getLogger("hardpoint")
 
@@ -91,6 +93,7 @@ class EngineGroup:
         self._changed = threading.Condition(self._lock)
         self._ledger = Ledger()
         self._recovery = Recovery(start.config.engine)
+        self._totals = Totals()
         self._calls = JointCalls(choice, PluginSet(start.manifest))
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
@@ -265,9 +268,12 @@ class EngineGroup:
                     self._end(entry)
             item.outputs = outputs
             if item.scheduler_stats is not None:
-                item.scheduler_stats = self._calls.stats_of(self._replicas.serving)
+                item.scheduler_stats = self._stats()
             self._sink(item)
         self._send_waiting()
+
+    def _stats(self) -> SchedulerStats:
+        return self._totals.of([one.stats for one in self._replicas.serving])
 
     def _take(self, replica: Replica, output: EngineCoreOutput) -> bool:
         """Note an output; return whether it is of a request that runs there."""
@@ -316,6 +322,9 @@ class EngineGroup:
             entries = self._ledger.of(replica)
             for entry in entries:
                 entry.leave()
+            if replica.stats is not None:
+                self._totals.end(replica.stats)
+                self._sink(EngineCoreOutputs(scheduler_stats=self._stats()))
         blameless = client.was_killed
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
@@ -338,11 +347,11 @@ class EngineGroup:
         """Return the error of a dead engine, and the requests of its last step."""
         last = client.activity.snapshot()
         call = None if blameless else last.call
-        is_repeated = call is not None and self._budget.died_in(call)
+        repeated = "" if call is None else self._budget.died_in(call)
         watcher = None if self._watcher is None else self._watcher()
         if watcher is None:
             return engine_dead(error), last.in_step
-        return watcher(Death(error, last.in_step, call, is_repeated)), last.in_step
+        return watcher(Death(error, last.in_step, call, repeated)), last.in_step
 
     def _refuse(self, entry: Entry, error: Exception, reason: str) -> None:
         """End a request of a dead engine with an error."""

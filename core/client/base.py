@@ -36,13 +36,14 @@ class Death:
         error: the reason.
         in_step: ids of the requests of the step in which it died; None is all.
         call: the plugin method that ran; None if none did, or a signal ended the engine.
-        is_repeated: whether another engine has died in a method of that plugin a short while ago.
+        repeated: how often engines have died in methods of that plugin, if that is too often, such
+            as "2 times within 60 s"; else empty.
     """
 
     error: Exception
     in_step: Collection[str] | None
     call: PluginCall | None = None
-    is_repeated: bool = False
+    repeated: str = ""
 
 
 DeathWatcher = Callable[[Death], EngineDeadError]

@@ -36,17 +36,17 @@ class EngineOwner:
         and its requests are refused.
         """
         reported = self._frontend.named(death.error, death.in_step)
-        if death.call is not None and death.is_repeated:
-            self._quarantine(death.call)
+        if death.call is not None and death.repeated:
+            self._quarantine(death.call, death.repeated)
         return reported
 
-    def _quarantine(self, call: PluginCall) -> None:
+    def _quarantine(self, call: PluginCall, times: str) -> None:
         entry = self.parts.plugins.find(call.kind, call.name)
         if entry is None or not is_third_party(entry):
             return
         if (parts := self.parts.without(call)) is None:
             return
-        message = f"the engine died repeatedly within a short time in {call}"
+        message = f"the engine died {times} in {call}"
         _log.error("quarantined: %s", message)
         self.use(parts)
         self._frontend.quarantine(call, message)

@@ -155,7 +155,9 @@ class WatchedEngine(EngineOwner):
         """Process outputs, or the error that ended them, from the client's threads."""
         if isinstance(item, Exception):
             self._engine_died(item)
-        elif item.outputs and self._lifecycle.state is EngineState.SERVING:
+        elif self._lifecycle.state is EngineState.SERVING and (
+            item.outputs or item.scheduler_stats is not None
+        ):
             self._process_outputs(item)
 
     def _process_outputs(self, batch: EngineCoreOutputs) -> None:

@@ -200,7 +200,7 @@ def test_plugins_in_which_engines_die_twice_are_reported(world):
 
     class Watcher:
         def watch(self, death):
-            seen.append((death.call, death.is_repeated))
+            seen.append((death.call, death.repeated))
             return EngineDeadError(f"named: {death.error}")
 
     watcher = Watcher()
@@ -211,7 +211,7 @@ def test_plugins_in_which_engines_die_twice_are_reported(world):
     world.of(0).die("r0", call=call)
     world.of(1).die("r1", call=call, killed=True)
     world.of(2).die("r2", call=call)
-    assert seen == [(call, False), (None, False), (call, True)]
+    assert seen == [(call, ""), (None, ""), (call, "2 times within 60 s")]
     assert world.error("r0") == (
         "named: it fell over; the request was in the step in which it died"
     )

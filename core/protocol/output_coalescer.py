@@ -9,6 +9,8 @@ import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 
+from .cache_changes import merged_changes
+
 T = TypeVar("T")
 
 
@@ -44,7 +46,11 @@ class OutputCoalescer:
 
     def _merged(self, held: EngineCoreOutputs, later: EngineCoreOutputs) -> EngineCoreOutputs:
         if self._indexes is None:
-            held = msgspec.structs.replace(held, outputs=[_copy(output) for output in held.outputs])
+            held = msgspec.structs.replace(
+                held,
+                outputs=[_copy(output) for output in held.outputs],
+                cache_changes=merged_changes(None, held.cache_changes),
+            )
             self._indexes = {output.request_id: i for i, output in enumerate(held.outputs)}
         for output in later.outputs:
             index = self._indexes.get(output.request_id)
@@ -58,6 +64,8 @@ class OutputCoalescer:
             outputs=held.outputs,
             finished_requests=_union(held.finished_requests, later.finished_requests),
             scheduler_stats=_latest(held.scheduler_stats, later.scheduler_stats),
+            load=_latest(held.load, later.load),
+            cache_changes=merged_changes(held.cache_changes, later.cache_changes),
         )
 
 

@@ -1,4 +1,4 @@
-"""Reports of an engine to its clients, beside the outputs of their requests."""
+"""Reports of an engine to its clients, in addition to the outputs of their requests."""
 
 from __future__ import annotations
 

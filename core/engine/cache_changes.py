@@ -13,7 +13,7 @@ MOST_BLOCKS = 262_144
 
 
 class CacheChangeLog:
-    """Collects the changes of the KV cache until they are taken, of its first group alone."""
+    """Collects the changes of the KV cache until they are read, of its first group alone."""
 
     def __init__(self) -> None:
         """Start with an empty cache."""
@@ -41,7 +41,7 @@ class CacheChangeLog:
             gained |= keys
             lost -= keys
 
-    def take(self) -> KVCacheChanges | None:
+    def pop(self) -> KVCacheChanges | None:
         """Return the changes since the last call, as those of one step; None if there are none."""
         if not (self._cleared or self._stored or self._removed):
             return None
@@ -58,7 +58,7 @@ class CacheChangeLog:
         return changes
 
     def all_of(self, hashes: Iterable[bytes]) -> KVCacheChanges:
-        """Return all blocks as one change, which those that are taken from now on continue.
+        """Return all blocks as one change, which those that `pop` returns from now on continue.
 
         Args:
             hashes: those of the blocks that can be found, in the order in which they were cached;

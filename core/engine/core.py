@@ -198,7 +198,7 @@ class EngineCore(EngineUtilities):
             return None
         if events := parts.kv_cache.take_events():  # outside of steps, as by a reset
             parts.publish(events)
-        return parts.cache_changes.take()
+        return parts.cache_changes.pop()
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""

@@ -20,7 +20,7 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
 }
 
 
-_AT_ONCE = 64
+_AT_ONCE = 32
 """Blocks whose tokens are packed at once: the reader of a chain may need the first ones alone."""
 
 _BYTES_PER_TOKEN = 4

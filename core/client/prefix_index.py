@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -150,33 +150,27 @@ class PrefixIndex:
             return {}
         if request.prompt_embeds is not None:
             return {}
-        limit = (len(request.prompt_token_ids) - 1) // size
+        hashes = self._hashes.of_prefix(request, (len(request.prompt_token_ids) - 1) // size)
         found: dict[int, int] = {}
-        count = 0
+        walked: list[bytes] = []
         with self._lock:
             masks, having = self._masks, self._live
-            keys = self._keys(request, limit) if having else iter(())
-            walked = []
-            for key in keys:
+            for block_hash in hashes if having else ():
+                key = block_hash[:BLOCK_KEY_BYTES]
                 mask = masks.get(key, 0) & having
                 if mask != having:
-                    self._note(found, having ^ mask, count)
+                    self._note(found, having ^ mask, len(walked))
                     having = mask
                     if not mask:
                         break
-                count += 1
                 walked.append(key)
-            self._note(found, having, count)
+            self._note(found, having, len(walked))
             if len(masks) > self._max_blocks // 2:  # what was found is to be dropped last
                 for key in reversed(walked):
                     masks[key] = masks.pop(key)
         if request.features:
             found = {rank: self._whole(request, blocks) for rank, blocks in found.items()}
         return {rank: blocks * size for rank, blocks in found.items() if blocks}
-
-    def _keys(self, request: EngineCoreRequest, limit: int) -> Iterator[bytes]:
-        for block_hash in self._hashes.of_prefix(request, limit):
-            yield block_hash[:BLOCK_KEY_BYTES]
 
     def _note(self, found: dict[int, int], mask: int, num_blocks: int) -> None:
         """Note that the engines of a mask have so many blocks of a prompt."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
 from support.waiting import PATIENCE_S
 
+from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.client.prefix_index import PrefixIndex
+from hardpoint.core.engine import cache_changes as log_of_changes
 from hardpoint.core.engine.cache_changes import CacheChangeLog
+from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import LoopOptions
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.protocol import UtilityCall, cache_changes
-from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.plugins import BlockRemoved, EngineCoreOutputs
 from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 
 PROMPT = list(range(41))
@@ -248,10 +252,18 @@ class TestNotAsked:
         assert not changes(rig)
 
 
-def test_all_blocks_are_bounded(monkeypatch):
-    from hardpoint.core.engine import cache_changes as log_module
+def test_publishers_get_the_same_events():
+    published, log = [], CacheChangeLog()
+    fanout = SimpleNamespace(publish=published.append)
+    parts = EngineCoreParts(None, None, None, None, fanout, StepFaults(()), cache_changes=log)
+    parts.publish([BlockRemoved([b"a" * 32])])
+    assert published == [[BlockRemoved([b"a" * 32])]]
+    assert log.pop() == KVCacheChanges(first=0, last=0, removed={b"a" * 8})
+    assert log.pop() is None
 
-    monkeypatch.setattr(log_module, "MOST_BLOCKS", 3)
+
+def test_all_blocks_are_bounded(monkeypatch):
+    monkeypatch.setattr(log_of_changes, "MOST_BLOCKS", 3)
     hashes = {bytes([number]) * 32: number for number in range(9)}
     answer = CacheChangeLog().all_of(hashes)
     assert answer.stored == {bytes([number]) * 8 for number in range(3)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
 
+from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
-from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins import EngineCoreRequest, HardpointError
 from hardpoint.plugins.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
 
 BYTES_PER_BLOCK = 192
@@ -73,6 +75,7 @@ class PrefixIndex:
         self._ranks: dict[int, int] = {}  # by bit
         self._live = 0  # bits of engines
         self._stale = 0  # bits that no engine has, and masks may have
+        self._asked: dict[int, object] = {}  # by rank, the question that is not answered yet
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -88,6 +91,7 @@ class PrefixIndex:
         with self._lock:
             engine = self._engines.get(rank)
             if engine is None or (changes.first == 0 and engine.next):  # it was started again
+                self._asked.pop(rank, None)
                 engine = self._renewed(rank)
             elif changes.last < engine.next and changes.first <= changes.last:  # seen before
                 return engine.incomplete_since is None
@@ -134,9 +138,46 @@ class PrefixIndex:
             engine.removed = set()
             return True
 
+    def follow(
+        self, rank: int, changes: KVCacheChanges, call: Callable[[str], Future[KVCacheChanges]]
+    ) -> None:
+        """Add changes of an engine; where some are missing, ask it for all blocks.
+
+        Args:
+            rank: rank of the engine.
+            changes: what it sent.
+            call: makes one of its control calls without waiting. If it fails, or raises
+                HardpointError, the next changes make another one.
+        """
+        if not self.apply(rank, changes):
+            self._ask(rank, call)
+
+    def _ask(self, rank: int, call: Callable[[str], Future[KVCacheChanges]]) -> None:
+        question = object()
+        with self._lock:
+            if self._asked.setdefault(rank, question) is not question:
+                return
+
+        def answered(answer: Future[KVCacheChanges]) -> None:
+            with self._lock:
+                if self._asked.get(rank) is not question:  # the engine is another one now
+                    return
+                del self._asked[rank]
+            if answer.cancelled() or answer.exception() is not None:
+                return
+            if not self.restore(rank, answer.result()):
+                self._ask(rank, call)
+
+        try:
+            call(EngineUtilities.cached_blocks.name).add_done_callback(answered)
+        except HardpointError:  # it has ended
+            with self._lock:
+                self._asked.pop(rank, None)
+
     def remove_engine(self, rank: int) -> None:
         """Drop an engine and all that is known of it; an unknown rank is ignored."""
         with self._lock:
+            self._asked.pop(rank, None)
             self._retire(rank)
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> dict[int, int]:

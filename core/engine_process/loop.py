@@ -294,13 +294,13 @@ class EngineLoop:
         if FORKS[0] != self._forks:  # by a scheduler
             end_copy()
         self._late_aborts()  # drops them; the input queue has them too
+        if self._reports is not None:
+            self._send(self._reports.with_reports({}))
         while self._queues.input.empty() and self._core.work_when_idle():
             pass  # one at a time, so that a request waits for one at most
         timeout_s = _PAUSE_POLL_INTERVAL_S if self._core.num_unfinished_requests() else None
-        if self._reports is not None:
-            self._send(self._reports.with_reports({}))
-            if (wait_s := self._reports.wait_s) is not None:
-                timeout_s = wait_s if timeout_s is None else min(timeout_s, wait_s)
+        if self._reports is not None and (wait_s := self._reports.wait_s) is not None:
+            timeout_s = wait_s if timeout_s is None else min(timeout_s, wait_s)
         with contextlib.suppress(queue.Empty):
             self._handle(self._queues.input.get(timeout=timeout_s))
 

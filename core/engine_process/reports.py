@@ -20,6 +20,9 @@ class ClientReports:
     Every client gets them, whether or not it has requests.
     """
 
+    # The load is looked at once per interval, and once more after the last thing that happened, for
+    # which a loop without work waits (`wait_s`): so the last report is right, however old it is.
+
     def __init__(
         self,
         core: EngineCore,

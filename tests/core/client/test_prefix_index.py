@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,9 @@ from hardpoint.core.client import prefix_index
 from hardpoint.core.client.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
-from hardpoint.core.protocol import cache_changes
+from hardpoint.core.protocol import output_coalescer
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     AllBlocksCleared,
     BlockRemoved,
@@ -49,7 +51,7 @@ def stored(request, first=0, *, start=0, end=None):
 
 
 def key(request):
-    """What the blocks of a prompt depend on besides tokens."""
+    """Return salt and adapter, as far as blocks depend on them."""
     lora = request.lora
     return (request.cache_salt, lora and (lora.content_hash or lora.name, lora.scale))
 
@@ -275,6 +277,65 @@ class TestMissingChanges:
         assert index.apply(0, stored(request, 0, end=2))
         assert index.cached_prefix_tokens(request) == {0: 8}
 
+    def test_an_engine_is_asked_once_and_again_where_the_answer_is_too_old(self):
+        index, request, calls = PrefixIndex(SIZE), prompt(range(41)), []
+
+        def call(name):
+            calls.append((name, Future()))
+            return calls[-1][1]
+
+        index.follow(0, stored(request, 0), call)
+        assert not calls
+        for number in (4, 5):
+            index.follow(0, stored(request, number, end=1), call)
+        ((name, answer),) = calls
+        index.follow(0, stored(request, 9, end=1), call)
+        assert (name, len(calls)) == ("cached_blocks", 1)
+        keys = {one[:8] for one in hashes_of(request)}
+        old, new = (KVCacheChanges(first=0, last=n, cleared=True, stored=keys) for n in (6, 9))
+        answer.set_result(old)
+        assert index.cached_prefix_tokens(request) == {0: 4}
+        calls[1][1].set_result(new)
+        assert index.cached_prefix_tokens(request) == {0: 40}
+        assert len(calls) == 2
+
+    def test_the_answer_of_an_engine_that_was_replaced_is_ignored(self):
+        index, request, calls = PrefixIndex(SIZE), prompt(range(41)), []
+
+        def call(name):
+            calls.append(Future())
+            return calls[-1]
+
+        index.follow(0, stored(request, 5, end=1), call)
+        index.remove_engine(0)
+        index.follow(0, stored(request, 3, end=2), call)
+        keys = {one[:8] for one in hashes_of(request)}
+        answers = [
+            KVCacheChanges(first=0, last=9, cleared=True, stored=each) for each in (keys, set())
+        ]
+        for future, answer in zip(calls, answers, strict=True):
+            future.set_result(answer)
+        assert index.cached_prefix_tokens(request) == {0: 8}
+        assert index.apply(0, stored(request, 10, end=3))
+
+    @pytest.mark.parametrize("is_dead", [False, True])
+    def test_an_engine_that_does_not_answer_is_asked_again(self, is_dead):
+        index, request, calls = PrefixIndex(SIZE), prompt(range(41)), []
+
+        def call(name):
+            if is_dead:
+                raise EngineDeadError("gone")
+            calls.append(Future())
+            return calls[-1]
+
+        index.follow(0, stored(request, 4, end=1), call)
+        if not is_dead:
+            calls[0].set_exception(EngineDeadError("gone"))
+        is_dead = False
+        index.follow(0, stored(request, 5, end=2), call)
+        calls[-1].set_result(KVCacheChanges(first=0, last=5, cleared=True))
+        assert index.apply(0, stored(request, 6, end=3))
+
     def test_too_many_removed_blocks_need_a_newer_answer(self, monkeypatch):
         monkeypatch.setattr(prefix_index, "_MOST_REMOVED", 3)
         index, request = PrefixIndex(SIZE), prompt(range(41))
@@ -288,7 +349,7 @@ class TestMissingChanges:
         assert index.cached_prefix_tokens(request) == {0: 16}
 
     def test_a_client_that_reads_nothing_loses_them(self, monkeypatch):
-        monkeypatch.setattr(cache_changes, "MOST_UNREAD", 12)
+        monkeypatch.setattr(output_coalescer, "MOST_UNREAD", 12)
         coalescer, index, request = OutputCoalescer(), PrefixIndex(SIZE), prompt(range(81))
         for number in range(8):
             part = stored(request, number, start=2 * number, end=2 * number + 2)

@@ -17,7 +17,7 @@ from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine_process.loop import LoopOptions
 from hardpoint.core.engine_process.reports import ClientReports
-from hardpoint.core.protocol import UtilityCall, cache_changes
+from hardpoint.core.protocol import UtilityCall, output_coalescer
 from hardpoint.plugins import BlockRemoved, EngineCoreOutputs
 from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 
@@ -199,7 +199,7 @@ class TestCache:
         assert len(index) <= 16
 
     def test_a_slow_client_loses_changes_and_gets_all_blocks(self, monkeypatch):
-        monkeypatch.setattr(cache_changes, "MOST_UNREAD", 30)
+        monkeypatch.setattr(output_coalescer, "MOST_UNREAD", 30)
         rig = LoopRig(options=CACHE, clients=2, cache_changes=CacheChangeLog())
         prompts = [[number] * 41 for number in range(5)]
         index = PrefixIndex(4)

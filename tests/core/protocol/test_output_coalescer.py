@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
 
-from hardpoint.core.protocol import cache_changes
+from hardpoint.core.protocol import output_coalescer
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
 from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
@@ -73,7 +73,7 @@ def test_changes_before_missing_ones_are_void():
 
 
 def test_too_many_unread_changes_are_dropped_and_later_ones_follow(monkeypatch):
-    monkeypatch.setattr(cache_changes, "MOST_UNREAD", 2)
+    monkeypatch.setattr(output_coalescer, "MOST_UNREAD", 2)
     coalescer = OutputCoalescer()
     every = [
         KVCacheChanges(first=number, last=number, stored={bytes([number]) * 8})

@@ -17,7 +17,7 @@ BYTES_PER_BLOCK = 192
 """Most memory of a block that one engine or several have: its key, its mask, and their entry."""
 
 _MAX_BYTES = 256 << 20
-_MOST_REMOVED = 65_536  # of an engine of which changes are missing
+MOST_REMOVED = 65_536  # of an engine of which changes are missing
 _DROPPED_SHARE = 16  # one part in so many is dropped at once, as it takes a walk over all
 
 
@@ -106,7 +106,7 @@ class PrefixIndex:
             if engine.incomplete_since is not None:
                 engine.removed |= changes.removed
                 engine.removed -= changes.stored
-                if len(engine.removed) > _MOST_REMOVED:
+                if len(engine.removed) > MOST_REMOVED:
                     following = engine.next
                     engine = self._renewed(rank)
                     engine.next = engine.incomplete_since = following

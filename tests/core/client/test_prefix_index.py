@@ -337,7 +337,7 @@ class TestMissingChanges:
         assert index.apply(0, stored(request, 6, end=3))
 
     def test_too_many_removed_blocks_need_a_newer_answer(self, monkeypatch):
-        monkeypatch.setattr(prefix_index, "_MOST_REMOVED", 3)
+        monkeypatch.setattr(prefix_index, "MOST_REMOVED", 3)
         index, request = PrefixIndex(SIZE), prompt(range(41))
         keys = [one[:8] for one in hashes_of(request)]
         index.apply(0, stored(request, 5, end=1))

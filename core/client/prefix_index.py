@@ -76,6 +76,8 @@ class PrefixIndex:
         self._live = 0  # bits of engines
         self._stale = 0  # bits that no engine has, and masks may have
         self._asked: dict[int, object] = {}  # by rank, the question that is not answered yet
+        self._version = 0
+        self._last_walk: tuple[EngineCoreRequest | None, int, dict[int, int]] = None, 0, {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -89,6 +91,7 @@ class PrefixIndex:
             Whether all is known of the engine; if not, `restore` needs its `cached_blocks`.
         """
         with self._lock:
+            self._version += 1
             engine = self._engines.get(rank)
             if engine is None or (changes.first == 0 and engine.next):  # it was started again
                 self._asked.pop(rank, None)
@@ -124,6 +127,7 @@ class PrefixIndex:
             made, and another one is needed.
         """
         with self._lock:
+            self._version += 1
             engine = self._engines.get(rank)
             if engine is None:
                 engine = self._renewed(rank)
@@ -177,8 +181,21 @@ class PrefixIndex:
     def remove_engine(self, rank: int) -> None:
         """Drop an engine and all that is known of it; an unknown rank is ignored."""
         with self._lock:
+            self._version += 1
             self._asked.pop(rank, None)
             self._retire(rank)
+
+    def cached_prefix_tokens_at(self, rank: int, request: EngineCoreRequest) -> int:
+        """Return how many tokens of a prompt an engine has cached.
+
+        The walk for a request serves all engines, until the index changes.
+        """
+        asked, version, found = self._last_walk
+        if asked is not request or version != self._version:
+            version = self._version
+            found = self.cached_prefix_tokens(request)
+            self._last_walk = request, version, found
+        return found.get(rank, 0)
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> dict[int, int]:
         """Return how many tokens of a prompt each engine has cached, by rank.

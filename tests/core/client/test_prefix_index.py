@@ -187,6 +187,23 @@ class TestWhatIsFound:
         index.apply(2, KVCacheChanges(first=0, last=0, cleared=True))
         assert index.cached_prefix_tokens(request) == {0: 12, 1: 40, 3: 4}
 
+    def test_one_walk_serves_all_engines_until_something_changes(self, monkeypatch):
+        index, request, walks = PrefixIndex(SIZE), prompt(range(41)), []
+        walk = index.cached_prefix_tokens
+        monkeypatch.setattr(
+            index, "cached_prefix_tokens", lambda asked: walks.append(asked) or walk(asked)
+        )
+        for rank in (0, 1):
+            index.apply(rank, stored(request, end=rank + 1))
+        assert [index.cached_prefix_tokens_at(rank, request) for rank in (0, 1, 2)] == [4, 8, 0]
+        assert len(walks) == 1
+        index.apply(2, stored(request, end=3))
+        assert index.cached_prefix_tokens_at(2, request) == 12
+        index.remove_engine(2)
+        assert index.cached_prefix_tokens_at(2, request) == 0
+        assert index.cached_prefix_tokens_at(1, prompt(range(41))) == 8
+        assert len(walks) == 4
+
     def test_a_token_is_left_to_compute(self):
         index = PrefixIndex(SIZE)
         index.apply(0, stored(prompt(range(8))))

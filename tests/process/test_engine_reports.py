@@ -10,9 +10,9 @@ from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.prefix_index import PrefixIndex
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
+from hardpoint.replicas.prefix_index import PrefixIndex
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 SIZE = 8

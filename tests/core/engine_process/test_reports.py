@@ -11,7 +11,6 @@ from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, requ
 from support.waiting import PATIENCE_S
 
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.core.client.prefix_index import PrefixIndex
 from hardpoint.core.engine import cache_changes as log_of_changes
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.step import EngineCoreParts
@@ -20,6 +19,7 @@ from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.protocol import UtilityCall, output_coalescer
 from hardpoint.plugins import BlockRemoved, EngineCoreOutputs
 from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
+from hardpoint.replicas.prefix_index import PrefixIndex
 
 PROMPT = list(range(41))
 LOAD, CACHE = LoopOptions(reports_load=True), LoopOptions(reports_cache=True)

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
 
-from hardpoint.core.client import prefix_index
-from hardpoint.core.client.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.kv_cache.block_hashes import BlockHashes
 from hardpoint.core.protocol import output_coalescer
@@ -27,6 +25,8 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.engine_state import KVCacheChanges
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
+from hardpoint.replicas import prefix_index
+from hardpoint.replicas.prefix_index import BYTES_PER_BLOCK, PrefixIndex
 
 SIZE = 4
 HASHES = BlockHashes(SIZE)

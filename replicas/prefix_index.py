@@ -116,7 +116,7 @@ class PrefixIndex:
             return engine.incomplete_since is None
 
     def restore(self, rank: int, blocks: KVCacheChanges) -> bool:
-        """Complete what is known of an engine.
+        """Complete what is known of an engine; nothing is missing of an unknown one.
 
         Args:
             rank: rank of the engine.
@@ -129,10 +129,7 @@ class PrefixIndex:
         with self._lock:
             self._version += 1
             engine = self._engines.get(rank)
-            if engine is None:
-                engine = self._renewed(rank)
-                engine.incomplete_since = engine.next = blocks.last + 1
-            if engine.incomplete_since is None:
+            if engine is None or engine.incomplete_since is None:
                 return True
             if blocks.last + 1 < engine.incomplete_since:
                 return False

@@ -71,8 +71,10 @@ def test_what_ran_is_found_until_the_cache_is_reset(opened):
     found = index.cached_prefix_tokens(request(longer.prompt_token_ids))
     assert found == {0: longer.num_cached_tokens} == {0: whole}
 
-    restored, answer = PrefixIndex(SIZE), client_of(llm).call_utility("cached_blocks")
-    assert restored.restore(0, answer)
+    restored, last = PrefixIndex(SIZE), [one.cache_changes for one in came if one.cache_changes][-1]
+    assert not restored.apply(0, last)
+    assert restored.cached_prefix_tokens(salted) == {}
+    assert restored.restore(0, client_of(llm).call_utility("cached_blocks"))
     assert restored.cached_prefix_tokens(salted) == {0: whole}
 
     llm.reset_prefix_cache()

@@ -57,17 +57,20 @@ def key(request):
 
 
 class NaiveEngine:
-    """The cache of an engine: each block is what it depends on, and all tokens up to its end."""
+    """The cache of an engine: each block is what it depends on, and all tokens up to its end.
+
+    Steps with changes are counted from 1 here, so that `num_events` is the number of the last.
+    """
 
     def __init__(self, rank):
         self.rank = rank
         self.blocks = {}  # to their hashes
         self.log = CacheChangeLog()
         self.unread = OutputCoalescer()
-        self.known = set()  # what the index is to know
-        self.is_known = True
-        self.mentioned = {}
-        self.num_events = self.num_read = self.num_lost = 0
+        self.changed, self.is_cleared = {}, False  # what is unread
+        self.known, self.is_known = set(), True  # what the index is to know
+        self.is_losing = False  # changes are lost, and none came after them
+        self.num_events = self.num_read = self.num_lost = self.num_missed = 0
         self.at_read = set()
         self.answer = None
 
@@ -78,20 +81,19 @@ class NaiveEngine:
     def store(self, request, count):
         new = dict(zip(self.contents(request)[:count], hashes_of(request), strict=False))
         self.blocks |= new
+        self.changed |= dict.fromkeys(new, True)
         self.event(BlockStored(list(new.values()), None, [], SIZE))
-        self.mentioned |= dict.fromkeys(new, True)
 
     def remove(self, place):
         if self.blocks:
             content = list(self.blocks)[place % len(self.blocks)]
+            self.changed[content] = False
             self.event(BlockRemoved([self.blocks.pop(content)]))
-            self.mentioned[content] = False
 
     def clear(self):
         self.blocks.clear()
+        self.changed, self.is_cleared = {}, True
         self.event(AllBlocksCleared())
-        self.mentioned.clear()
-        self.is_known, self.known = True, set()
 
     def event(self, *events):
         self.log.add(events)
@@ -100,18 +102,23 @@ class NaiveEngine:
             self.unread.put(EngineCoreOutputs(cache_changes=changes))
 
     def read(self, index):
-        if (message := self.unread.pop()) is not None:
-            assert index.apply(self.rank, message.cache_changes) == self.is_known
+        if (message := self.unread.pop()) is None:
+            return
+        if self.is_losing:
+            self.known, self.is_known, self.is_losing = set(), False, False
+            self.num_missed = self.num_lost
+        if self.is_cleared:
+            self.known, self.is_known = set(), True
+        assert index.apply(self.rank, message.cache_changes) == self.is_known
+        self.known |= {content for content, there in self.changed.items() if there}
+        self.known -= {content for content, there in self.changed.items() if not there}
+        self.changed, self.is_cleared = {}, False
         self.num_read, self.at_read = self.num_events, set(self.blocks)
-        self.known |= {content for content, there in self.mentioned.items() if there}
-        self.known -= {content for content, there in self.mentioned.items() if not there}
-        self.mentioned.clear()
 
     def lose(self):
         if self.unread.pop() is not None:
-            self.is_known, self.known = False, set()
-            self.num_lost = self.num_events
-            self.mentioned.clear()
+            self.num_lost, self.is_losing = self.num_events, True
+            self.changed, self.is_cleared = {}, False
 
     def ask(self):
         self.answer = self.log.all_of(self.blocks.values()), self.num_events, set(self.blocks)
@@ -121,12 +128,11 @@ class NaiveEngine:
         if self.answer is None:
             return
         answer, number, blocks = self.answer
-        is_new = number >= self.num_lost
-        # It knows of a loss only when it reads what comes after it.
-        before = self.is_known or self.num_read < self.num_lost
-        assert index.restore(self.rank, answer) == (before or is_new)
-        if not before and is_new:
+        was_known, is_new = self.is_known, number >= self.num_missed
+        assert index.restore(self.rank, answer) == (was_known or is_new)
+        if is_new and not was_known:
             self.known, self.is_known = blocks if number > self.num_read else self.at_read, True
+            self.is_losing = self.is_losing and number < self.num_lost
 
     def cached_tokens(self, request):
         contents = self.contents(request)[: (len(request.prompt_token_ids) - 1) // SIZE]

@@ -108,7 +108,6 @@ class PrefixIndex:
             self._remove(engine, changes.removed)
             if engine.incomplete_since is not None:
                 engine.removed |= changes.removed
-                engine.removed -= changes.stored
                 if len(engine.removed) > MOST_REMOVED:
                     following = engine.next
                     engine = self._renewed(rank)

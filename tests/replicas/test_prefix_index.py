@@ -148,33 +148,43 @@ ADAPTERS = [
 ]
 PROMPTS = st.builds(
     prompt,
-    st.lists(st.integers(0, 1), min_size=1, max_size=17),
+    st.lists(st.integers(0, 1), min_size=9, max_size=21),
     cache_salt=st.sampled_from([None, "s", "t"]),
     lora=st.sampled_from(ADAPTERS),
 )
-RANKS = st.integers(0, 2)
+RANKS, PLACES = st.integers(0, 1), st.integers(0, 20)
+STORE = st.tuples(st.just("store"), PLACES, st.integers(1, 5))
+REMOVE = st.tuples(st.just("remove"), PLACES)
+READ, LOSE, ASK, RESTORE, CLEAR, LEAVE = (
+    st.tuples(st.just(name)) for name in ("read", "lose", "ask", "restore", "clear", "leave")
+)
 STEPS = st.one_of(
-    st.tuples(st.just("store"), RANKS, PROMPTS, st.integers(1, 5)),
-    st.tuples(st.just("remove"), RANKS, st.integers(0, 50)),
-    st.tuples(st.sampled_from(["clear", "read", "read", "lose", "ask", "restore", "leave"]), RANKS),
+    STORE.map(lambda step: [step]),
+    REMOVE.map(lambda step: [step]),
+    *(step.map(lambda step: [step]) for step in (READ, READ, LOSE, ASK, RESTORE, CLEAR, LEAVE)),
+    st.tuples(READ, STORE, LOSE, STORE, READ),  # a loss that is noticed
+    st.tuples(ASK, STORE, LOSE, STORE, READ, RESTORE),  # an answer that is too old
+    st.tuples(ASK, REMOVE, READ, RESTORE),  # an answer that is older than what was read
+    st.tuples(ASK, REMOVE, READ, STORE, READ, RESTORE),
+    st.tuples(STORE, LOSE, ASK, RESTORE, READ, STORE),  # one that is newer
 )
 
 
-@examples(150)
-@given(st.lists(STEPS, max_size=40), st.lists(PROMPTS, min_size=1, max_size=5))
+@examples(200)
+@given(st.lists(st.tuples(RANKS, STEPS), max_size=25), st.lists(PROMPTS, min_size=1, max_size=4))
 def test_it_finds_what_whole_prefixes_of_tokens_show(steps, prompts):
     index = PrefixIndex(SIZE)
-    engines = {rank: NaiveEngine(rank) for rank in range(3)}
-    prompts = [*prompts, *(step[2] for step in steps if step[0] == "store")]
-    for name, rank, *arguments in steps:
-        engine = engines[rank]
+    engines = {rank: NaiveEngine(rank) for rank in (0, 1)}
+    for rank, name, *arguments in [(rank, *step) for rank, run in steps for step in run]:
         if name == "leave":
             index.remove_engine(rank)
             engines[rank] = NaiveEngine(rank)
         elif name in ("read", "restore"):
-            getattr(engine, name)(index)
+            getattr(engines[rank], name)(index)
+        elif name == "store":
+            engines[rank].store(prompts[arguments[0] % len(prompts)], arguments[1])
         else:
-            getattr(engine, name)(*arguments)
+            getattr(engines[rank], name)(*arguments)
     for engine in engines.values():
         engine.read(index)
     for request in prompts:

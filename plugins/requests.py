@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from .engine_state import EngineLoad, KVCacheChanges
 from .markers import ReasoningMarkers
 from .media import MultiModalFeature
 from .params import PoolingParams, SamplingParams
@@ -335,6 +336,9 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
             those that the engine aborted or refused. None stands for an empty set.
         engine_index: index of the engine that sends them.
         scheduler_stats: state of its scheduler; None unless statistics are collected.
+        load: its load, if it has changed; None unless clients divide requests among engines.
+        cache_changes: changes of its KV cache; None unless clients choose engines by what these
+            have cached.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -342,6 +346,8 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     finished_requests: set[str] | None = None
     engine_index: int = 0
     scheduler_stats: SchedulerStats | None = None
+    load: EngineLoad | None = None
+    cache_changes: KVCacheChanges | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

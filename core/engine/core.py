@@ -14,6 +14,7 @@ from hardpoint.plugins import (
     HardpointError,
     RequestError,
 )
+from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.registry.blame import describe, faults_as
 
 from .pause import PauseController, PauseDependencies
@@ -174,6 +175,30 @@ class EngineCore(EngineUtilities):
             if all(answer is None for answer in answers):
                 self._idle_since = self._pause.num_wake_ups
             return any(answers)
+
+    def load(self, num_steps: int) -> EngineLoad:
+        """Return the load of the engine after so many steps."""
+        stats = self._parts.scheduler_stats()
+        return EngineLoad(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            num_steps=num_steps,
+            adapters=list(stats.num_requests_by_adapter),
+        )
+
+    def take_cache_changes(self) -> KVCacheChanges | None:
+        """Return the changes of the KV cache since the last call, if any; they are published.
+
+        Raises:
+            PluginFaultError: a publisher whose faults end the engine failed.
+        """
+        parts = self._parts
+        if parts.cache_changes is None:
+            return None
+        if events := parts.kv_cache.take_events():  # outside of steps, as by a reset
+            parts.publish(events)
+        return parts.cache_changes.pop()
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""

@@ -38,6 +38,10 @@ class ClientSendQueues:
         self._changed = threading.Condition()
         self._deadline: float | None = None
 
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self._queues)
+
     def put(self, client: int, message: Message) -> None:
         """Add a message; one for a client that does not exist is dropped, and logged."""
         if not 0 <= client < len(self._queues):

@@ -17,6 +17,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import (
     LoRARequest,
@@ -239,6 +240,23 @@ STATS = whole(
     num_retained_hits=COUNT,
     num_retained_evictions=COUNT,
 )
+LOADS = whole(
+    EngineLoad,
+    num_running=COUNT,
+    num_waiting=COUNT,
+    kv_cache_usage=FLOATS,
+    num_steps=COUNT,
+    adapters=st.lists(TEXT, max_size=2),
+    last_request=st.none() | TEXT,
+)
+CACHE_CHANGES = whole(
+    KVCacheChanges,
+    first=COUNT,
+    last=st.integers(-1, 1 << 40),
+    cleared=st.booleans(),
+    stored=st.sets(st.binary(min_size=8, max_size=8), max_size=4),
+    removed=st.sets(st.binary(min_size=8, max_size=8), max_size=4),
+)
 BATCHES = whole(
     EngineCoreOutputs,
     outputs=st.lists(OUTPUTS, max_size=4),
@@ -246,4 +264,6 @@ BATCHES = whole(
     finished_requests=st.none() | st.sets(TEXT, max_size=3),
     engine_index=COUNT,
     scheduler_stats=st.none() | STATS,
+    load=st.none() | LOADS,
+    cache_changes=st.none() | CACHE_CHANGES,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from hardpoint.plugins.adapter_resolver import AdapterResolver
 from hardpoint.plugins.arguments import ComponentWithArguments
@@ -37,7 +38,7 @@ from hardpoint.plugins.stats import StatSink
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.tokenizer import Tokenizer
 
-__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "Stability"]
+__all__ = ["KINDS", "FaultScope", "Kind", "Number", "Process", "Stability"]
 
 
 class Number(Enum):
@@ -92,6 +93,8 @@ class Kind:
         contract: current version; the engine accepts it and the one before.
         chosen_by: the configuration path that names the component, or the list of them for
             Number.MANY; None if `plugins.enable` names it.
+        idle_at: a configuration path, and the value at which the component that is chosen by
+            default is neither imported nor enabled.
         named_by: the configuration path that names one of the enabled components, of
             Number.BY_NAME; an FQCN there enables it.
     """
@@ -107,6 +110,7 @@ class Kind:
     stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
     named_by: str | None = None
+    idle_at: tuple[str, Any] | None = None
     role: Role | None = None
     forms: tuple[type[Component], ...] = ()
 
@@ -389,6 +393,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.STEP,
             chosen_by="parallel.balancer",
+            idle_at=("parallel.data", 1),
             summary="Choose the engine that runs a request, where there are several.",
             suite="LoadBalancerSuite",
         ),
@@ -414,7 +419,3 @@ KINDS: dict[str, Kind] = {
         ),
     )
 }
-
-PLANNED: dict[str, str] = {}
-"""Kinds of the design that this version does not have, with the configuration table that will
-choose them; naming either is refused by name."""

@@ -79,7 +79,6 @@ def test_what_is_not_enabled_is_listed_and_not_imported(site, capsys):
     assert (dry["on"], dry["why"], dry["place"]) == (False, "not enabled", None)
     assert (dry["distribution"], dry["version"]) == ("stranger", "2.0")
     assert find(components, "novelties", "new")["why"] == "this Hardpoint has no novelties"
-    assert find(components, "balancers", "guess")["why"] == "this Hardpoint has no balancers yet"
     assert "stranger" not in sys.modules
 
 

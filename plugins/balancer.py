@@ -67,7 +67,7 @@ class BalancerContext(Context["LoadBalancer"]):
     clock: Callable[[], float]
 
 
-def _engine_index(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:
+def _engine_index(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
     engines = given[1]
     try:
         found = -1 if isinstance(value, bool) else index(value)

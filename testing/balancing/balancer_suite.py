@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -141,7 +142,7 @@ class LoadBalancerSuite(ComponentSuite):
         chosen = self._stream(balancer, engines, 256)
         self._check_shares(STARVES, chosen, engines, "requests with different prompts")
 
-    @checks(PINS, lambda _suite: ((number, soon) for number in (1, _BURST) for soon in (True, False)))
+    @checks(PINS, lambda _suite: itertools.product((1, _BURST), (True, False)))
     def test_pins(self, users: int, soon: bool) -> None:
         """A burst with a prefix of 1024 tokens that one engine has cached: of one user, or of as
         many as there are requests. If prompts are computed at once, no engine has more than twice
@@ -227,7 +228,7 @@ class LoadBalancerSuite(ComponentSuite):
         """A second instance chooses the same as the first."""
         first, second = (list(self._played(self._make())) for _ in range(2))
         if first != second:
-            raise REPEATABLE.violation(_difference(first, second, "a new instance"))
+            raise REPEATABLE.violation(_difference(first, second, "by a new instance"))
 
     @checks(INSTANCES)
     def test_instances(self) -> None:
@@ -313,9 +314,7 @@ class LoadBalancerSuite(ComponentSuite):
         place = self._choose(balancer, list(engines.views), request)
         return engines.send(request, engines.views[place].rank)
 
-    def _stream(
-        self, balancer: LoadBalancer, engines: ScriptedEngines, count: int
-    ) -> Counter[int]:
+    def _stream(self, balancer: LoadBalancer, engines: ScriptedEngines, count: int) -> Counter[int]:
         """Send different prompts, at most 16 of which are in flight; count them by rank."""
         chosen: Counter[int] = Counter()
         sent: list[str] = []
@@ -382,4 +381,4 @@ def _state(engine: ScriptedEngine) -> dict[str, Any]:
 
 def _difference(one: Sequence[int], other: Sequence[int], what: str) -> str:
     number = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
-    return f"request {number} was sent to engine {one[number]}, by {what} to {other[number]}"
+    return f"request {number} was sent to engine {one[number]}, {what} to {other[number]}"

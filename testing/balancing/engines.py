@@ -59,8 +59,14 @@ class ScriptedEngine:
         self.adapters: set[str] = set()
         self._engines = engines
 
+    def __repr__(self) -> str:
+        return (
+            f"<engine {self.rank}: {self.in_flight} in flight, "
+            f"{self.pending_prompt_tokens} tokens pending>"
+        )
+
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
-        """Return the length of the longest prefix of a prompt that was computed there, in blocks."""
+        """Return the length of the longest prefix that was computed there, in whole blocks."""
         return self._engines.cached_prefixes(request).get(self.rank, 0)
 
     def has_session(self, request: EngineCoreRequest) -> bool:

@@ -60,10 +60,7 @@ class ScriptedEngine:
         self._engines = engines
 
     def __repr__(self) -> str:
-        return (
-            f"<engine {self.rank}: {self.in_flight} in flight, "
-            f"{self.pending_prompt_tokens} tokens pending>"
-        )
+        return f"<engine {self.rank}>"
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
         """Return the length of the longest prefix that was computed there, in whole blocks."""

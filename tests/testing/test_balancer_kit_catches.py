@@ -13,7 +13,7 @@ BROKEN = [
     (broken.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
     (broken.ReturnsRanks, "index", "index", r"returned \d, expected an index of engines, from 0"),
     (broken.ReturnsNothing, "index", "index", "returned None, expected an index of engines"),
-    (broken.ReturnsEngines, "index", "index", "returned <engine 0>, expected an index"),
+    (broken.ReturnsEngines, "index", "index", r"returned <engine \d>, expected an index"),
     (broken.ReturnsBool, "index", "index", r"returned (True|False), expected an index of engines"),
     (broken.CountsBackwards, "index", "index", r"returned -\d, expected an index of engines"),
     (broken.NeedsTags, "index", "exceptions", r"KeyError: 'shard' \(in choose"),

@@ -208,4 +208,4 @@ class Slow(Fewest):
     contract = 1
 
     def cost(self, request, engines, place):
-        return sum(engine.in_flight for engine in list(engines) * 20), place
+        return sum(engine.in_flight for engine in list(engines) * 5), place

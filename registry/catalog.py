@@ -20,7 +20,6 @@ from .adapt import adapter_name, load_component
 from .discovery import InstalledPlugin, describe_unknown_kind
 from .kinds import KINDS, Kind, Number
 from .plugin_set import PluginSet, resolve_plugins
-from .selection import idle_default
 
 
 class Catalog:
@@ -195,7 +194,7 @@ class Catalog:
             if name in names and found.builtin:
                 path = f"plugins.disable[{index}]"
                 return f"{path} ({self._config_sources.of(path)})"
-        if kind.idle_at is not None and idle_default(kind, self._config) == found.name:
+        if kind.idle_at is not None and kind.idle_default(self._config) == found.name:
             path, value = kind.idle_at
             return f"not needed while {path} is {value}"
         if kind.number is Number.ONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +12,7 @@ from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.attention import AttentionBackend
 from hardpoint.plugins.balancer import LoadBalancer
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import EngineConfig
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.grammars import GrammarBackend
 from hardpoint.plugins.io_processor import IOProcessor
@@ -38,7 +40,7 @@ from hardpoint.plugins.stats import StatSink
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.tokenizer import Tokenizer
 
-__all__ = ["KINDS", "FaultScope", "Kind", "Number", "Process", "Stability"]
+__all__ = ["KINDS", "FaultScope", "Kind", "Number", "Process", "Stability", "value_at"]
 
 
 class Number(Enum):
@@ -135,6 +137,20 @@ class Kind:
         if self.interface is None:
             return []
         return [form.__name__ for form in self.forms or (self.interface,)]
+
+    def idle_default(self, config: EngineConfig) -> str | None:
+        """Return the name of the default component if it is not enabled, as it has no work."""
+        if self.idle_at is None or self.chosen_by is None:
+            return None
+        path, value = self.idle_at
+        chosen: str = value_at(config, self.chosen_by)
+        is_default = chosen == value_at(EngineConfig(), self.chosen_by)
+        return chosen if is_default and value_at(config, path) == value else None
+
+
+def value_at(config: EngineConfig, path: str) -> Any:
+    """Return the value of a configuration at a dotted path."""
+    return functools.reduce(getattr, path.split("."), config)
 
 
 KINDS: dict[str, Kind] = {

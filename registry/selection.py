@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -30,7 +29,7 @@ from .discovery import (
     describe_unknown_kind,
     toml_key,
 )
-from .kinds import KINDS, Kind, Number
+from .kinds import KINDS, Kind, Number, value_at
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
 
@@ -42,20 +41,6 @@ _CANDIDATES = ("native_cpu", "triton", "torch")
 """Built-ins of both kinds, of which each device has one if `backend` is "auto"."""
 _SET_BY = {"kv_connector.use": "kv_connector.stores"}
 """Settings by the path of another one that has a value because of them."""
-
-
-def idle_default(kind: Kind, config: EngineConfig) -> str | None:
-    """Return the name of a kind's default component that is not enabled, since it has no work."""
-    if kind.idle_at is None or kind.chosen_by is None:
-        return None
-    path, value = kind.idle_at
-    chosen: str = _value_at(config, kind.chosen_by)
-    is_default = chosen == _value_at(EngineConfig(), kind.chosen_by)
-    return chosen if is_default and _value_at(config, path) == value else None
-
-
-def _value_at(config: EngineConfig, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), config)
 
 
 class Selection:
@@ -89,7 +74,7 @@ class Selection:
         for kind in KINDS.values():
             if kind.named_by is not None:
                 self._enable_named(kind, kind.named_by)
-            if kind.chosen_by is not None and idle_default(kind, self._config) is None:
+            if kind.chosen_by is not None and kind.idle_default(self._config) is None:
                 for chosen in self.chosen(kind, kind.chosen_by):
                     self._add(chosen)
         return list(self._on.values())
@@ -176,7 +161,7 @@ class Selection:
 
     def _at(self, path: str) -> Any:
         """Return the value of the configuration at a dotted path."""
-        return _value_at(self._config, path)
+        return value_at(self._config, path)
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
         """Return the components that the configuration names at `path`."""

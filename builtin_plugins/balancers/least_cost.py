@@ -29,7 +29,7 @@ class LeastCost(LoadBalancer):
     uses_cached_prefixes = True
 
     class Options(LoadOptions):
-        """What counts as load."""
+        """Weights of the cost."""
 
     options: Options
 

@@ -9,11 +9,12 @@ from hardpoint.plugins import Meta
 
 
 class LoadOptions(plugins.Options):
-    """What counts as load.
+    """Weights of an engine's load.
 
     Attributes:
-        in_flight_tokens: prompt tokens that a request in flight counts as, beside those of it that
-            are pending: for the work of its output. 0 compares engines by prompts alone.
+        in_flight_tokens: prompt tokens that a request in flight counts as, for the work of its
+            output, in addition to those of its own that are pending. 0 compares engines by prompts
+            alone.
     """
 
     in_flight_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 64

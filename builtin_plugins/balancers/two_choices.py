@@ -37,10 +37,10 @@ class TwoChoices(LoadBalancer):
     contract = 1
 
     class Options(LoadOptions):
-        """What counts as load, and what is remembered.
+        """Weights of the load, and the size of the memory.
 
         Attributes:
-            seed: of the draws.
+            seed: seed of the draws.
             sessions: number of sessions whose engines are remembered; those used last stay.
         """
 

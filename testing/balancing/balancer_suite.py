@@ -38,7 +38,7 @@ PINS = Rule(
     "weigh what is saved by a cached prefix against in_flight and pending_prompt_tokens",
 )
 STALE = Rule(
-    "stale: while statistics stand still, no engine gets more than twice its share, and 16",
+    "stale: while statistics do not change, no engine gets more than twice its share, and 16",
     "take in_flight into the load, which is exact; the statistics of an engine may be old",
 )
 AFFINITY = Rule(
@@ -172,7 +172,7 @@ class LoadBalancerSuite(ComponentSuite):
 
     @checks(STALE)
     def test_stale(self) -> None:
-        """An engine's statistics say that it is idle, those of the others that they are not."""
+        """One engine is idle by its last statistics, the others are not; none of them change."""
         engines, balancer = ScriptedEngines(), self._make()
         for engine in engines.views[1:]:
             engine.num_waiting, engine.num_running, engine.kv_cache_usage = 4, 16, 0.5
@@ -235,12 +235,12 @@ class LoadBalancerSuite(ComponentSuite):
         """An instance chooses the same next to another one that is asked between its calls."""
         alone = list(self._played(self._make()))
         one, other = self._played(self._make()), self._played(self._make(), 3)
-        beside = []
+        together = []
         for rank in one:
-            beside.append(rank)
+            together.append(rank)
             next(other, None)
-        if alone != beside:
-            raise INSTANCES.violation(_difference(alone, beside, "next to another instance"))
+        if alone != together:
+            raise INSTANCES.violation(_difference(alone, together, "next to another instance"))
 
     @checks("memory: nothing grows with the number of requests, users and sessions")
     def test_memory(self) -> None:
@@ -371,7 +371,7 @@ def _prompt(number: int, first: int = 0) -> list[int]:
 
 
 def _state(engine: ScriptedEngine) -> dict[str, Any]:
-    """Return what a balancer may see of an engine."""
+    """Return the public attributes of an engine."""
     return {
         name: set(value) if isinstance(value, set) else value
         for name, value in vars(engine).items()

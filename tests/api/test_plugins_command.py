@@ -12,6 +12,7 @@ from hardpoint.cli import main
 from hardpoint.registry.kinds import KINDS
 
 pytestmark = pytest.mark.usefixtures("folder")
+LEAST_COST = "hardpoint.builtin_plugins.balancers.least_cost"
 
 
 @pytest.fixture
@@ -71,6 +72,19 @@ def test_a_choice_names_its_origin(capsys, monkeypatch):
     assert find(components, "scheduling_policies", "priority")["why"] == f"scheduler.policy ({by})"
     fcfs = find(components, "scheduling_policies", "fcfs")
     assert (fcfs["on"], fcfs["why"]) == (False, f"not chosen by scheduler.policy ({by})")
+
+
+def test_a_default_without_work_is_off_with_the_reason(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, LEAST_COST, raising=False)
+    components = listed(capsys)
+    default = find(components, "balancers", "least_cost")
+    assert (default["on"], default["why"]) == (False, "not needed while parallel.data is 1")
+    assert LEAST_COST not in sys.modules
+    other = find(components, "balancers", "two_choices")
+    assert (other["on"], other["why"]) == (False, "not chosen by parallel.balancer (default)")
+    several = listed(capsys, "parallel.data=2")
+    assert find(several, "balancers", "least_cost")["on"]
+    assert LEAST_COST in sys.modules
 
 
 def test_what_is_not_enabled_is_listed_and_not_imported(site, capsys):

@@ -11,6 +11,7 @@ from hardpoint.plugins import (
     KVConnector,
     KVEventPublisher,
     KVStore,
+    LoadBalancer,
     LogitsProcessor,
     OutputParser,
     Sampler,
@@ -62,6 +63,37 @@ class TestDefaults:
         plugins = installed.resolve()
         with pytest.raises(PluginNotFoundError, match="there is no module 'no'"):
             plugins.target(plugins.get("models", "Broken"))
+
+
+class TestIdleDefault:
+    """Where one engine serves, nothing of the balancer that nobody named is imported."""
+
+    @pytest.fixture(autouse=True)
+    def _balancers(self, installed):
+        for name, value in (("least_cost", "no.such:Thing"), ("other", "no.such:Other")):
+            installed.found.append(InstalledPlugin("balancers", name, value, "hardpoint", "0.1.0"))
+
+    def test_it_is_neither_enabled_nor_imported(self, installed):
+        plugins = installed.resolve()
+        assert set(on(plugins)) == DEFAULTS
+        assert plugins.entries("balancers") == []
+        assert set(on(installed.resolve(parallel={"balancer": "least_cost"}))) == DEFAULTS
+
+    def test_several_engines_need_it(self, installed):
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            installed.resolve(parallel={"data": 2})
+
+    def test_one_that_is_asked_for_is_checked(self, installed):
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            installed.resolve(parallel={"balancer": "other"})
+        with pytest.raises(PluginNotFoundError, match="no balancers component is called 'othr'"):
+            installed.resolve(parallel={"balancer": "othr"})
+
+    def test_it_is_on_where_several_engines_serve(self, installed):
+        value = installed.offer("balancers/mine", component(LoadBalancer))
+        plugins = installed.resolve(parallel={"data": 2, "balancer": "mine"})
+        assert on(plugins)["balancers/mine"] == value
+        assert set(on(plugins)) == DEFAULTS | {"balancers/mine"}
 
 
 class TestEnable:

@@ -43,15 +43,16 @@ class LeastCost(LoadBalancer):
         """Return the index of the engine with the least cost."""
         per_request, length = self._per_request, len(request.prompt_token_ids)
         equal: list[int] = []
-        least, fewest = float("inf"), 0
+        limit = least = float("inf")
+        fewest = 0
         for place, engine in enumerate(engines):
             in_flight = engine.in_flight
             cost = engine.pending_prompt_tokens + per_request * in_flight
-            if cost - length > least:
-                continue  # even if it had all of the prompt
+            if cost > limit:
+                continue  # even if it has the whole prompt
             cost -= engine.cached_prefix_tokens(request)
             if cost < least or (cost == least and in_flight < fewest):
-                least, fewest, equal = cost, in_flight, [place]
+                least, limit, fewest, equal = cost, cost + length, in_flight, [place]
             elif cost == least and in_flight == fewest:
                 equal.append(place)
         turn = self._turn % len(engines)

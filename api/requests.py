@@ -67,6 +67,7 @@ class BatchOptions(TypedDict, total=False):
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None
     session: str | Sequence[str | None] | None
     retain_seconds: float | Sequence[float | None] | None
+    data_parallel_rank: int | Sequence[int | None] | None
 
 
 class ChatBatchOptions(ChatOptions, BatchOptions, total=False):

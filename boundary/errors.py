@@ -70,6 +70,23 @@ def engine_dead(error: BaseException) -> EngineDeadError:
     return raised
 
 
+def death_of(error: BaseException, *, in_step: bool) -> EngineDeadError:
+    """Return the error for a request in flight when the engine died.
+
+    Args:
+        error: error that ended the engine.
+        in_step: whether the request was in the step in which it died, and so may be responsible.
+    """
+    return ended_by(error, "was in the step in which it died" if in_step else "may be sent again")
+
+
+def ended_by(error: BaseException, why: str) -> EngineDeadError:
+    """Return the error for a request that ends because its engine died, with the reason."""
+    reported = engine_dead(error)
+    reported.args = (f"{error}; the request {why}",)
+    return reported
+
+
 _WORKER = ("hardpoint.core.worker.", "hardpoint.core.weights.", "hardpoint.boundary.checked_")
 """Modules that run in a worker, as prefixes."""
 

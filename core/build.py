@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import operator
@@ -18,15 +17,17 @@ from hardpoint.boundary.errors import naming_plugin
 from hardpoint.boundary.parts.frontend_parts import FrontendParts, frontend_parts
 from hardpoint.boundary.text_guards import open_parser, open_tokenizer
 from hardpoint.core.client.base import EngineCoreClient, InprocClient
+from hardpoint.core.client.engine_choice import EngineChoice
+from hardpoint.core.client.engine_group import EngineGroup
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.io_processors import IOProcessors, open_io_processors
-from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
@@ -104,6 +105,7 @@ def build_engine(
     config_sources: ConfigSources | None = None,
     *,
     progress: Progress = no_progress,
+    restart: bool = False,
     clock: Callable[[], float] = time.monotonic,
     handed: Sequence[InstalledPlugin] = (),
 ) -> LLMEngine:
@@ -113,6 +115,7 @@ def build_engine(
         config: the configuration.
         config_sources: sources of its values.
         progress: receives the progress of long work.
+        restart: restart an engine that died, in a process of its own.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
 
@@ -122,10 +125,11 @@ def build_engine(
         EngineDeadError: the engine's process ended or was not ready in time.
     """
     began = time.perf_counter()
-    if config.engine.in_process:
+    sources = config_sources or ConfigSources()
+    if _runs_here(config, sources, restart=restart):
         if config.kv_events.publishers:  # which open sockets
             check_descriptors()
-        prepared = _prepare(config, config_sources or ConfigSources(), progress, clock, handed)
+        prepared = _prepare(config, sources, progress, clock, handed)
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
 
@@ -139,8 +143,8 @@ def build_engine(
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
         with _spawned() as spawned:
-            prepared = _prepare(config, config_sources or ConfigSources(), progress, clock, handed)
-            parts = _in_own_process(prepared, spawned, None)
+            prepared = _prepare(config, sources, progress, clock, handed)
+            parts = _in_own_process(prepared, spawned, None, restart=restart)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -169,11 +173,8 @@ def build_async_engine(
         prepared = _prepare(
             config, config_sources or ConfigSources(), progress, time.monotonic, handed
         )
-        parts = _in_own_process(prepared, spawned, bridge)
-    restarter = Restarter(
-        _connect, enabled=restart, max_per_minute=config.engine.max_restarts_per_minute
-    )
-    engine = AsyncEngine(parts, bridge, restarter)
+        parts = _in_own_process(prepared, spawned, bridge, restart=restart)
+    engine = AsyncEngine(parts, bridge)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
 
@@ -313,10 +314,34 @@ def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
         raise
 
 
+def _runs_here(config: EngineConfig, config_sources: ConfigSources, *, restart: bool) -> bool:
+    """Return whether the engine runs in this process: alone, and never restarted.
+
+    Raises:
+        ConfigError: it is asked to, and for several engines or restarts, too.
+    """
+    if not config.engine.in_process:
+        return False
+    num_engines = config.parallel.data
+    if num_engines == 1 and not restart:
+        return True
+    if (origin := config_sources.of("engine.in_process")) != "default":
+        why = "restart" if num_engines == 1 else f"parallel.data = {num_engines}"
+        raise ConfigError(
+            f"engine.in_process: expected false, for {why} needs engines in processes of their "
+            f"own, got true (from {origin})"
+        )
+    return False
+
+
 def _in_own_process(
-    prepared: _Prepared, spawned: tuple[EngineProcess, Interpreter], sink: Sink | None
+    prepared: _Prepared,
+    spawned: tuple[EngineProcess, Interpreter],
+    sink: Sink | None,
+    *,
+    restart: bool,
 ) -> EngineParts:
-    """Launch the engine in its process; return the engine's parts, with a client of it."""
+    """Launch the engines in their processes; return the parts, with a client of them."""
     spec, (process, interpreter) = prepared.spec, spawned
     start = EngineStart(
         config=spec.config,
@@ -327,19 +352,16 @@ def _in_own_process(
         vocabulary=prepared.vocabulary,
     )
     with prepared.closed_on_error():
-        client = ProcessClient(start, sink, process)
+        client: ProcessClient | EngineGroup
+        if spec.config.parallel.data > 1 or restart:
+            choice = EngineChoice(spec.plugins, spec.config, prepared.clock)
+            limit = spec.config.engine.max_restarts_per_minute
+            budget = RestartBudget(enabled=restart, max_per_minute=limit)
+            client = EngineGroup(start, choice, budget, sink=sink, process=process)
+        else:
+            client = ProcessClient(start, sink, process)
         size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
         return prepared.parts(client, size)
-
-
-def _connect(parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
-    """Start another engine process with the configuration of a dead one."""
-    assert isinstance(parts.client, ProcessClient)
-    bridge = EventLoopBridge()
-    start = dataclasses.replace(
-        parts.client.start, config=parts.config, manifest=parts.plugins.manifest
-    )
-    return ProcessClient(start, bridge), bridge
 
 
 def _log_level() -> str:

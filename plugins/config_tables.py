@@ -239,7 +239,12 @@ class EngineProcessConfig(Strict):
             the same id; otherwise a second live request with an id is refused.
         stream_interval: new tokens per output of a streamed request; its first and last output
             do not wait.
-        max_restarts_per_minute: limit for `AsyncLLM`, if it restarts a dead engine.
+        max_restarts_per_minute: limit for all engines, if dead ones are restarted.
+        resume: what becomes of requests whose engine died, if there is another one, or it is
+            restarted: "exact" lets them go on where that gives the same tokens, "any" also where
+            the other engine differs from theirs, as in the version of its weights, and "off" ends
+            them.
+        max_resumes: how often a request goes on so.
     """
 
     in_process: bool = True
@@ -255,6 +260,8 @@ class EngineProcessConfig(Strict):
     random_request_ids: bool = True
     stream_interval: Count = 1
     max_restarts_per_minute: Annotated[int, Meta(ge=1)] = 3
+    resume: Literal["exact", "any", "off"] = "exact"
+    max_resumes: Annotated[int, Meta(ge=0)] = 1
 
 
 class ExecutorConfig(Strict):

@@ -36,6 +36,8 @@ class RequestOptions(TypedDict, total=False):
         retain_seconds: how long, from its end on, what was computed for it is to be kept in the
             prefix cache rather than other requests' blocks; see `CompletionOutput.part_figures`.
             None, the default, is as others.
+        data_parallel_rank: number of the engine that runs the request, of several
+            (`parallel.data`); None, the default, lets the balancer choose.
     """
 
     priority: int
@@ -48,6 +50,7 @@ class RequestOptions(TypedDict, total=False):
     lora_request: LoRARequest | None
     session: str | None
     retain_seconds: float | None
+    data_parallel_rank: int | None
 
 
 class ChatOptions(TypedDict, total=False):

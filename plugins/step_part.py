@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from hardpoint.errors import RequestError
+from hardpoint.errors import HardpointError, RequestError, shown
 
 from .component import Component, Context
 from .config import EngineConfig
@@ -400,6 +400,24 @@ class StepPart(Component):
         it, which checks the value.
         """
         return ()
+
+    @classmethod
+    def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
+        """Return one answer to `LLM.call_part` for those of several engines (`parallel.data`).
+
+        The default is the answer that all of them give.
+
+        Args:
+            method: the call.
+            answers: what `EngineHalf.call` answered in each engine, in the order of their ranks,
+                none of them None: an engine that answers None is asked again.
+
+        Raises:
+            HardpointError: there is no such answer.
+        """
+        if any(answer != answers[0] for answer in answers):
+            raise HardpointError(f"{method}: the engines answered differently: {shown(answers)}")
+        return answers[0]
 
     @property
     def moves_blocks(self) -> str | None:

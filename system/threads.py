@@ -89,7 +89,11 @@ class ComputeThreads:
     # halves the speed of all, and one thread fewer is faster.
 
     def __init__(
-        self, configured: int | Literal["auto"], proc: Path = PROC, num_ranks: int = 1
+        self,
+        configured: int | Literal["auto"],
+        proc: Path = PROC,
+        num_ranks: int = 1,
+        num_engines: int = 1,
     ) -> None:
         """Choose the number and set it; on a machine of many cores that takes some milliseconds.
 
@@ -97,12 +101,13 @@ class ComputeThreads:
             configured: the number, or "auto" to choose it, and to leave others the CPUs they use.
             proc: the system's folder of processes.
             num_ranks: workers of the engine on this host, which compute at the same time.
+            num_engines: engines on this host, each with cores of its own (`use_own_cores`).
         """
         import torch  # noqa: PLC0415 - `short_spin` is imported before torch
 
         self._before = torch.get_num_threads()
         if configured == "auto":
-            limit = shared_limit(self._before, num_ranks, proc)
+            limit = shared_limit(self._before, num_ranks, proc, num_engines=num_engines)
             chosen = fastest(limit, _measure)
         else:
             chosen = ThreadCount(configured, "executor.threads")
@@ -202,20 +207,67 @@ def thread_limit(current: int, proc: Path = PROC, cpus: Path = _CPUS) -> ThreadC
 
 
 def shared_limit(
-    current: int, num_ranks: int, proc: Path = PROC, cpus: Path = _CPUS
+    current: int,
+    num_ranks: int,
+    proc: Path = PROC,
+    cpus: Path = _CPUS,
+    *,
+    num_engines: int = 1,
 ) -> ThreadCount:
     """Return the most threads of one of several ranks that share the cores of this host.
 
     Args:
         current, proc, cpus: as for `thread_limit`; `current` is that of one rank.
         num_ranks: number of ranks.
+        num_engines: number of engines, which share the time that a control group has.
     """
     set_before = thread_limit(current, proc, cpus)
     cores = _core_limit(proc, cpus)
+    if num_engines > 1:
+        quotas = (
+            ThreadCount(
+                max(quota.count // num_engines, 1), f"{quota.source}, for {num_engines} engines"
+            )
+            for quota in _quotas(proc)
+        )
+        cores = min([_cores(cpus), *quotas], key=lambda limit: limit.count)
+        set_before = min(set_before, cores, key=lambda limit: limit.count)
     if num_ranks == 1 or set_before.count <= cores.count // num_ranks:
         return set_before
     source = f"{cores.source}: {cores.count}, divided by {num_ranks} ranks"
     return ThreadCount(max(cores.count // num_ranks, 1), source)
+
+
+def use_own_cores(index: int, num_engines: int, cpus: Path = _CPUS) -> frozenset[int]:
+    """Let this process, and those that it starts, run on its part of the CPUs; return these.
+
+    Whole cores are divided, those of a NUMA node next to each other. If there are fewer cores than
+    engines, several engines have the same core.
+
+    Args:
+        index: number of this process's engine.
+        num_engines: engines among which the CPUs of this process are divided.
+        cpus: the system's folder of CPUs.
+    """
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:  # another system than Linux
+        return frozenset()
+    cores: dict[tuple[str, str], set[int]] = {}
+    for number in sorted(usable):
+        folder = cpus / f"cpu{number}"
+        node = min((found.name for found in folder.glob("node*")), key=len, default="")
+        siblings = read_control(folder / "topology" / "thread_siblings_list")
+        cores.setdefault((node, siblings or f"{number}"), set()).add(number)
+    by_node = [cores[key] for key in sorted(cores, key=lambda key: (len(key[0]), key[0]))]
+    count = len(by_node)
+    if count >= num_engines:
+        part = by_node[index * count // num_engines : (index + 1) * count // num_engines]
+    else:
+        part = [by_node[index % count]]
+    own = frozenset().union(*part)
+    os.sched_setaffinity(0, own)
+    return own
 
 
 def crowding(num_ranks: int, proc: Path = PROC, cpus: Path = _CPUS) -> str | None:

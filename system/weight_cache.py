@@ -107,6 +107,16 @@ class WeightCache:
             return
         self._writer = _Writer(_file(self._folder, key), key, tensors, self._limit, quantized)
 
+    def share(self, key: str, model: Model, quantized: str | None = None) -> None:
+        """Write the weights of a model at once, and let it map them as other engines do.
+
+        Args:
+            key, model, quantized: as for `save`.
+        """
+        self.save(key, model, quantized)
+        if (writer := self._writer) is None or not writer.finish() or not self.load(key, model):
+            _log.warning("packed weights: not shared: each engine has its own")
+
     def close(self) -> None:
         """Finish writing, or give up if that takes long."""
         if self._writer is not None:
@@ -172,6 +182,12 @@ class _Writer:
         self._thread.join(_PATIENCE_S)
         self._cancelled.set()
         self._thread.join(_PATIENCE_S)
+
+    def finish(self) -> bool:
+        """Write now, however long it takes; return whether the file is there."""
+        self._hurry.set()
+        self._thread.join()
+        return self._file.exists()
 
     def _run(self, content: TensorFile) -> None:
         # Not during the first steps, for which somebody waits.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["AsyncAdapterCalls", "SyncAdapterCalls"]
 RemoveMode = Literal["drain", "end"]
 
 _PART = "adapters"
+_TICKET_BITS = 60
 _OPTION = "lora_request"
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "hardpoint-adapter-"
@@ -240,13 +242,18 @@ def _load_arguments(folders: TensorFolders, lora: Any, tensors: Any, config: Any
     if tensors is None:
         if config is not None:
             raise RequestError("config: expected none without tensors, as the folder has its own")
-        return {"lora": plain}
+        return {"lora": plain, "ticket": _ticket()}
     if plain["path"]:
         raise RequestError(
             f"lora.path: expected an empty one, as tensors are given, got {plain['path']!r}"
         )
     folder = folders.write(_TENSORS, tensors, {_CONFIG: _encoded(config)})
-    return {"lora": plain | {"path": str(folder)}, "is_temporary": True}
+    return {"lora": plain | {"path": str(folder)}, "ticket": _ticket(), "is_temporary": True}
+
+
+def _ticket() -> int:
+    """Return a ticket that no engine has given out, the same for all of them."""
+    return secrets.randbits(_TICKET_BITS) | 1 << _TICKET_BITS
 
 
 @contextlib.contextmanager

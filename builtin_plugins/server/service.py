@@ -52,6 +52,7 @@ ANYBODY = Client(name="anybody")
 _CHARACTERS_PER_TOKEN = 32
 _ENDS_REMEMBERED = 64
 _LONGEST_RETRY = 60.0
+_RANK = "x-data-parallel-rank"
 _TRACE = ("traceparent", "tracestate")
 """Headers of W3C's Trace Context, which name the trace that a request belongs to."""
 
@@ -412,8 +413,10 @@ class Service:
         retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
         adapter = _scaled(adapter, getattr(asked, "lora_scale", None))
         trace = {name: call.headers[name] for name in _TRACE if name in call.headers}
+        rank = _named_rank(call)
         return {
             **({} if transfer is None else {"kv_transfer_params": transfer}),
+            **({} if rank is None else {"data_parallel_rank": rank}),
             **({"trace_headers": trace} if trace else {}),
             **({} if adapter is None else {"lora_request": adapter}),
             **({} if last is None else {"truncate_prompt_tokens": last}),
@@ -600,3 +603,16 @@ def _salt(of_client: str, asked: str | None) -> str | None:
         return asked
     both = msgspec.msgpack.encode((of_client, asked))
     return hashlib.sha256(both).hexdigest()
+
+
+def _named_rank(call: Call) -> int | None:
+    """Return the number of the engine that a request's header names; None without one.
+
+    Raises:
+        RequestError: it is no number.
+    """
+    if (text := call.headers.get(_RANK)) is None:
+        return None
+    if not (text.isascii() and text.isdecimal()) or len(text) > 4:
+        raise RequestError(f"X-data-parallel-rank: expected the number of an engine, got {text!r}")
+    return int(text)

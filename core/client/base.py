@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -10,7 +10,13 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
-from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    HardpointError,
+)
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 
 
@@ -19,11 +25,17 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
+        ranks: numbers of the engines that a request may name.
         activity: what the core is doing, or was doing when it ended.
+        is_serving: false while no engine accepts requests, as while one is restarted.
+        num_restarts: how often engines were restarted.
     """
 
     in_process: bool
+    ranks: Collection[int]
     activity: Activity
+    is_serving: bool
+    num_restarts: int
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request."""
@@ -68,6 +80,9 @@ class EngineCoreClient(Protocol):
             HardpointError: the error that the utility raised.
         """
 
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Start engines with other parameters from now on, where dead ones are restarted."""
+
     def close(self) -> None:
         """End the engine."""
 
@@ -76,6 +91,9 @@ class InprocClient:
     """Calls a core in this process; `get_output` runs a step."""
 
     in_process = True
+    ranks = (0,)
+    is_serving = True
+    num_restarts = 0
 
     def __init__(self, core: EngineCore) -> None:
         """Take over the core.
@@ -130,6 +148,9 @@ class InprocClient:
             raise_unless_fault(error)
             reported = failure_of(method, error)
             raise reported from reported.__cause__
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Do nothing: no core is restarted."""
 
     def close(self) -> None:
         """Close the core and release it."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.protocol.output_coalescer import OutputCoalescer
+from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import EngineCoreOutputs
 
 
@@ -45,3 +47,24 @@ class OutputQueue:
         with self._changed:
             self._changed.wait_for(lambda: len(self._outputs) or self._error, timeout_s)
             return self._outputs.pop() or self._error
+
+    def take(self, *, wait: bool, timeout_s: float | None) -> EngineCoreOutputs | None:
+        """Return outputs; an empty batch if there are none and `wait` is false.
+
+        Args:
+            wait: whether outputs are expected.
+            timeout_s: None is without limit.
+
+        Returns:
+            None if nothing came in time.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineClosedError: that was put here.
+        """
+        item = self.get(timeout_s if wait else 0)
+        if isinstance(item, EngineClosedError):
+            raise item
+        if isinstance(item, Exception):
+            raise engine_dead(item)
+        return EngineCoreOutputs() if item is None and not wait else item

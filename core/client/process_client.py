@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -53,6 +54,7 @@ class EngineStart:
     Attributes:
         log_level: level of its logger.
         engine_index: the number of the engine, from 0; its ZMQ identity.
+        num_sharing: engines of this host that are started at the same time, this one included.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
@@ -63,6 +65,7 @@ class EngineStart:
     manifest: Manifest
     log_level: str = "WARNING"
     engine_index: int = 0
+    num_sharing: int = 1
     vocabulary: Vocabulary | None = None
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
@@ -239,6 +242,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,
         engine_index=start.engine_index,
+        num_sharing=start.num_sharing,
         vocabulary=start.vocabulary,
         folder=str(sockets.folder),
     )
@@ -261,6 +265,9 @@ class ProcessClient:
     """
 
     in_process = False
+    ranks = (0,)
+    is_serving = True
+    num_restarts = 0
 
     def __init__(
         self,
@@ -363,12 +370,7 @@ class ProcessClient:
             EngineDeadError: the engine is gone.
             EngineClosedError: `end_waiting` was called.
         """
-        item = self._outputs.get(timeout if wait else 0)
-        if isinstance(item, EngineClosedError):
-            raise item
-        if isinstance(item, Exception):
-            raise engine_dead(item)
-        return EngineCoreOutputs() if item is None and not wait else item
+        return self._outputs.take(wait=wait, timeout_s=timeout)
 
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
@@ -418,6 +420,10 @@ class ProcessClient:
             f"the engine did not answer {method} within "
             f"{limit if timeout is None else f'{timeout:g} s'}"
         )
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Change `start`, for an engine that is started in the place of this one."""
+        self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""

@@ -214,8 +214,15 @@ def _open_plugins(
     """
     policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
     close_if_failed(undo, policy.close)
-    publishers = create_all(spec.plugins, "kv_event_publishers", faults, PublisherContext)
-    kv_events = KVEventFanout(publishers, time.time)
+    rank = spec.engine_rank
+    publishers = create_all(
+        spec.plugins,
+        "kv_event_publishers",
+        faults,
+        PublisherContext,
+        data_parallel_rank=rank,
+    )
+    kv_events = KVEventFanout(publishers, time.time, rank)
     close_if_failed(undo, kv_events.close)
     blocks = BlockMetadata(clock)
     eviction = _eviction_policy(spec.plugins, blocks, clock)

@@ -60,7 +60,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
         placement: placement of all ranks.
-        num_draft_tokens: as in WorkerSpec.
+        num_draft_tokens, engine_rank, num_sharing: as in WorkerSpec.
     """
 
     manifest: Manifest
@@ -68,6 +68,8 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
     config_sources: dict[str, str]
     placement: Placement
     num_draft_tokens: int
+    engine_rank: int
+    num_sharing: int
 
 
 class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +133,8 @@ class WorkerLauncher:
             config_sources=self._config_sources.by_path,
             placement=placement or self._on_this_host(),
             num_draft_tokens=spec.num_draft_tokens,
+            engine_rank=spec.engine_rank,
+            num_sharing=spec.num_sharing,
         )
         versioned = _Versioned(
             hardpoint=installed_version(),
@@ -325,8 +329,10 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         spec,
         rank=launch.rank,
         placement=data.placement,
-        device=_device_of(launch.rank, data.placement, spec.device),
+        device=_device_of(launch.rank, data.placement, spec.device, data.engine_rank),
         num_draft_tokens=data.num_draft_tokens,
+        engine_rank=data.engine_rank,
+        num_sharing=data.num_sharing,
     )
     activity = _recorded[-1] if _recorded else Activity()
     return _NamingWorker(LocalWorker(spec, activity), plugins, activity)
@@ -388,7 +394,9 @@ class _NamingWorker:
         return call
 
 
-def _device_of(rank: int, placement: Placement, device: torch.device) -> torch.device:
+def _device_of(
+    rank: int, placement: Placement, device: torch.device, engine_rank: int
+) -> torch.device:
     """Return the device of a rank: each has one GPU of its host.
 
     Raises:
@@ -396,12 +404,32 @@ def _device_of(rank: int, placement: Placement, device: torch.device) -> torch.d
     """
     if device.type != "cuda":
         return device
-    local, count = placement.local(rank), torch.cuda.device_count()
-    index = placement.devices[rank] if placement.devices else local.index(rank)
-    if index >= count:
+    local = placement.local(rank)
+    if placement.devices:
+        index = placement.devices[rank]
+    else:
+        index = local.index(rank) + engine_rank * len(local)
+    return _device(index, f"{len(local)} ranks run on", f"rank {rank}")
+
+
+def device_of_engine(spec: WorkerSpec) -> torch.device:
+    """Return the device of the only worker of one of several engines: each has one GPU.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    parallel = spec.config.parallel
+    if spec.device.type != "cuda" or parallel.data == 1 or parallel.world_size > 1:
+        return spec.device
+    rank = spec.engine_rank
+    return _device(rank, f"{parallel.data} engines run on", f"engine {rank}")
+
+
+def _device(index: int, who: str, needing: str) -> torch.device:
+    if index >= (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"parallel: {len(local)} ranks run on {socket.gethostname()}, and rank {rank} needs "
-            f"CUDA device {index} of the {count} that its process may use (CUDA_VISIBLE_DEVICES)"
+            f"parallel: {who} {socket.gethostname()}, and {needing} needs CUDA device {index} of "
+            f"the {count} that its process may use (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", index)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import signal
@@ -22,7 +23,7 @@ from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.core.engine.worker_launch import check_versions
+from hardpoint.core.engine.worker_launch import check_versions, device_of_engine
 from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.core.weights.worker_spec import WorkerSpec
@@ -33,6 +34,7 @@ from hardpoint.system.forks import let_signals_end_copies, reset_signals
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import decode_launch
 from hardpoint.system.process.naming import log_to_stderr, name_process
+from hardpoint.system.threads import use_own_cores
 
 from .launch import Launch
 from .loop import EngineLoop, LoopOptions, LoopQueues
@@ -126,11 +128,17 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
     log_as(launch.engine_index, launch.log_level)
     config = msgspec.convert(launch.config, EngineConfig)
     config_sources = ConfigSources(launch.config_sources)
+    if config.parallel.data > 1 and config.executor.threads == "auto":
+        use_own_cores(launch.engine_index, config.parallel.data)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         with naming_plugin(plugins):
             spec = prepare_worker(config, plugins, config_sources, lambda *_progress: None)
+            spec = dataclasses.replace(
+                spec, engine_rank=launch.engine_index, num_sharing=launch.num_sharing
+            )
+            spec = dataclasses.replace(spec, device=device_of_engine(spec))
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,6 @@ from hardpoint.typed import convert
 
 from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S
-from .lifecycle import EngineState, Restarter
 from .outputs.output_collector import CallCollector, RequestOutputCollector
 from .outputs.request_state import rejection
 from .requests.input_processor import NO_EXTRAS, RequestExtras
@@ -44,9 +42,9 @@ from .watched_engine import WatchedEngine
 class AsyncEngine(WatchedEngine):
     """Joins frontend and engine process in an event loop: the calls of AsyncLLM."""
 
-    def __init__(self, parts: EngineParts, bridge: EventLoopBridge, restarter: Restarter) -> None:
+    def __init__(self, parts: EngineParts, bridge: EventLoopBridge) -> None:
         """Own the parts, as WatchedEngine; `close` closes them."""
-        super().__init__(parts, bridge, restarter)
+        super().__init__(parts, bridge)
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
         self._policy_lock = asyncio.Lock()
@@ -179,10 +177,10 @@ class AsyncEngine(WatchedEngine):
         submit: Callable[..., Awaitable[list[Submission]]],
         named: Callable[[HardpointError, int], HardpointError] = lambda error, _: error,
     ) -> list[Submission]:
-        """Check prompts and send them; once more if the engine turns out to have died unnoticed.
+        """Check prompts and send them.
 
         Args:
-            submit: checks and registers them, in each attempt.
+            submit: checks and registers them.
             named: returns the error of the call for that of the prompt with an index.
         """
         arrived = self.parts.clock()
@@ -193,20 +191,12 @@ class AsyncEngine(WatchedEngine):
                 token_ids.append(await self._tokenizer.tokenise(prompt))
             except HardpointError as error:
                 raise named(error, index) from error
-        for attempt in itertools.count():
-            while self._policy_lock.locked():  # its arguments are for the policy that it will meet
-                async with self._policy_lock:
-                    pass
-            await self._ready()
-            submissions = await submit(token_ids, arrived=arrived)
-            try:
-                await self._send(submissions)
-            except EngineDeadError:
-                if attempt or not self._restarter.enabled:
-                    raise
-                self._lifecycle.move(EngineState.DRAINING)
-            else:
-                break
+        while self._policy_lock.locked():  # its arguments are for the policy that it will meet
+            async with self._policy_lock:
+                pass
+        await self._ready()
+        submissions = await submit(token_ids, arrived=arrived)
+        await self._send(submissions)
         return submissions
 
     async def _send(self, submissions: Sequence[Submission]) -> None:
@@ -252,7 +242,7 @@ class AsyncEngine(WatchedEngine):
         """
         fallbacks = await EngineUtilities.step_faults.call_async(self.call_utility)
         slow = await EngineUtilities.slow_plugins.call_async(self.call_utility)
-        return self._frontend.health(fallbacks, slow, self._restarter.count)
+        return self._frontend.health(fallbacks, slow, self._client.num_restarts)
 
     async def metrics(self) -> str:
         """Return the exports of the sinks of statistics; nothing without any.
@@ -262,12 +252,12 @@ class AsyncEngine(WatchedEngine):
         statistics, answer = self._frontend.statistics, None
         if statistics is None or not statistics.has_sinks:
             return ""
-        if self._lifecycle.state is EngineState.SERVING:
+        if self.is_running:
             with contextlib.suppress(HardpointError, TimeoutError):
                 async with asyncio.timeout(METRICS_TIMEOUT_S):
                     answer = await EngineUtilities.plugin_report.call_async(self.call_utility)
         try:
-            return self._frontend.exposition(answer, self._restarter.count)
+            return self._frontend.exposition(answer, self._client.num_restarts)
         except PluginFaultError as fault:  # of a sink whose faults end the engine
             self._engine_died(fault, final=True)
             return ""
@@ -298,13 +288,13 @@ class AsyncEngine(WatchedEngine):
             parts = self.parts.with_policy(use, {} if options is None else options)
             manifest = parts.plugins.manifest
             await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
-            self.parts = dataclasses.replace(parts, client=self.parts.client)
+            self.use(parts)
             self._frontend.submitter.use_plugins(parts.plugins)
         return manifest
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is restarted."""
-        self.parts = self.parts.with_load(load)
+        self.use(self.parts.with_load(load))
 
     async def call_utility(self, method: str, *args: Any) -> Any:
         """Call one of the engine's utilities, as `LLMEngine.call_utility` does.
@@ -312,7 +302,7 @@ class AsyncEngine(WatchedEngine):
         Raises:
             HardpointError: raised by the utility, or because it could not be called.
         """
-        await self._ready()
+        await self._ready(serving=True)
         method = convert(method, str, path="method", error=RequestError)
         future = asyncio.wrap_future(self._client.call(method, *args))
         try:

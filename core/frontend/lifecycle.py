@@ -1,57 +1,18 @@
-"""The states of an AsyncEngine, the transitions between them, and the restart of a dead engine.
+"""The states of an AsyncEngine, and the transitions between them.
 
-    SERVING ---(a send finds the engine dead)-------> DRAINING
-    DRAINING --(no end is delivered in time)--------> SERVING
-    SERVING, DRAINING --(died, may restart)---------> RESTARTING
-    RESTARTING --(the new engine is ready)----------> SERVING
-    SERVING, DRAINING, RESTARTING --(died for good)-> DEAD
-    SERVING, DRAINING, RESTARTING, DEAD --(close)---> CLOSED
+    SERVING -------(died for good)--> DEAD
+    SERVING, DEAD -(close)----------> CLOSED
 
-                 +----------------- no end in time ----------------+
-                 v                                                 |
-           +-----------+     a send finds it dead           +------+-----+
-    start  |           |----------------------------------->|            |
-    ------>|  SERVING  |                                    |  DRAINING  |
-           |           |----------------+-------------------|            |
-           +-----------+   its end is   |                   +------------+
-                 ^         delivered    |
-                 |                +-----+------------------+
-           ready |    may restart |        died for good   |
-                 |                v                        v
-                 |          +------------+  failed   +----------+
-                 +----------| RESTARTING |---------->|   DEAD   |
-                            +------------+           +----------+
-
-                   every state --- close() ---> CLOSED
-
-An engine that died before its first use is SERVING until that use, for only an event loop that is
-known can restart it.
+It serves, too, while dead engine processes are restarted: requests wait for them. An engine that
+died before its first use is SERVING until that use.
 """
 
 from __future__ import annotations
 
-import asyncio
-import collections
-import logging
 import threading
-import time
-from collections.abc import Callable
 from enum import Enum
 
-from hardpoint.boundary.activity import PluginCall
-from hardpoint.core.client.event_loop import EventLoopBridge
-from hardpoint.core.client.process_client import ProcessClient
-from hardpoint.errors import EngineClosedError, EngineDeadError
-
-from .engine_parts import EngineParts
-
-_log = logging.getLogger("hardpoint")
-
-WINDOW_S = 60.0
-"""In which restarts, and deaths of one cause, are counted."""
-
-DEADLY = 2
-"""So many deaths in a plugin's methods quarantine it."""
+from hardpoint.errors import EngineDeadError
 
 
 class EngineState(Enum):
@@ -59,37 +20,13 @@ class EngineState(Enum):
 
     Attributes:
         SERVING: it sends them to the engine.
-        DRAINING: the engine is dead, and its last outputs are on their way; requests wait for its
-            end to be delivered after them.
-        RESTARTING: another engine process is being started; requests wait for it.
         DEAD: it refuses them with the error that ended the engine.
         CLOSED: it refuses them, since it was closed.
     """
 
     SERVING = "serving"
-    DRAINING = "draining"
-    RESTARTING = "restarting"
     DEAD = "dead"
     CLOSED = "closed"
-
-
-_TRANSITIONS = {
-    EngineState.SERVING: {
-        EngineState.DRAINING,
-        EngineState.RESTARTING,
-        EngineState.DEAD,
-        EngineState.CLOSED,
-    },
-    EngineState.DRAINING: {
-        EngineState.SERVING,
-        EngineState.RESTARTING,
-        EngineState.DEAD,
-        EngineState.CLOSED,
-    },
-    EngineState.RESTARTING: {EngineState.SERVING, EngineState.DEAD, EngineState.CLOSED},
-    EngineState.DEAD: {EngineState.CLOSED},
-    EngineState.CLOSED: set(),
-}
 
 
 class EngineLifecycle:
@@ -106,122 +43,17 @@ class EngineLifecycle:
         self.dead_error: EngineDeadError | None = None
         self._lock = threading.Lock()
 
-    @property
-    def takes_outputs(self) -> bool:
-        """Return whether outputs are delivered: those of a dead engine are until its end is."""
-        return self.state in (EngineState.SERVING, EngineState.DRAINING)
-
-    def move(self, state: EngineState) -> bool:
-        """Enter a state if a transition leads there from the current one; return whether it did."""
+    def close(self) -> bool:
+        """Enter CLOSED; return whether it was not closed before."""
         with self._lock:
-            if state not in _TRANSITIONS[self.state]:
-                return False
-            self.state = state
-            return True
+            was_open = self.state is not EngineState.CLOSED
+            self.state = EngineState.CLOSED
+            return was_open
 
     def die(self, error: EngineDeadError) -> bool:
-        """Enter DEAD because of an error, as `move` does."""
+        """Enter DEAD because of an error, unless it is dead or closed; return whether it did."""
         with self._lock:
-            if EngineState.DEAD not in _TRANSITIONS[self.state]:
+            if self.state is not EngineState.SERVING:
                 return False
             self.dead_error, self.state = error, EngineState.DEAD
             return True
-
-
-Connect = Callable[[EngineParts], tuple[ProcessClient, EventLoopBridge]]
-"""Starts an engine process for the parts of a dead one; blocks until it is ready."""
-
-
-class Restarter:
-    """Decides whether a dead engine is restarted, and restarts it.
-
-    Attributes:
-        enabled: whether it restarts any.
-        count: number of restarts so far.
-    """
-
-    def __init__(
-        self,
-        connect: Connect,
-        *,
-        enabled: bool,
-        max_per_minute: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Start without an attempt.
-
-        Args:
-            connect: starts an engine process.
-            enabled: whether dead engines are restarted.
-            max_per_minute: the limit.
-            clock: seconds.
-        """
-        self.enabled = enabled
-        self.count = 0
-        self._connect = connect
-        self._limit = max_per_minute
-        self._clock = clock
-        self._deaths: list[tuple[float, tuple[str, str]]] = []
-        self._attempts: collections.deque[float] = collections.deque()
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def may_restart(self) -> bool:
-        """Return whether one more restart is allowed now, and count it."""
-        now = self._clock()
-        while self._attempts and now - self._attempts[0] >= WINDOW_S:
-            self._attempts.popleft()
-        if not self.enabled or self._closed or len(self._attempts) >= self._limit:
-            return False
-        self._attempts.append(now)
-        return True
-
-    def died_in(self, call: PluginCall) -> bool:
-        """Record a death in a plugin's method; return whether the plugin is to be quarantined."""
-        now, key = self._clock(), (call.kind, call.name)
-        self._deaths = [d for d in self._deaths if now - d[0] < WINDOW_S]
-        self._deaths.append((now, key))
-        return sum(died == key for _, died in self._deaths) >= DEADLY
-
-    def give_up(self, error: EngineDeadError) -> None:
-        """Add to an error that the limit prevented a restart, and log it.
-
-        If something else prevented it, the error stays as it is.
-        """
-        if self.enabled and not self._closed and len(self._attempts) >= self._limit:
-            limit = f"{self._limit} restart{'s' if self._limit > 1 else ''} within a minute"
-            error.args = (f"{error}; not restarted: {limit} (engine.max_restarts_per_minute)",)
-            _log.error("%s", error)
-
-    async def restart(self, parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
-        """Start an engine; retry one that dies while it starts, as often as is allowed.
-
-        Raises:
-            HardpointError: it cannot be built, dies too often, or was closed in the meantime.
-        """
-        while True:
-            try:
-                started = await asyncio.to_thread(self._start, parts)
-            except EngineDeadError as error:
-                if not self.may_restart():
-                    self.give_up(error)
-                    raise
-                _log.warning("the engine died while it was restarted: %s", error)
-            else:
-                self.count += 1
-                _log.warning("the engine was restarted (pid %d)", started[0].pid)
-                return started
-
-    def close(self) -> None:
-        """Start no more engines; close one that is being started once it is ready."""
-        with self._lock:
-            self._closed = True
-
-    def _start(self, parts: EngineParts) -> tuple[ProcessClient, EventLoopBridge]:
-        started = self._connect(parts)
-        with self._lock:
-            closed = self._closed
-        if closed:
-            started[0].close()
-            raise EngineClosedError("the engine was closed while it was restarted")
-        return started

@@ -33,8 +33,9 @@ from hardpoint.registry.blame import is_fault, raise_unless_fault
 from hardpoint.system.engine_lock import EngineLock, locked
 from hardpoint.typed import convert
 
+from .engine_owner import EngineOwner
 from .engine_parts import EngineParts
-from .frontend import METRICS_TIMEOUT_S, Frontend, ProcessedBatch
+from .frontend import METRICS_TIMEOUT_S, ProcessedBatch
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
@@ -49,7 +50,7 @@ CallRequest = tuple[str, Prompt | EngineCoreRequest, Params | None, RequestExtra
 """The arguments of `LLMEngine.add_request`."""
 
 
-class LLMEngine:
+class LLMEngine(EngineOwner):
     """Joins input processor, engine core and output processor.
 
     Threads are served in turn, a call or a step at a time; `step` returns the outputs of all
@@ -63,9 +64,8 @@ class LLMEngine:
 
     def __init__(self, parts: EngineParts) -> None:
         """Own the parts; `close` closes them."""
-        self.parts = parts
+        super().__init__(parts)
         self._client = parts.client
-        self._frontend = Frontend(parts)
         self._fallbacks: dict[str, StepFault] = {}
         self._slow: dict[str, StepFault] = {}
         # An engine that is dropped releases what closing it does; at exit the system does.
@@ -243,13 +243,13 @@ class LLMEngine:
         """
         parts = self.parts.with_policy(use, {} if options is None else options)
         EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
-        self.parts = parts
+        self.use(parts)
         self._frontend.submitter.use_plugins(parts.plugins)
         return parts.plugins.manifest
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is started again."""
-        self.parts = self.parts.with_load(load)
+        self.use(self.parts.with_load(load))
 
     @locked
     def call_utility(self, method: str, *args: Any) -> Any:
@@ -283,7 +283,7 @@ class LLMEngine:
         if not self._closed:
             self._fallbacks = EngineUtilities.step_faults.call(self.call_utility)
             self._slow = EngineUtilities.slow_plugins.call(self.call_utility)
-        return self._frontend.health(self._fallbacks, self._slow)
+        return self._frontend.health(self._fallbacks, self._slow, self._client.num_restarts)
 
     @locked
     def metrics(self) -> str:
@@ -301,7 +301,7 @@ class LLMEngine:
         with contextlib.suppress(HardpointError):
             answer = EngineUtilities.plugin_report.call(self._ask_soon)
         try:
-            return self._frontend.exposition(answer)
+            return self._frontend.exposition(answer, self._client.num_restarts)
         except PluginFaultError as fault:
             self._fail(fault)
 

@@ -1,17 +1,15 @@
-"""An engine process behind an event loop: bound to it, watched, and restarted when it dies."""
+"""Engine processes behind an event loop: bound to it, and watched."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import logging
 import threading
 import weakref
 from collections.abc import Callable
 
-from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.errors import attribute_error, engine_dead
+from hardpoint.boundary.errors import attribute_error, death_of, engine_dead
+from hardpoint.core.client.engine_group import EngineGroup
 from hardpoint.core.client.event_loop import EventLoopBridge, Item
 from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.errors import EngineClosedError, EngineDeadError
@@ -21,46 +19,37 @@ from hardpoint.plugins import (
     HardpointError,
 )
 from hardpoint.registry.blame import raise_unless_fault
-from hardpoint.registry.discovery import is_third_party
 from hardpoint.system.engine_lock import OwnerProcess
 
+from .engine_owner import EngineOwner
 from .engine_parts import EngineParts
-from .frontend import Frontend
-from .lifecycle import DEADLY, WINDOW_S, EngineLifecycle, EngineState, Restarter
+from .lifecycle import EngineLifecycle, EngineState
 from .requests.input_processor import AsyncTokenizer
 
-_log = logging.getLogger("hardpoint")
-
-# How long a send that found the engine dead waits for the client to report its end.
-_DEATH_NOTICE_S = 20.0
 _POLL_INTERVAL_S = 0.01
 
 
-class WatchedEngine:
-    """A frontend and its engine process in an event loop; base of AsyncEngine, which has the calls.
+class WatchedEngine(EngineOwner):
+    """A frontend and its engine in an event loop; base of AsyncEngine, which has the calls.
 
     Everything but the constructor and `close` is for one loop: that of the first use. In a fork of
     the process, every call raises HardpointError, and `close` does nothing. The states are in
     `lifecycle`.
     """
 
-    def __init__(self, parts: EngineParts, bridge: EventLoopBridge, restarter: Restarter) -> None:
+    def __init__(self, parts: EngineParts, bridge: EventLoopBridge) -> None:
         """Own the parts; `close` closes them.
 
         Args:
-            parts: with a ProcessClient.
+            parts: with a client of one or several engine processes.
             bridge: passes that client's outputs to the event loop.
-            restarter: decides whether a dead engine is restarted, and restarts it.
         """
-        self.parts = parts
+        super().__init__(parts)
         self._bridge = bridge
-        self._restarter = restarter
-        self._frontend = Frontend(parts)
         self._tokenizer = AsyncTokenizer(self._frontend.input)
         self._lifecycle = EngineLifecycle()
         self._owner = OwnerProcess()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._restart_task: asyncio.Task[None] | None = None
         self._closing_thread: threading.Thread | None = None
 
     @property
@@ -70,8 +59,9 @@ class WatchedEngine:
 
     @property
     def is_running(self) -> bool:
-        """True while the engine serves, as far as is known."""
-        return self._lifecycle.state is EngineState.SERVING and self._bridge.failure is None
+        """True while the engine serves, as far as is known; false while it is restarted."""
+        is_open = self._lifecycle.state is EngineState.SERVING and self._bridge.failure is None
+        return is_open and self._client.is_serving
 
     @property
     def errored(self) -> bool:
@@ -83,15 +73,14 @@ class WatchedEngine:
         """The error that ended the engine, if it is dead and is not restarted."""
         failure = self._bridge.failure
         ended = self._lifecycle.dead_error
-        if ended is None and failure is not None and not self._restarter.enabled:
+        if ended is None and failure is not None:
             return engine_dead(failure)  # it died before its first use
         return ended
 
     def close(self) -> None:
         """End the engine; every caller that waits gets an error. In any thread, once or twice."""
-        if self._owner.is_other or not self._lifecycle.move(EngineState.CLOSED):
+        if self._owner.is_other or not self._lifecycle.close():
             return
-        self._restarter.close()
         self._tokenizer.close()
         loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -108,33 +97,30 @@ class WatchedEngine:
             self._client.abort_requests(ids)
 
     @property
-    def _client(self) -> ProcessClient:
+    def _client(self) -> ProcessClient | EngineGroup:
         client = self.parts.client
-        assert isinstance(client, ProcessClient)
+        assert isinstance(client, ProcessClient | EngineGroup)
         return client
 
-    async def _ready(self) -> None:
-        """Wait until the engine serves.
+    async def _ready(self, *, serving: bool = False) -> None:
+        """Check that the engine runs.
+
+        Args:
+            serving: also wait while its processes are restarted.
 
         Raises:
             EngineClosedError: it was closed.
-            EngineDeadError: it is dead and is not restarted.
+            EngineDeadError: it is dead.
         """
         self._bind()
         while True:
-            match self._lifecycle.state:
-                case EngineState.SERVING:
-                    return
-                case EngineState.DRAINING:
-                    await self._drained()
-                case EngineState.RESTARTING:
-                    assert self._restart_task is not None
-                    await asyncio.wait([self._restart_task])
-                case EngineState.DEAD:
-                    assert self._lifecycle.dead_error is not None
-                    raise engine_dead(self._lifecycle.dead_error)
-                case EngineState.CLOSED:
-                    raise _closed()
+            if self._lifecycle.state is EngineState.CLOSED:
+                raise _closed()
+            if (error := self._lifecycle.dead_error) is not None:
+                raise engine_dead(error)
+            if not serving or self._client.is_serving or self._bridge.failure is not None:
+                return
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     def _bind(self) -> None:
         """Belong to the running loop, from the first use on.
@@ -160,7 +146,7 @@ class WatchedEngine:
         """Process outputs, or the error that ended them, from the client's threads."""
         if isinstance(item, Exception):
             self._engine_died(item)
-        elif item.outputs and self._lifecycle.takes_outputs:
+        elif item.outputs and self._lifecycle.state is EngineState.SERVING:
             self._process_outputs(item)
 
     def _process_outputs(self, batch: EngineCoreOutputs) -> None:
@@ -184,76 +170,26 @@ class WatchedEngine:
         return is_open
 
     def _engine_died(self, error: BaseException, *, final: bool = False) -> None:
-        """Fail all requests; restart the engine, or be dead.
+        """Fail all requests; be dead.
 
         Args:
-            final: the frontend failed: whether its process is well or not, the engine is dead.
+            final: the frontend failed, whether its processes are well or not.
         """
-        if not self._lifecycle.takes_outputs:
+        if self._lifecycle.state is not EngineState.SERVING:
             return
         self._bridge.disconnect()
         last = self._client.activity.snapshot()
         error = self._frontend.named(error, last.in_step)
         self._frontend.fail_all(
-            lambda in_step: engine_dead(error) if final else _for_request(error, in_step=in_step),
+            lambda in_step: engine_dead(error) if final else death_of(error, in_step=in_step),
             in_step=last.in_step,
         )
-        if not final and last.call is not None and not self._client.was_killed:
-            self._suspect(last.call)
-        if not final and self._restarter.may_restart():
-            if self._lifecycle.move(EngineState.RESTARTING):
-                loop = asyncio.get_running_loop()
-                self._restart_task = loop.create_task(self._restart_engine())
-            return
-        reported = engine_dead(error)
-        if not final:
-            self._restarter.give_up(reported)
-        if self._lifecycle.die(reported):
+        if self._lifecycle.die(engine_dead(error)):
             # Its process may live, and would hold its memory until the engine is closed.
             self._closing_thread = threading.Thread(
                 target=self._client.close, name="hardpoint-close"
             )
             self._closing_thread.start()
-
-    def _suspect(self, call: PluginCall) -> None:
-        """Quarantine a third-party plugin that ran when the engine died, and died before."""
-        entry = self.parts.plugins.find(call.kind, call.name)
-        if entry is None or not is_third_party(entry) or not self._restarter.died_in(call):
-            return
-        if (parts := self.parts.without(call)) is None:
-            return
-        message = f"the engine died {DEADLY} times within {WINDOW_S:g} s in {call}"
-        _log.error("quarantined: %s", message)
-        self.parts = parts
-        self._frontend.quarantine(call, message)
-        if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
-            self._frontend.submitter.use_plugins(parts.plugins)
-
-    async def _restart_engine(self) -> None:
-        """Start another engine process, with the same configuration."""
-        try:
-            await asyncio.to_thread(self._client.close)
-            client, self._bridge = await self._restarter.restart(self.parts)
-            self.parts = dataclasses.replace(self.parts, client=client)
-            if self._lifecycle.move(EngineState.SERVING):
-                self._bridge.connect(asyncio.get_running_loop(), self._receive)
-            else:  # closed in another thread, just now
-                await asyncio.to_thread(client.close)
-        except Exception as error:
-            self._lifecycle.die(engine_dead(error))
-        except BaseException:  # the event loop ends
-            self._lifecycle.die(EngineDeadError("the engine died, and its restart was cancelled"))
-            raise
-
-    async def _drained(self) -> None:
-        """Wait until the end of the engine was delivered, after its last outputs."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _DEATH_NOTICE_S
-        while self._lifecycle.state is EngineState.DRAINING:
-            if loop.time() > deadline:
-                self._lifecycle.move(EngineState.SERVING)
-                return
-            await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 def _report_every(
@@ -273,16 +209,3 @@ def _report_every(
 
 def _closed() -> EngineClosedError:
     return EngineClosedError("the engine is closed")
-
-
-def _for_request(error: BaseException, *, in_step: bool) -> EngineDeadError:
-    """Return the error for a request in flight when the engine died.
-
-    Args:
-        error: error that ended the engine.
-        in_step: whether the request was in the step in which it died, and so may be responsible.
-    """
-    reported = engine_dead(error)
-    advice = "was in the step in which it died" if in_step else "may be sent again"
-    reported.args = (f"{error}; the request {advice}",)
-    return reported

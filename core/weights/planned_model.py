@@ -225,7 +225,13 @@ def load_weights(
         _log.info("matrices of few bits: %s", description)
     trim_memory()
     if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
-        cache.save(key, model, description)
+        if spec.config.parallel.data > 1:
+            cache.share(key, model, description)
+            trim_memory()
+        else:
+            cache.save(key, model, description)
+    elif spec.config.parallel.data > 1:
+        _log.warning("weight cache: off for these weights: each engine has its own copy of them")
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:

@@ -28,6 +28,8 @@ class WorkerSpec:
         placement: placement of all ranks; None if there is one.
         num_draft_tokens: most drafts of a request that a step verifies.
         prepare: returns the spec of a further model; None if the spec was made by hand.
+        engine_rank: number of the engine (`parallel.data`).
+        num_sharing: engines of this host that are loading, which share the memory that is free.
     """
 
     config: EngineConfig
@@ -42,6 +44,8 @@ class WorkerSpec:
     placement: Placement | None = None
     num_draft_tokens: int = 0
     prepare: Callable[[EngineConfig], WorkerSpec] | None = None
+    engine_rank: int = 0
+    num_sharing: int = 1
 
     @property
     def for_parts(self) -> dict[str, Any]:

@@ -33,12 +33,19 @@ from .sequence_model import model_opener
 
 
 def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
-    """Return the memory that this rank may still allocate; CPU ranks of one host share theirs."""
+    """Return the memory that this rank may still allocate; CPU ranks of one host share theirs.
+
+    So do engines of one host that are loading at the same time.
+    """
     limit = memory_limit(spec.device)
-    if spec.device.type != "cpu" or ranks.num_local == 1:
+    shared = {"ranks": ranks.num_local, "engines": spec.num_sharing}
+    if spec.device.type != "cpu":
         return limit
-    share = f"{limit.source}, divided by {ranks.num_local} ranks"
-    return MemoryLimit(limit.available // ranks.num_local, share)
+    for what, count in shared.items():
+        if count > 1:
+            share = f"{limit.source}, divided by {count} {what}"
+            limit = MemoryLimit(limit.available // count, share)
+    return limit
 
 
 @contextlib.contextmanager

@@ -123,7 +123,11 @@ class LocalWorker:
         self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
-            self._threads = ComputeThreads(spec.config.executor.threads, num_ranks=num_ranks)
+            self._threads = ComputeThreads(
+                spec.config.executor.threads,
+                num_ranks=num_ranks,
+                num_engines=spec.config.parallel.data,
+            )
             if spec.rank == 0 and (crowded := crowding(num_ranks)) is not None:
                 _log.warning("%s", crowded)
         with self._naming_memory():

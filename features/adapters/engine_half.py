@@ -271,11 +271,14 @@ class AdapterSlots(EngineHalf):
             )
         return loaded.content_hash
 
-    def _load(self, lora: Mapping[str, Any], *, is_temporary: bool = False) -> int:
+    def _load(
+        self, lora: Mapping[str, Any], *, ticket: int | None = None, is_temporary: bool = False
+    ) -> int:
         """Begin to load an adapter; return the ticket to ask for it with.
 
         Args:
             lora: the adapter.
+            ticket: a number that the caller chooses, as for several engines; None for any.
             is_temporary: whether its folder is removed when nothing needs it any more.
 
         Raises:
@@ -293,7 +296,7 @@ class AdapterSlots(EngineHalf):
         if is_temporary:
             self._temporary.add(new.path)
         self._readings.drop_unasked(_UNASKED_SECONDS)
-        return self._readings.begin(new.path, new)
+        return self._readings.begin(new.path, new, ticket)
 
     def _check_id(self, new: LoRARequest) -> None:
         for name, lora in self._names.items():

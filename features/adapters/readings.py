@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from hardpoint.plugins import LoRARequest, ModelError
+from hardpoint.plugins import LoRARequest, ModelError, RequestError
 
 from .identity import without_layers
 from .messages import Ask, Drop, Keep, Progress, Read
@@ -52,9 +52,16 @@ class Readings:
         """Return a reading; None if there is none with this ticket."""
         return self._readings.get(ticket)
 
-    def begin(self, path: str, lora: LoRARequest | None) -> int:
-        """Let all workers begin to read a folder; return the ticket."""
-        ticket = next(self._tickets)
+    def begin(self, path: str, lora: LoRARequest | None, ticket: int | None = None) -> int:
+        """Let all workers begin to read a folder; return the ticket: the given one, or a new one.
+
+        Raises:
+            RequestError: another reading has it.
+        """
+        if ticket in self._readings:
+            raise RequestError(f"ticket: expected one that is not in use, got {ticket}")
+        if ticket is None:
+            ticket = next(self._tickets)
         self._readings[ticket] = Reading(self._clock(), path, lora)
         self._send(Read(ticket, path))
         return ticket

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any
 
 from hardpoint import plugins
 from hardpoint.plugins import EngineConfig, EngineHalf, FrontendHalf, Meta, StepPart
@@ -42,6 +42,13 @@ class Retention(StepPart):
     def request_fields(cls, config: EngineConfig) -> Collection[str]:  # noqa: ARG003
         """Return the field of requests whose blocks are retained."""
         return ("retention",)
+
+    @classmethod
+    def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
+        """Return "accepted" if one of several engines had the session."""
+        if method == "release" and "accepted" in answers:
+            return "accepted"
+        return super().merge_answers(method, answers)
 
     def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:  # noqa: ARG002
         """Return the half that includes the outcome of a wish in the output."""

@@ -12,7 +12,7 @@ from support.fault_cases import run_all
 from hardpoint import SamplingParams, plugins
 from hardpoint.boundary import activity, guard
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.core.frontend.lifecycle import Restarter
+from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.core.worker.sampling import processor_runner
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -204,13 +204,13 @@ def test_another_process_reads_the_innermost_method_and_the_step(tmp_path):
 
 def test_two_deaths_count_only_within_a_minute():
     now = [0.0]
-    restarter = Restarter(None, enabled=True, max_per_minute=9, clock=lambda: now[0])
+    budget = RestartBudget(enabled=True, max_per_minute=9, clock=lambda: now[0])
     calls = Activity()
     calls.number("hooks", SOURCE, "step_planned")
     calls.cells[0] = 1
     call = calls.snapshot().call
-    assert not restarter.died_in(call)
+    assert not budget.died_in(call)
     now[0] = 61.0
-    assert not restarter.died_in(call)
+    assert not budget.died_in(call)
     now[0] = 120.0
-    assert restarter.died_in(call)
+    assert budget.died_in(call)

@@ -179,7 +179,7 @@ class OutputProcessor:
             request_ids: unknown ones are skipped; None is all that are live.
         """
         found: dict[ParentRequest, set[str]] = {}
-        for request_id, state in self._states.items():
+        for request_id, state in list(self._states.items()):
             if request_ids is None or request_id in request_ids:
                 found.setdefault(state.parent, set()).update(state.plugins)
         return found

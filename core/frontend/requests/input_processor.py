@@ -65,6 +65,7 @@ class RequestExtras(typed.Strict):
         lora_request: its adapter, with the hash of its content.
         session: conversation that it belongs to; needs `retain_seconds`.
         retain_seconds: how long its blocks are worth more than others; needs `session`.
+        data_parallel_rank: number of the engine that runs it; None lets the balancer choose.
     """
 
     priority: int = 0
@@ -80,6 +81,7 @@ class RequestExtras(typed.Strict):
     lora_request: LoRARequest | None = None
     session: str | None = None
     retain_seconds: float | None = None
+    data_parallel_rank: int | None = None
 
     @property
     def retention(self) -> Retention | None:
@@ -197,6 +199,7 @@ class InputProcessor:
             pooling_params=pooling,
             second_type_start=None if pair is None else pair.second_type_start,
             lora=extras.lora_request,
+            data_parallel_rank=extras.data_parallel_rank,
             retention=extras.retention,
             features=features,
         )

@@ -51,7 +51,7 @@ class Submitter:
         output: OutputProcessor,
     ) -> None:
         """Make requests by a processor; register them for the processing of outputs."""
-        self._clock = parts.clock
+        self._clock, self._client = parts.clock, parts.client
         self._tasks = parts.supported_tasks
         self._arguments, self._input, self._output = arguments, processor, output
         used = request_fields(parts.plugins, parts.config)
@@ -116,6 +116,7 @@ class Submitter:
             )
         held = [parsers]
         try:
+            self._check_rank(request.data_parallel_rank)
             if request.priority and self._policy_ignoring_priority is not None:
                 self._warn_of_priority(self._policy_ignoring_priority)
             n = request.params.n if request.pooling_params is None else 1
@@ -131,6 +132,13 @@ class Submitter:
             for parsers in held:
                 parsers.close()
         return Submission(parent, [child for child, _ in children])
+
+    def _check_rank(self, rank: int | None) -> None:
+        if rank is not None and rank not in (ranks := self._client.ranks):
+            raise RequestError(
+                f"data_parallel_rank: expected none, or one of {', '.join(map(str, ranks))}, the "
+                f"numbers of the engines (parallel.data), got {rank}"
+            )
 
     def _warn_of_priority(self, policy: str) -> None:
         """Log, once, that a policy ignores the priority of requests."""

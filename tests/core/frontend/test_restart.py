@@ -21,6 +21,7 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
+from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.core.frontend.lifecycle import Restarter
 from hardpoint.plugins import ModelError
 from hardpoint.testing import scripted_config
@@ -197,7 +198,7 @@ def restarter(outcomes, *, clock=lambda: 0.0, most=3, enabled=True) -> Restarter
             raise outcome
         return outcome, "relay"
 
-    return Restarter(connect, enabled=enabled, max_per_minute=most, clock=clock)
+    return Restarter(connect, RestartBudget(enabled=enabled, max_per_minute=most, clock=clock))
 
 
 def test_no_more_than_allowed_within_a_minute():

@@ -1,0 +1,482 @@
+"""The client of several engine processes: divides requests among them, and outlives any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hardpoint.boundary.activity import Activity, PluginCall
+from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
+from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    HardpointError,
+)
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.registry.plugin_set import PluginSet
+
+from .engine_choice import EngineChoice
+from .ledger import Entry, Ledger
+from .merged_calls import JointCalls
+from .output_queue import OutputQueue
+from .process_client import EngineStart, ProcessClient, Sink
+from .recovery import Recovery
+from .replicas import Replica, Replicas
+from .restarts import RestartBudget
+from .sockets import Attempt
+
+_log = logging.getLogger("hardpoint")
+
+
+@dataclass(frozen=True)
+class Death:
+    """The death of an engine.
+
+    Attributes:
+        error: the reason.
+        in_step: ids of the requests of the step in which it died; None is all.
+        call: the plugin method that ran; None if none did, or a signal ended the engine.
+        is_repeated: whether another engine has died in a method of that plugin a short while ago.
+    """
+
+    error: Exception
+    in_step: Collection[str] | None
+    call: PluginCall | None = None
+    is_repeated: bool = False
+
+
+DeathWatcher = Callable[[Death], EngineDeadError]
+"""Called for each death; returns the error that users get."""
+
+
+class EngineGroup:
+    """Starts several engines of one model; implements `EngineCoreClient` over all of them.
+
+    Each has a number, its rank, and a process and a cache of its own. A request runs on one of
+    them; a control call goes to all. If one dies, its requests go on at another one with the same
+    tokens, or end with an error that names the engine; the others run on.
+
+    Attributes:
+        ready: the ready response of the first engine.
+    """
+
+    # Threads: senders call `add_requests` and the like, one reader per engine calls `_receive`, and
+    # readers or watchers call `_lost`. `_lock` guards the ledger, the list of engines and the order
+    # of what the sink gets; no message is sent and no engine started while it is held. `_changed`
+    # is notified where an engine starts or stops serving.
+    #
+    # An engine is dead once `_lost` has the lock: what it sends later, if it lives, is dropped,
+    # since another `Replica` is in its place. So each token is handed on once.
+
+    in_process = False
+
+    def __init__(
+        self,
+        start: EngineStart,
+        choice: EngineChoice,
+        budget: RestartBudget,
+        *,
+        sink: Sink | None = None,
+        process: EngineProcess | None = None,
+    ) -> None:
+        """Start the engines and wait until all are ready.
+
+        Args:
+            start: parameters of the first engine; `config.parallel.data` is their number.
+            choice: chooses the engine of each request; closed with the group.
+            budget: how often dead engines are restarted.
+            sink: called with outputs, and last with the error that ended them, in other threads;
+                must not hold this client. Without a sink they wait for `get_output`.
+            process: process of the first engine that was spawned before.
+
+        Raises:
+            HardpointError: an engine cannot be started; the others are closed.
+        """
+        self._choice, self._budget = choice, budget
+        self._outputs = OutputQueue()
+        self._sink = self._outputs.put if sink is None else sink
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._ledger = Ledger()
+        self._recovery = Recovery(start.config.engine)
+        self._calls = JointCalls(choice, PluginSet(start.manifest))
+        self._error: EngineDeadError | None = None
+        self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
+        own = weakref.ref(self)  # for the threads of clients, which would keep it
+        self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self.ready = self._replicas.open_all(process).ready
+            undo.pop_all()
+
+    # What clients of one engine have
+
+    @property
+    def pid(self) -> int:
+        """The process id of the first engine that serves, or served."""
+        return self._replicas.any_client.pid
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process ids of the engines that serve, by rank."""
+        return {one.rank: one.open_client.pid for one in self._replicas.serving}
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The numbers of the engines that a request may name."""
+        return range(len(self._replicas))
+
+    @property
+    def activity(self) -> Activity:
+        """What the first engine that serves is doing; of a dead group, what the last one did."""
+        return self._replicas.any_client.activity
+
+    @property
+    def num_restarts(self) -> int:
+        """How often engines were restarted."""
+        return self._budget.count
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether any engine accepts requests."""
+        return bool(self._replicas.serving)
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Call a bound method for each engine that dies, in another thread; it is held weakly."""
+        self._watcher = weakref.WeakMethod(watcher)
+
+    # Requests
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request to one of the engines. If it rejects it, its first output is the error.
+
+        Raises:
+            EngineDeadError: all engines are gone.
+            EngineTimeoutError: the engine accepted no message for some seconds.
+            RequestError: the request cannot be encoded.
+        """
+        self.add_requests([request])
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Send the requests of one call, each to one of the engines. If one is rejected, all are.
+
+        Raises:
+            As `add_request`.
+        """
+        placed = self._place(requests)
+        try:
+            for replica, part in placed:
+                with contextlib.suppress(EngineDeadError):  # they go on elsewhere, see `_lost`
+                    replica.open_client.add_requests(part)
+        except BaseException:
+            self.abort_requests([request.request_id for request in requests])
+            raise
+
+    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
+        """Return a function that tries to send the requests of one call without waiting.
+
+        Raises:
+            RequestError: one cannot be encoded.
+            EngineDeadError: all engines are gone.
+        """
+        placed = self._place(requests)
+        attempts: deque[Attempt] = deque()
+        try:
+            for replica, part in placed:
+                with contextlib.suppress(EngineDeadError):
+                    attempts.append(replica.open_client.offer_requests(part))
+        except BaseException:
+            self.abort_requests([request.request_id for request in requests])
+            raise
+
+        def attempt() -> bool:
+            while attempts:
+                with contextlib.suppress(EngineDeadError):
+                    if not attempts[0]():
+                        return False
+                attempts.popleft()
+            return True
+
+        return attempt
+
+    def _place(
+        self, requests: Sequence[EngineCoreRequest]
+    ) -> list[tuple[Replica, list[EngineCoreRequest]]]:
+        """Choose the engines of requests; those without one wait until an engine serves."""
+        with self._lock:
+            self._check()
+            parts: dict[Replica, list[EngineCoreRequest]] = {}
+            for entry in self._ledger.open(requests):
+                if (replica := self._choose(entry)) is None:
+                    self._recovery.wait(entry)
+                else:
+                    parts.setdefault(replica, []).append(entry.request)
+            return list(parts.items())
+
+    def _check(self) -> None:
+        if self._replicas.is_closed:
+            raise EngineClosedError("the engine is closed")
+        if self._error is not None:
+            raise engine_dead(self._error)
+
+    def _choose(self, entry: Entry) -> Replica | None:
+        """Return the engine that a request is sent to, counted there; None if it has to wait."""
+        request, serving = entry.request, self._replicas.serving
+        if (rank := request.data_parallel_rank) is not None:
+            serving = [replica for replica in serving if replica.rank == rank]
+        if not serving:
+            return None
+        replica = self._choice.choose(request, serving)
+        self._replicas.sessions.note(request, replica.rank)
+        entry.sent_to(replica)
+        return replica
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests without waiting; a request sent later reaches its engine after this."""
+        ids: dict[Replica, list[str]] = {}
+        with self._lock:
+            for request_id in list(request_ids):
+                if (entry := self._ledger.get(request_id)) is not None:
+                    if entry.replica is not None:
+                        ids.setdefault(entry.replica, []).append(request_id)
+                    self._end(entry)
+        for replica, listed in ids.items():
+            replica.open_client.abort_requests(listed)
+        self._send_waiting()
+
+    def _end(self, entry: Entry) -> None:
+        self._ledger.close(entry)
+        self._recovery.forget(entry)
+
+    # Outputs
+
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
+        """Hand on what an engine sends; in its reader's or watcher's thread."""
+        if isinstance(item, Exception):
+            self._lost(replica, item)
+            return
+        with self._lock:
+            if not replica.is_serving or not self._replicas.is_current(replica):
+                return
+            replica.read(item)
+            outputs = [output for output in item.outputs if self._take(replica, output)]
+            for output in [one for one in outputs if one.error_kind is not None]:
+                outputs += self._refuse_others(output)
+            for request_id in item.finished_requests or ():
+                entry = self._ledger.get(request_id)
+                if entry is not None and entry.replica is replica:
+                    self._end(entry)
+            item.outputs = outputs
+            if item.scheduler_stats is not None:
+                item.scheduler_stats = self._calls.stats_of(self._replicas.serving)
+            self._sink(item)
+        self._send_waiting()
+
+    def _take(self, replica: Replica, output: EngineCoreOutput) -> bool:
+        """Note an output; return whether it is of a request that runs there."""
+        entry = self._ledger.get(output.request_id)
+        if entry is None or entry.replica is not replica:
+            return False
+        entry.take(output)
+        if output.finish_reason is not None:
+            self._end(entry)
+        else:
+            self._recovery.took(entry)
+        return True
+
+    def _refuse_others(self, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """End the other requests of a call of which one was refused; return their outputs."""
+        outputs: list[EngineCoreOutput] = []
+        for entry in self._ledger:
+            if refused.request_id in entry.call and not entry.has_output:
+                replica, request_id = entry.replica, entry.request.request_id
+                outputs.append(msgspec.structs.replace(refused, request_id=request_id))
+                self._end(entry)
+                if replica is not None:
+                    replica.open_client.abort_requests([request_id])
+        return outputs
+
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
+        """Return the next batch of outputs of any engine, as `ProcessClient.get_output` does."""
+        return self._outputs.take(wait=wait, timeout_s=timeout)
+
+    def end_waiting(self) -> None:
+        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
+        self._outputs.put(EngineClosedError("the engine is closed"))
+
+    # Deaths
+
+    def _lost(self, replica: Replica, error: Exception) -> None:
+        """Let the requests of a dead engine go on, and start another engine in its place."""
+        with self._lock:
+            if replica.client is None:
+                replica.failure = error
+            client, replicas = replica.client, self._replicas
+            if client is None or replicas.is_closed or not replicas.is_current(replica):
+                return
+            successor = replicas.succeed(replica)
+            successor.is_starting = self._budget.may_restart()
+            entries = self._ledger.of(replica)
+            for entry in entries:
+                entry.leave()
+        blameless = client.was_killed
+        reported, in_step = self._reported(client, error, blameless=blameless)
+        _log.warning("engine %d died: %s", replica.rank, reported)
+        with self._lock:
+            for entry, reason in self._recovery.lost(entries, in_step, blameless=blameless):
+                self._refuse(entry, reported, reason)
+            self._end_hopeless(reported)
+        threading.Thread(
+            target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
+        ).start()
+        self._send_waiting()
+
+    def _reported(
+        self, client: ProcessClient, error: Exception, *, blameless: bool
+    ) -> tuple[EngineDeadError, Collection[str] | None]:
+        """Return the error of a dead engine, and the requests of its last step."""
+        last = client.activity.snapshot()
+        call = None if blameless else last.call
+        is_repeated = call is not None and self._budget.died_in(call)
+        watcher = None if self._watcher is None else self._watcher()
+        if watcher is None:
+            return engine_dead(error), last.in_step
+        return watcher(Death(error, last.in_step, call, is_repeated)), last.in_step
+
+    def _refuse(self, entry: Entry, error: Exception, reason: str) -> None:
+        """End a request of a dead engine with an error."""
+        self._end(entry)
+        self._sink(rejection_output(entry.request.request_id, ended_by(error, reason)))
+
+    def _end_hopeless(self, error: Exception) -> None:
+        """End the requests that wait for an engine that is not coming; be dead if none is."""
+        if not (coming := self._replicas.coming):
+            self._error = engine_dead(error)
+            if self._budget.is_spent:
+                self._error.args = (f"{error}; {self._budget.limit_text}",)
+                _log.error("%s", self._error)
+            self._changed.notify_all()
+            self._sink(self._error)
+            return
+        for entry in self._ledger:
+            rank = entry.request.data_parallel_rank
+            if entry.replica is None and rank is not None and rank not in coming:
+                self._refuse(entry, error, "names that engine (data_parallel_rank)")
+
+    def _replace(self, client: ProcessClient, successor: Replica) -> None:
+        """Close the client of a dead engine; start another one, as often as is allowed."""
+        self._replicas.forget(client)
+        while successor.is_starting:
+            try:
+                client = self._replicas.open(successor)
+            except EngineClosedError:
+                successor.is_starting = False
+            except HardpointError as error:
+                _log.warning("engine %d cannot be restarted: %s", successor.rank, error)
+                with self._lock:
+                    died = isinstance(error, EngineDeadError)
+                    successor.is_starting = died and self._budget.may_restart()
+                    if not successor.is_starting:
+                        self._end_hopeless(error)
+            else:
+                successor.is_starting = False
+                self._budget.count += 1
+                _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
+                self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send the requests that wait for an engine, once one serves."""
+        while self._recovery.has_more and self._replicas.serving:
+            with self._lock:
+                sent: list[tuple[Replica, Entry]] = []
+                taken = self._recovery.take()
+                for entry in taken:
+                    if (replica := self._choose(entry)) is not None:
+                        sent.append((replica, entry))
+                    else:
+                        self._recovery.wait(entry)
+            for replica, entry in sent:
+                try:
+                    replica.open_client.add_request(entry.resumed())
+                except EngineDeadError:
+                    pass  # they are waiting again, see `_lost`
+                except HardpointError as error:
+                    with self._lock:
+                        self._refuse(entry, error, "cannot go on")
+            if not sent:
+                return
+
+    # Control calls
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call a utility of all engines without waiting; one answer is made of theirs.
+
+        Raises:
+            EngineDeadError: all engines are gone.
+            RequestError: the arguments cannot be encoded.
+        """
+        with self._lock:
+            self._check()
+            serving = self._replicas.serving
+            owners = {entry.request.request_id: entry.replica for entry in self._ledger}
+        return self._calls.call(serving, owners, method, args)
+
+    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Call a utility of all engines and wait, as `ProcessClient.call_utility` does."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.is_serving or self._error or self._replicas.is_closed,
+                self.utility_timeout(method) if timeout is None else timeout,
+            )
+        future = self.call(method, *args)
+        try:
+            return future.result(self.utility_timeout(method) if timeout is None else timeout)
+        except TimeoutError:
+            if future.done():  # the utility itself raised it
+                raise
+            future.cancel()
+            raise self.no_answer(method, timeout) from None
+
+    def utility_timeout(self, method: str) -> float | None:
+        """Return the timeout of a utility call in seconds; None is without limit."""
+        return self._replicas.any_client.utility_timeout(method)
+
+    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
+        """Return the error for a utility call that was not answered in time."""
+        return self._replicas.any_client.no_answer(method, timeout)
+
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Start engines with other parameters from now on."""
+        start = self._replicas.start
+        self._replicas.start = dataclasses.replace(start, config=config, manifest=manifest)
+
+    def close(self) -> None:
+        """End all engines and release everything. Closing twice does nothing."""
+        if not self._replicas.is_closed:
+            self._replicas.close()
+            self._choice.close()
+
+
+class _Receiver:
+    """The sink of an engine's client, which does not hold the group."""
+
+    def __init__(self, group: weakref.ref[EngineGroup], replica: Replica) -> None:
+        self._group, self._replica = group, replica
+
+    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
+        if (group := self._group()) is not None:
+            group.receive(self._replica, item)

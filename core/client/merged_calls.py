@@ -1,0 +1,314 @@
+"""Control calls to several engines: one answer of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from operator import attrgetter
+from threading import Lock
+from typing import Any, cast
+
+import msgspec
+
+from hardpoint.boundary.errors import error_of, kind_of
+from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.plugins import HardpointError, SchedulerStats, StepPart, WaitReason
+from hardpoint.plugins.stats import (
+    Health,
+    PluginMeter,
+    PluginReport,
+    StepFault,
+)
+from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.registry.blame import faults_as
+from hardpoint.registry.plugin_set import PluginSet
+
+from .engine_choice import EngineChoice
+from .replicas import Replica
+
+Merge = Callable[[list[Any]], Any]
+"""Makes one answer of the engines' answers, in the order of their ranks, at least one."""
+
+
+def _first(answers: list[Any]) -> Any:
+    return answers[0]
+
+
+def _joined(answers: list[list[Any]]) -> list[Any]:
+    return [one for answer in answers for one in answer]
+
+
+def _live_requests(answers: list[list[LiveRequest]]) -> list[LiveRequest]:
+    return sorted(_joined(answers), key=attrgetter("age_seconds"), reverse=True)
+
+
+def _added(values: Iterable[Any]) -> Any:
+    """Return the sum of values that are numbers, counts by name, lists of counts, or None."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], Mapping):
+        names = dict.fromkeys(name for value in known for name in value)
+        return {name: _added(value.get(name) for value in known) for name in names}
+    if isinstance(known[0], list):
+        longest = max(map(len, known))
+        return [sum(one[i] for one in known if i < len(one)) for i in range(longest)]
+    if isinstance(known[0], msgspec.Struct):
+        return _added_structs(known)
+    return sum(known)
+
+
+def _added_structs(values: Sequence[Any]) -> Any:
+    names = values[0].__struct_fields__
+    return type(values[0])(
+        **{name: _added(getattr(value, name) for value in values) for name in names}
+    )
+
+
+def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Return the state of several schedulers as that of one: sums, and means of shares."""
+    if len(stats) == 1:
+        return stats[0]
+    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
+    versions = {one.weight_version for one in stats}
+    mean = sum(one.kv_cache_usage for one in stats) / len(stats)
+    without = [msgspec.structs.replace(one, weight_version=None) for one in stats]
+    merged: SchedulerStats = _added_structs(without)
+    merged.kv_cache_usage = mean
+    merged.step_cost_error = sum(errors) / len(errors) if errors else None
+    merged.weight_version = versions.pop() if len(versions) == 1 else None
+    return merged
+
+
+def _meters(answers: list[dict[str, PluginMeter]]) -> dict[str, PluginMeter]:
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    merged = {}
+    for name in names:
+        meters = [answer[name] for answer in answers if name in answer]
+        merged[name] = _added_structs(meters)
+        merged[name].slowest_step = max(meter.slowest_step for meter in meters)
+    return merged
+
+
+def merged_faults(answers: Iterable[Mapping[str, StepFault]]) -> dict[str, StepFault]:
+    """Return the faults of all engines by plugin, with the first message of each."""
+    merged: dict[str, StepFault] = {}
+    for answer in answers:
+        for name, fault in answer.items():
+            before = merged.get(name, StepFault(0, fault.message))
+            merged[name] = StepFault(before.count + fault.count, before.message)
+    return merged
+
+
+def _reports(answers: list[PluginReport]) -> PluginReport:
+    stats = [one.scheduler for one in answers if one.scheduler is not None]
+    return PluginReport(
+        meters=_meters([one.meters for one in answers]),
+        health=Health(
+            {},
+            {},
+            merged_faults(one.health.fallbacks for one in answers),
+            merged_faults(one.health.slow for one in answers),
+        ),
+        scheduler=merged_stats(stats) if stats else None,
+        sleep_level=min(one.sleep_level for one in answers),
+    )
+
+
+_MERGES: dict[str, Merge] = {
+    "collective_rpc": _joined,
+    "is_paused": all,
+    "is_sleeping": all,
+    "live_requests": _live_requests,
+    "plugin_meters": _meters,
+    "plugin_report": _reports,
+    "scheduler_stats": merged_stats,
+    "slow_plugins": merged_faults,
+    "step_faults": merged_faults,
+    "stop_profile": _joined,
+    "weights_prepared": all,
+}
+"""Of calls whose answers are not the same from all engines."""
+
+
+class JointCalls:
+    """Makes control calls to several engines."""
+
+    def __init__(self, choice: EngineChoice, plugins: PluginSet) -> None:
+        """Begin.
+
+        Args:
+            choice: has the faults of the balancer, which are told with those of the engines.
+            plugins: the step parts among them make one answer of those of their halves.
+        """
+        self._choice, self._plugins = choice, plugins
+        self._answered: dict[Any, dict[int, Any]] = {}
+
+    def stats_of(self, replicas: Sequence[Replica]) -> SchedulerStats:
+        """Return the last statistics of engines as those of one."""
+        return merged_stats([one.stats for one in replicas if one.stats is not None])
+
+    def call(
+        self,
+        replicas: Sequence[Replica],
+        owners: Mapping[str, Replica | None],
+        method: str,
+        args: Sequence[Any],
+    ) -> Future[Any]:
+        """Call a utility of engines; return the future of the one answer.
+
+        Args:
+            replicas: the engines that serve.
+            owners: the engine of each request in flight.
+            method: name of the utility.
+            args: its arguments.
+
+        Raises:
+            RequestError: the arguments cannot be encoded.
+        """
+        if not replicas:
+            none: Future[Any] = Future()
+            none.set_exception(EngineDeadError("no engine serves at the moment; try again later"))
+            return none
+        if method == "why_waiting" and len(args) == 1:
+            return self._why_waiting(replicas, owners, args[0])
+        if method == "call_part" and len(args) >= 2:
+            return self._call_part(replicas, args)
+        calls = {one.rank: one.open_client.call(method, *args) for one in replicas}
+        return JointCall(calls, self._merge_of(method)).future
+
+    def _merge_of(self, method: str) -> Merge:
+        merge = _MERGES.get(method, _first)
+        match method:
+            case "step_faults":
+                return lambda answers: merge([*answers, self._choice.faults()])
+            case "slow_plugins":
+                return lambda answers: merge([*answers, self._choice.slow()])
+            case "plugin_report":
+                health = Health({}, {}, self._choice.faults(), self._choice.slow())
+                return lambda answers: merge([*answers, PluginReport(health=health)])
+        return merge
+
+    def _why_waiting(
+        self,
+        replicas: Sequence[Replica],
+        owners: Mapping[str, Replica | None],
+        request_ids: Sequence[str],
+    ) -> Future[Any]:
+        """Ask each engine for its own requests."""
+        calls = {}
+        for one in replicas:
+            own = [name for name in request_ids if owners.get(name, one) is one]
+            calls[one.rank] = one.open_client.call("why_waiting", own)
+
+        def merge(answers: list[list[WaitReason | None]]) -> list[WaitReason | None]:
+            reasons: dict[str, WaitReason | None] = {}
+            for one, answer in zip(replicas, answers, strict=False):
+                own = [name for name in request_ids if owners.get(name, one) is one]
+                reasons |= dict(zip(own, answer, strict=True))
+            return [reasons.get(name) for name in request_ids]
+
+        return JointCall(calls, merge).future
+
+    def _call_part(self, replicas: Sequence[Replica], args: Sequence[Any]) -> Future[Any]:
+        """Call a step part; after the answer None, only the engines that gave it are asked again.
+
+        So a call that is repeated until it is done is done once by each engine.
+        """
+        part, method, *_ = args
+        key = repr(args)
+        ranks = {one.rank for one in replicas}
+        before = {r: a for r, a in self._answered.pop(key, {}).items() if r in ranks}
+        asked = [one for one in replicas if one.rank not in before]
+        entry = self._plugins.find("step_parts", part) if isinstance(part, str) else None
+
+        def merge(answers: list[Any]) -> Any:
+            known = before | dict(zip((one.rank for one in asked), answers, strict=False))
+            if len(self._answered) < _MOST_REPEATED and None in known.values():
+                self._answered[key] = {r: a for r, a in known.items() if a is not None}
+                return None
+            listed = [known[rank] for rank in sorted(known)]
+            if entry is None:
+                return listed[0]
+            target = cast(type[StepPart], self._plugins.target(entry))
+            what = f"{entry.source}: its merge_answers"
+            with faults_as(PluginFaultError, what, passing=(HardpointError,)):
+                return target.merge_answers(method, listed)
+
+        calls = {one.rank: one.open_client.call("call_part", *args) for one in asked}
+        return JointCall(calls, merge).future
+
+
+_MOST_REPEATED = 1024  # calls whose answers of some engines are kept
+
+
+class JointCall:
+    """A control call that several engines answer; `future` has the one answer, or the error.
+
+    It is an error if an engine fails; the message names the engine, unless all fail. An engine that
+    dies meanwhile is left out, unless it is the last.
+    """
+
+    def __init__(self, calls: Mapping[int, Future[Any]], merge: Merge) -> None:
+        """Wait for the answers.
+
+        Args:
+            calls: by rank.
+            merge: makes one answer of them.
+        """
+        self.future: Future[Any] = Future()
+        self._calls, self._merge = dict(calls), merge
+        self._missing = len(calls)
+        self._lock = Lock()
+        self.future.add_done_callback(self._cancel)
+        for call in list(calls.values()):
+            call.add_done_callback(self._answered)
+
+    def _cancel(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            for call in self._calls.values():
+                call.cancel()
+
+    def _answered(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._missing -= 1
+            if self._missing:
+                return
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._answer())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def _answer(self) -> Any:
+        errors = {
+            rank: error for rank, call in self._calls.items() if (error := _error(call)) is not None
+        }
+        answers = [call.result() for rank, call in self._calls.items() if rank not in errors]
+        failed = {r: e for r, e in errors.items() if not isinstance(e, EngineDeadError)}
+        if failed:
+            raise _joint_error(failed, len(self._calls))
+        if not answers:
+            raise next(iter(errors.values()))
+        return self._merge(answers)
+
+
+def _error(call: Future[Any]) -> BaseException | None:
+    return EngineDeadError("the call was cancelled") if call.cancelled() else call.exception()
+
+
+def _joint_error(failed: Mapping[int, BaseException], num_engines: int) -> BaseException:
+    """Return the error of a call that some engines failed."""
+    first = next(iter(failed.values()))
+    messages = dict.fromkeys(map(str, failed.values()))
+    if len(failed) == num_engines and len(messages) == 1:
+        return first
+    if not isinstance(first, HardpointError):
+        return first
+    texts = (f"engine {rank}: {error}" for rank, error in failed.items())
+    done = num_engines - len(failed)
+    rest = f"; {done} of {num_engines} engines succeeded" if done else ""
+    joint = error_of(kind_of(first), "; ".join(texts) + rest)
+    joint.__cause__ = first
+    return joint

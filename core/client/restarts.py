@@ -1,0 +1,73 @@
+"""How often dead engines may be restarted, and which plugins they died in."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+
+from hardpoint.boundary.activity import PluginCall
+
+WINDOW_S = 60.0
+"""In which restarts, and deaths of one cause, are counted."""
+
+DEADLY = 2
+"""So many deaths in a plugin's methods quarantine it."""
+
+
+class RestartBudget:
+    """Counts restarts and deaths within a minute. For one thread at a time.
+
+    Attributes:
+        enabled: whether any engine is restarted.
+        count: number of restarts so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        max_per_minute: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without a restart.
+
+        Args:
+            enabled: whether dead engines are restarted.
+            max_per_minute: the limit.
+            clock: seconds.
+        """
+        self.enabled = enabled
+        self.count = 0
+        self._limit = max_per_minute
+        self._clock = clock
+        self._deaths: list[tuple[float, tuple[str, str]]] = []
+        self._attempts: collections.deque[float] = collections.deque()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the limit prevents a restart."""
+        return self.enabled and len(self._attempts) >= self._limit
+
+    def may_restart(self) -> bool:
+        """Return whether one more restart is allowed now, and count it."""
+        now = self._clock()
+        while self._attempts and now - self._attempts[0] >= WINDOW_S:
+            self._attempts.popleft()
+        if not self.enabled or len(self._attempts) >= self._limit:
+            return False
+        self._attempts.append(now)
+        return True
+
+    def died_in(self, call: PluginCall) -> bool:
+        """Record a death in a plugin's method; return whether the plugin is to be quarantined."""
+        now, key = self._clock(), (call.kind, call.name)
+        self._deaths = [d for d in self._deaths if now - d[0] < WINDOW_S]
+        self._deaths.append((now, key))
+        return sum(died == key for _, died in self._deaths) >= DEADLY
+
+    @property
+    def limit_text(self) -> str:
+        """The limit as part of a message."""
+        restarts = f"{self._limit} restart{'s' if self._limit > 1 else ''}"
+        return f"not restarted: {restarts} within a minute (engine.max_restarts_per_minute)"

@@ -1,0 +1,61 @@
+"""What both engines of a frontend do when one of several engine processes dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from hardpoint.boundary.activity import PluginCall
+from hardpoint.core.client.engine_group import Death, EngineGroup
+from hardpoint.core.client.restarts import DEADLY, WINDOW_S
+from hardpoint.errors import EngineDeadError
+from hardpoint.registry.discovery import is_third_party
+
+from .engine_parts import EngineParts
+from .frontend import Frontend
+
+_log = logging.getLogger("hardpoint")
+
+
+class EngineOwner:
+    """Owns the parts of an engine; base of LLMEngine and WatchedEngine.
+
+    Attributes:
+        parts: with the latest plugins.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Own the parts; the derived class closes them."""
+        self.parts = parts
+        self._frontend = Frontend(parts)
+        if isinstance(parts.client, EngineGroup):
+            parts.client.watch_deaths(self._engine_lost)
+
+    def _engine_lost(self, death: Death) -> EngineDeadError:
+        """Return the error of an engine process; in another thread.
+
+        A third-party plugin that ran when engines died is left out of those that are started next,
+        and its requests are refused.
+        """
+        reported = self._frontend.named(death.error, death.in_step)
+        if death.call is not None and death.is_repeated:
+            self._quarantine(death.call)
+        return reported
+
+    def _quarantine(self, call: PluginCall) -> None:
+        entry = self.parts.plugins.find(call.kind, call.name)
+        if entry is None or not is_third_party(entry):
+            return
+        if (parts := self.parts.without(call)) is None:
+            return
+        message = f"the engine died {DEADLY} times within {WINDOW_S:g} s in {call}"
+        _log.error("quarantined: %s", message)
+        self.use(parts)
+        self._frontend.quarantine(call, message)
+        if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
+            self._frontend.submitter.use_plugins(parts.plugins)
+
+    def use(self, parts: EngineParts) -> None:
+        """Replace the parts; engines that are restarted have them, too."""
+        self.parts = dataclasses.replace(parts, client=self.parts.client)
+        parts.client.restart_with(parts.config, parts.plugins.manifest)

@@ -194,9 +194,6 @@ class Catalog:
             if name in names and found.builtin:
                 path = f"plugins.disable[{index}]"
                 return f"{path} ({self._config_sources.of(path)})"
-        if kind.idle_at is not None and kind.idle_default(self._config) == found.name:
-            path, value = kind.idle_at
-            return f"not needed while {path} is {value}"
         if kind.number is Number.ONE:
             origin = self._config_sources.of(kind.chosen_by or "")
             return f"not chosen by {kind.chosen_by} ({origin})"

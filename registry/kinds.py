@@ -96,7 +96,7 @@ class Kind:
         chosen_by: the configuration path that names the component, or the list of them for
             Number.MANY; None if `plugins.enable` names it.
         idle_at: a configuration path, and the value at which the component that is chosen by
-            default is neither imported nor enabled.
+            default is not imported at the start, since it has no work.
         named_by: the configuration path that names one of the enabled components, of
             Number.BY_NAME; an FQCN there enables it.
     """
@@ -139,7 +139,7 @@ class Kind:
         return [form.__name__ for form in self.forms or (self.interface,)]
 
     def idle_default(self, config: EngineConfig) -> str | None:
-        """Return the name of the default component if it is not enabled, as it has no work."""
+        """Return the name of the chosen component if it is the default one, and has no work."""
         if self.idle_at is None or self.chosen_by is None:
             return None
         path, value = self.idle_at

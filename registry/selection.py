@@ -74,7 +74,10 @@ class Selection:
         for kind in KINDS.values():
             if kind.named_by is not None:
                 self._enable_named(kind, kind.named_by)
-            if kind.chosen_by is not None and kind.idle_default(self._config) is None:
+            idle = kind.idle_default(self._config)
+            if idle is not None and not self._candidates(idle, kind):
+                continue  # the core alone is installed, and nothing will miss it
+            if kind.chosen_by is not None:
                 for chosen in self.chosen(kind, kind.chosen_by):
                     self._add(chosen)
         return list(self._on.values())

@@ -74,11 +74,11 @@ def test_a_choice_names_its_origin(capsys, monkeypatch):
     assert (fcfs["on"], fcfs["why"]) == (False, f"not chosen by scheduler.policy ({by})")
 
 
-def test_a_default_without_work_is_off_with_the_reason(capsys, monkeypatch):
+def test_a_default_without_work_is_listed_and_not_imported(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, LEAST_COST, raising=False)
     components = listed(capsys)
     default = find(components, "balancers", "least_cost")
-    assert (default["on"], default["why"]) == (False, "not needed while parallel.data is 1")
+    assert (default["on"], default["why"]) == (True, "default")
     assert LEAST_COST not in sys.modules
     other = find(components, "balancers", "two_choices")
     assert (other["on"], other["why"]) == (False, "not chosen by parallel.balancer (default)")

@@ -73,15 +73,21 @@ class TestIdleDefault:
         for name, value in (("least_cost", "no.such:Thing"), ("other", "no.such:Other")):
             installed.found.append(InstalledPlugin("balancers", name, value, "hardpoint", "0.1.0"))
 
-    def test_it_is_neither_enabled_nor_imported(self, installed):
-        plugins = installed.resolve()
-        assert set(on(plugins)) == DEFAULTS
-        assert plugins.entries("balancers") == []
-        assert set(on(installed.resolve(parallel={"balancer": "least_cost"}))) == DEFAULTS
+    @pytest.mark.parametrize("parallel", [{}, {"balancer": "least_cost"}])
+    def test_it_is_on_and_not_imported(self, installed, parallel):
+        plugins = installed.resolve(parallel=parallel)
+        assert set(on(plugins)) == DEFAULTS | {"balancers/least_cost"}
+        assert plugins.loaded(plugins.one("balancers")) is None
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            plugins.target(plugins.one("balancers"))
 
     def test_several_engines_need_it(self, installed):
         with pytest.raises(PluginNotFoundError, match="no module 'no'"):
             installed.resolve(parallel={"data": 2})
+
+    def test_its_options_are_checked(self, installed):
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            installed.resolve(plugin={"least_cost": {"in_flight_tokens": "x"}})
 
     def test_one_that_is_asked_for_is_checked(self, installed):
         with pytest.raises(PluginNotFoundError, match="no module 'no'"):
@@ -89,11 +95,17 @@ class TestIdleDefault:
         with pytest.raises(PluginNotFoundError, match="no balancers component is called 'othr'"):
             installed.resolve(parallel={"balancer": "othr"})
 
-    def test_it_is_on_where_several_engines_serve(self, installed):
+    def test_it_is_imported_where_several_engines_serve(self, installed):
         value = installed.offer("balancers/mine", component(LoadBalancer))
         plugins = installed.resolve(parallel={"data": 2, "balancer": "mine"})
         assert on(plugins)["balancers/mine"] == value
-        assert set(on(plugins)) == DEFAULTS | {"balancers/mine"}
+        assert plugins.loaded(plugins.one("balancers")) is not None
+
+    def test_the_core_alone_does_without(self, installed):
+        installed.found = [found for found in installed.found if found.kind != "balancers"]
+        assert set(on(installed.resolve())) == DEFAULTS
+        with pytest.raises(PluginNotFoundError, match="no balancers component is called 'least_c"):
+            installed.resolve(parallel={"data": 2})
 
 
 class TestEnable:

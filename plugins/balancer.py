@@ -70,7 +70,7 @@ class BalancerContext(Context["LoadBalancer"]):
 def _engine_index(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> int:  # noqa: ARG001
     engines = given[1]
     try:
-        found = index(value)
+        found = -1 if isinstance(value, bool) else index(value)
     except TypeError:
         raise unusable(value, ", expected an index of engines") from None
     if not 0 <= found < len(engines):

@@ -18,7 +18,6 @@ from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.registry.discovery import InstalledPlugin
-from hardpoint.registry.kinds import KINDS, PLANNED
 from hardpoint.registry.plugin_options import declarer_of, find_tables
 from hardpoint.registry.references import with_references
 from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
@@ -189,7 +188,6 @@ class _Builder:
             problem: why plugins of the configuration, and so their tables, are not known.
         """
         config_sources = ConfigSources(self._config_sources)
-        self._refuse_planned(config_sources)
         unknown = [key for key in self._tree if key not in self._type.__struct_fields__]
         if unknown and problem is not None:
             raise problem
@@ -245,15 +243,6 @@ class _Builder:
         if isinstance(value, str) or not _wants_text(type_at(self._type, steps)):
             return value
         return text
-
-    def _refuse_planned(self, config_sources: ConfigSources) -> None:
-        planned = {**{kind: kind for kind in PLANNED}, **{t: k for k, t in PLANNED.items()}}
-        for key in self._tree:
-            if key in planned:
-                raise ConfigError(
-                    f"{key}: this version of Hardpoint has no {planned[key]} yet; kinds here: "
-                    f"{', '.join(KINDS)} (from {config_sources.of(key)})"
-                )
 
 
 def _steps_of_variable(name: str) -> list[str]:

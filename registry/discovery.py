@@ -13,7 +13,7 @@ import importlib_metadata
 from hardpoint.errors import PluginConflictError
 from hardpoint.plugins.manifest import PluginEntry, Source
 
-from .kinds import KINDS, PLANNED, Kind
+from .kinds import KINDS, Kind
 
 DISTRIBUTION = "hardpoint"
 CORE_DISTRIBUTION = "hardpoint-core"
@@ -162,7 +162,7 @@ def advice(kind: str, name: str) -> str:
 
 def describe_unknown_kind(kind: str) -> str:
     """Return a sentence about a kind that this version does not have."""
-    return f"this Hardpoint has no {kind}{' yet' if kind in PLANNED else ''}"
+    return f"this Hardpoint has no {kind}"
 
 
 def installed_version() -> str:

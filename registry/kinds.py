@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from hardpoint.plugins.adapter_resolver import AdapterResolver
 from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.attention import AttentionBackend
 from hardpoint.plugins.balancer import LoadBalancer
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.config import EngineConfig
 from hardpoint.plugins.executor import Executor
 from hardpoint.plugins.grammars import GrammarBackend
 from hardpoint.plugins.io_processor import IOProcessor
@@ -37,7 +40,7 @@ from hardpoint.plugins.stats import StatSink
 from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.tokenizer import Tokenizer
 
-__all__ = ["KINDS", "PLANNED", "FaultScope", "Kind", "Number", "Process", "Stability"]
+__all__ = ["KINDS", "FaultScope", "Kind", "Number", "Process", "Stability", "value_at"]
 
 
 class Number(Enum):
@@ -92,6 +95,8 @@ class Kind:
         contract: current version; the engine accepts it and the one before.
         chosen_by: the configuration path that names the component, or the list of them for
             Number.MANY; None if `plugins.enable` names it.
+        idle_at: a configuration path, and the value at which the component that is chosen by
+            default is not imported at the start, since it has no work.
         named_by: the configuration path that names one of the enabled components, of
             Number.BY_NAME; an FQCN there enables it.
     """
@@ -107,6 +112,7 @@ class Kind:
     stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
     named_by: str | None = None
+    idle_at: tuple[str, Any] | None = None
     role: Role | None = None
     forms: tuple[type[Component], ...] = ()
 
@@ -131,6 +137,20 @@ class Kind:
         if self.interface is None:
             return []
         return [form.__name__ for form in self.forms or (self.interface,)]
+
+    def idle_default(self, config: EngineConfig) -> str | None:
+        """Return the name of the chosen component if it is the default one, and has no work."""
+        if self.idle_at is None or self.chosen_by is None:
+            return None
+        path, value = self.idle_at
+        chosen: str = value_at(config, self.chosen_by)
+        is_default = chosen == value_at(EngineConfig(), self.chosen_by)
+        return chosen if is_default and value_at(config, path) == value else None
+
+
+def value_at(config: EngineConfig, path: str) -> Any:
+    """Return the value of a configuration at a dotted path."""
+    return functools.reduce(getattr, path.split("."), config)
 
 
 KINDS: dict[str, Kind] = {
@@ -389,6 +409,7 @@ KINDS: dict[str, Kind] = {
             processes=(Process.FRONTEND,),
             fault_scope=FaultScope.STEP,
             chosen_by="parallel.balancer",
+            idle_at=("parallel.data", 1),
             summary="Choose the engine that runs a request, where there are several.",
             suite="LoadBalancerSuite",
         ),
@@ -414,7 +435,3 @@ KINDS: dict[str, Kind] = {
         ),
     )
 }
-
-PLANNED: dict[str, str] = {}
-"""Kinds of the design that this version does not have, with the configuration table that will
-choose them; naming either is refused by name."""

@@ -19,7 +19,6 @@ from hardpoint.typed import Strict
 
 from .adapt import configured
 from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, name_of
-from .kinds import PLANNED
 from .loading import import_object, inspecting
 from .references import with_handed_over
 from .selection import Selection
@@ -203,7 +202,7 @@ def _checked(declared: Any, source: Source) -> tuple[str, type[Strict]]:
             f"{source}: its config_table: expected a name of small letters, digits and single "
             f"'_', got {name!r}"
         )
-    if name in EngineConfig.__struct_fields__ or name in {*PLANNED, *PLANNED.values()}:
+    if name in EngineConfig.__struct_fields__:
         raise PluginConflictError(
             f"{source}: its config_table: Hardpoint itself has the configuration table {name!r}"
         )

@@ -302,7 +302,8 @@ def resolve_plugins(
 ) -> PluginSet:
     """Resolve a configuration's plugins; import and check those that are certain to run.
 
-    Built-ins that are loaded by name are imported when a model or request names them.
+    Built-ins that are loaded by name are imported when a model or request names them; so is a
+    default component that has no work, when it gets some.
 
     Args:
         config: the configuration.
@@ -321,7 +322,7 @@ def resolve_plugins(
     found = selection.found
     check_names(chosen)
     targets: dict[Key, Any] = {}
-    for item in (i for i in chosen if i.kind.number is not Number.BY_NAME or i.path):
+    for item in (i for i in chosen if _is_certain_to_run(i, config)):
         targets[item.key] = load_component(item.kind, item.source, item.target)
     declared_tables((targets[i.key], i.source) for i in chosen if i.kind.interface is None)
     _check_on_error(config, config_sources, chosen)
@@ -354,6 +355,13 @@ def resolve_plugins(
 
     manifest = Manifest(hardpoint=installed_version(), entries=tuple(map(entry, chosen)))
     return PluginSet(manifest, found, targets, warnings)
+
+
+def _is_certain_to_run(item: SelectedPlugin, config: EngineConfig) -> bool:
+    """Return whether a component is imported at the start; one with options is, to check them."""
+    if item.kind.number is Number.BY_NAME:
+        return bool(item.path)
+    return item.name != item.kind.idle_default(config) or option_path(config, item) is not None
 
 
 def _find_wrapped(

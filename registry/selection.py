@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -30,7 +29,7 @@ from .discovery import (
     describe_unknown_kind,
     toml_key,
 )
-from .kinds import KINDS, PLANNED, Kind, Number
+from .kinds import KINDS, Kind, Number, value_at
 from .loading import import_object, inspecting, kinds_of, marks_hooks, snake_case
 from .references import provided_by
 
@@ -75,6 +74,9 @@ class Selection:
         for kind in KINDS.values():
             if kind.named_by is not None:
                 self._enable_named(kind, kind.named_by)
+            idle = kind.idle_default(self._config)
+            if idle is not None and not self._candidates(idle, kind):
+                continue  # the core alone is installed, and nothing will miss it
             if kind.chosen_by is not None:
                 for chosen in self.chosen(kind, kind.chosen_by):
                     self._add(chosen)
@@ -162,7 +164,7 @@ class Selection:
 
     def _at(self, path: str) -> Any:
         """Return the value of the configuration at a dotted path."""
-        return functools.reduce(getattr, path.split("."), self._config)
+        return value_at(self._config, path)
 
     def chosen(self, kind: Kind, path: str) -> list[SelectedPlugin]:
         """Return the components that the configuration names at `path`."""
@@ -367,7 +369,7 @@ class Selection:
         if not missing and offers is None:
             return
         what = f"{reference!r}: " if offers is None else f"{offers.label}: "
-        meant = suggest(missing, list(KINDS)) if missing and missing not in PLANNED else ""
+        meant = suggest(missing, list(KINDS)) if missing else ""
         raise PluginNotFoundError(
             f"{path}: {what}{describe_unknown_kind(missing or (offers.kind if offers else ''))}"
             f"{meant}; kinds here: {', '.join(KINDS)} "

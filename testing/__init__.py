@@ -27,6 +27,8 @@ from .scripted import (
 
 if TYPE_CHECKING:
     from hardpoint.testing.adapter_resolver_suite import AdapterResolverSuite
+    from hardpoint.testing.balancing.balancer_suite import LoadBalancerSuite
+    from hardpoint.testing.balancing.engines import ScriptedEngines, scripted_request
     from hardpoint.testing.engine_access import load_ops
     from hardpoint.testing.io_processor_suite import IOProcessorSuite
     from hardpoint.testing.kv.connector_suite import KVConnectorSuite
@@ -78,6 +80,7 @@ __all__ = [
     "KVConnectorSuite",
     "KVEventPublisherSuite",
     "KVStoreSuite",
+    "LoadBalancerSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
     "OpsSuite",
@@ -95,6 +98,7 @@ __all__ = [
     "ScriptedClock",
     "ScriptedDrafts",
     "ScriptedEmbeddings",
+    "ScriptedEngines",
     "ScriptedModel",
     "ScriptedSpeculator",
     "ServerAnswer",
@@ -112,6 +116,7 @@ __all__ = [
     "run_ranks",
     "scripted_config",
     "scripted_engine",
+    "scripted_request",
     "serve",
     "write_scripted_model",
 ]
@@ -131,6 +136,7 @@ _LAZY = {
     "KVConnectorSuite": "kv.connector_suite",
     "KVEventPublisherSuite": "reporting.publisher_suite",
     "KVStoreSuite": "kv.store_suite",
+    "LoadBalancerSuite": "balancing.balancer_suite",
     "LogitsProcessorSuite": "logits.suite",
     "ModelSuite": "model.model_suite",
     "OpsSuite": "ops.ops_suite",
@@ -145,6 +151,7 @@ _LAZY = {
     "SchedulingPolicySuite": "scheduling.policy_suite",
     "ScriptedAdapters": "running.scripted_parts",
     "ScriptedEmbeddings": "running.scripted_parts",
+    "ScriptedEngines": "balancing.engines",
     "ScriptedDrafts": "running.scripted_drafts",
     "ScriptedSpeculator": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
@@ -156,6 +163,7 @@ _LAZY = {
     "TokenizerSuite": "text.tokenizer_suite",
     "load_ops": "engine_access",
     "run_ranks": "model.rank_threads",
+    "scripted_request": "balancing.engines",
     "serve": "running.serving",
     "measure_hit_rate": "scheduling.cache_replay",
     "WeightLoaderSuite": "model.loader_suite",

@@ -18,7 +18,14 @@ from support.faults.server import KIND, outcomes
 from hardpoint.registry.kinds import KINDS
 
 RECORDED = tomllib.loads(FILE.read_text())
-LATER = {"adapter_resolvers", "io_processors", "step_parts", "speculators", "poolers"}
+LATER = {
+    "adapter_resolvers",
+    "balancers",
+    "io_processors",
+    "step_parts",
+    "speculators",
+    "poolers",
+}
 """Kinds that came after the messages were recorded."""
 
 

@@ -15,6 +15,7 @@ PACKAGES = {
     "acme_observing": 0.1,
     "acme_ops": 0.03,
     "acme_parsing": 0.1,
+    "acme_ring": 0.1,
     "acme_spans": 0.1,
     "acme_tiny_scheduler": 0.02,
 }

@@ -6,33 +6,61 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import BalancerContext, EngineCoreRequest, EngineView, LoadBalancer
 
+from .load import LoadOptions
+
 
 class LeastCost(LoadBalancer):
     """Take the engine where a request waits for the fewest prompt tokens, its own included.
 
-    The cost of an engine is its pending prompt tokens, plus those of the request that it has not
-    cached: one formula for load and for cached prefixes, without thresholds
-    (vllm-project/tpu-inference#3315). Of equal ones, that with fewer requests in flight is taken,
-    then that of the request's session, then the next in turn.
+    The cost of an engine is
+
+        pending_prompt_tokens + in_flight_tokens * in_flight - cached_prefix_tokens(request)
+
+    so that load and cached prefixes are of one unit, the token, and no threshold decides between
+    them. Of equal costs, that with fewer requests in flight is taken, then that of the request's
+    session, then the next in turn.
+
+    Source: vllm-project/tpu-inference#3315, with `in_flight` as the second criterion alone
+    (`in_flight_tokens = 0`). There, a prefix that all prompts begin with keeps all requests at one
+    engine, as long as it computes each prompt before the next one comes.
     """
 
     contract = 1
     uses_cached_prefixes = True
 
+    class Options(LoadOptions):
+        """Weights of the cost."""
+
+    options: Options
+
     def __init__(self, context: BalancerContext) -> None:
         """Begin with the first engine."""
         super().__init__(context)
+        self._per_request = self.options.in_flight_tokens
         self._turn = 0
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:
         """Return the index of the engine with the least cost."""
-        num_engines, turn = len(engines), self._turn
+        per_request, length = self._per_request, len(request.prompt_token_ids)
+        equal: list[int] = []
+        limit = least = float("inf")
+        fewest = 0
+        for place, engine in enumerate(engines):
+            in_flight = engine.in_flight
+            cost = engine.pending_prompt_tokens + per_request * in_flight
+            if cost > limit:
+                continue  # even if it has the whole prompt
+            cost -= engine.cached_prefix_tokens(request)
+            if cost < least or (cost == least and in_flight < fewest):
+                least, limit, fewest, equal = cost, cost + length, in_flight, [place]
+            elif cost == least and in_flight == fewest:
+                equal.append(place)
+        turn = self._turn % len(engines)
         self._turn = turn + 1
-
-        def cost(place: int) -> tuple[int, int, bool, int]:
-            engine = engines[place]
-            cost = engine.pending_prompt_tokens - engine.cached_prefix_tokens(request)
-            later = (place - turn) % num_engines
-            return cost, engine.in_flight, not engine.has_session(request), later
-
-        return min(range(num_engines), key=cost)
+        if len(equal) == 1:
+            return equal[0]
+        if request.retention is not None:
+            for place in equal:
+                if engines[place].has_session(request):
+                    return place
+        return next((place for place in equal if place >= turn), equal[0])

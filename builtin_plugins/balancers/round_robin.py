@@ -1,4 +1,4 @@
-"""The balancer that takes turns."""
+"""Round robin: each engine in turn."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from hardpoint.plugins import BalancerContext, EngineCoreRequest, EngineView, Lo
 
 
 class RoundRobin(LoadBalancer):
-    """Take the engines in turn."""
+    """Take the engines in turn, whatever they have to do.
+
+    The i-th request goes to the engine at `i % len(engines)`. For requests that cost about the
+    same and have nothing in common, or to compare another balancer with.
+
+    Source: `load_balance_method = "round_robin"` of SGLang's data-parallel controller.
+    """
 
     contract = 1
 
     def __init__(self, context: BalancerContext) -> None:
         """Begin with the first engine."""
         super().__init__(context)
-        self._turn = -1
+        self._turn = 0
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:  # noqa: ARG002
         """Return the index of the next engine."""
-        self._turn += 1
-        return self._turn % len(engines)
+        turn = self._turn % len(engines)
+        self._turn = turn + 1
+        return turn

@@ -12,6 +12,7 @@ from hardpoint.cli import main
 from hardpoint.registry.kinds import KINDS
 
 pytestmark = pytest.mark.usefixtures("folder")
+LEAST_COST = "hardpoint.builtin_plugins.balancers.least_cost"
 
 
 @pytest.fixture
@@ -73,13 +74,25 @@ def test_a_choice_names_its_origin(capsys, monkeypatch):
     assert (fcfs["on"], fcfs["why"]) == (False, f"not chosen by scheduler.policy ({by})")
 
 
+def test_a_default_without_work_is_listed_and_not_imported(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, LEAST_COST, raising=False)
+    components = listed(capsys)
+    default = find(components, "balancers", "least_cost")
+    assert (default["on"], default["why"]) == (True, "default")
+    assert LEAST_COST not in sys.modules
+    other = find(components, "balancers", "two_choices")
+    assert (other["on"], other["why"]) == (False, "not chosen by parallel.balancer (default)")
+    several = listed(capsys, "parallel.data=2")
+    assert find(several, "balancers", "least_cost")["on"]
+    assert LEAST_COST in sys.modules
+
+
 def test_what_is_not_enabled_is_listed_and_not_imported(site, capsys):
     components = listed(capsys)
     dry = find(components, "logits_processors", "dry")
     assert (dry["on"], dry["why"], dry["place"]) == (False, "not enabled", None)
     assert (dry["distribution"], dry["version"]) == ("stranger", "2.0")
     assert find(components, "novelties", "new")["why"] == "this Hardpoint has no novelties"
-    assert find(components, "balancers", "guess")["why"] == "this Hardpoint has no balancers yet"
     assert "stranger" not in sys.modules
 
 

@@ -18,6 +18,7 @@ from hardpoint.boundary.faults import Fanout, StepFaults
 from hardpoint.boundary.guard import boundary_of, checked, guard
 from hardpoint.boundary.text_guards import guarded_parser, guarded_tokenizer
 from hardpoint.builtin_plugins.adapters.folder import Folder
+from hardpoint.builtin_plugins.balancers.round_robin import RoundRobin
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher
 from hardpoint.builtin_plugins.kv_cache.eviction import LeastRecentlyUsed
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
@@ -31,11 +32,13 @@ from hardpoint.core.frontend.io_processors import guarded_processor
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     AdapterResolver,
+    BalancerContext,
     DraftRequest,
     EvictionContext,
     EvictionPolicy,
     IOProcessor,
     KVEventPublisher,
+    LoadBalancer,
     OutputParser,
     PolicyContext,
     PublisherContext,
@@ -51,9 +54,13 @@ from hardpoint.plugins import (
 from hardpoint.plugins.behaviour import behaviour_of
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.kinds import KINDS
+from hardpoint.testing import ScriptedEngines, scripted_request
 
 A, B = request("a", arrival=1.0), request("b", arrival=2.0)
 D = DraftRequest("d", [1], [2], SamplingParams(), None, limit=4)
+R, VIEWS = scripted_request("r", [1, 2]), ScriptedEngines(3).views
+for one in (0, 0, 2):
+    VIEWS[one].in_flight += 1
 SECONDS = 0.5
 KINDS_OF = {
     "scheduling_policies": SchedulingPolicy,
@@ -61,6 +68,7 @@ KINDS_OF = {
     "stat_sinks": StatSink,
     "kv_event_publishers": KVEventPublisher,
     "speculators": Speculator,
+    "balancers": LoadBalancer,
 }
 # kind, method, arguments, the call in messages, a wrong value and its message, what decides
 CALLS = [
@@ -85,9 +93,11 @@ CALLS = [
     ("kv_event_publishers", "close", (), "close()", ..., "", None),
     ("speculators", "propose", ((D,), 4), "propose()", 7, "expected token ids for each", [[]]),
     ("speculators", "verified", (D, [1], 0), "verified() of request 'd'", ..., "", None),
+    ("balancers", "choose", (R, VIEWS), "choose() of request 'r'", 3, "an index of engines, f", 1),
     ("speculators", "ended", (D,), "ended() of request 'd'", ..., "", None),
 ]  # fmt: skip
 CONTEXTS = {
+    "balancers": (BalancerContext, {"num_engines": 3, "clock": None}),
     "scheduling_policies": (PolicyContext, {}),
     "eviction_policies": (EvictionContext, {"blocks": None, "history": None, "clock": None}),
     "stat_sinks": (StatSinkContext, {"clock": None, "model": "m"}),
@@ -112,6 +122,7 @@ BUILT_IN = {
     "stat_sinks": LogSink,
     "kv_event_publishers": NullPublisher,
     "speculators": NGram,
+    "balancers": RoundRobin,
 }
 cases = pytest.mark.parametrize("case", CALLS, ids=lambda case: f"{case[0]}-{case[1]}")
 

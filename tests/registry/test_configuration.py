@@ -213,14 +213,6 @@ def test_unknown_keys_inside_tables_and_lists():
     assert "plugins.enable[0].usee: unknown field (did you mean 'use'?)" in message
 
 
-@pytest.mark.parametrize("key", ["balancer", "balancers"])
-def test_kinds_that_are_planned_are_refused_by_name(key):
-    message = refused(f"{key}.use=x")
-    assert message.startswith(f"{key}: this version of Hardpoint has no ")
-    assert "kinds here: logits_processors, " in message
-    assert message.endswith(f"(from argument --set {key}.use)")
-
-
 def test_a_path_through_a_value_names_both_origins(folder):
     (folder / "hardpoint.toml").write_text('model = "a"')
     assert refused("model.x=1") == (

@@ -111,16 +111,14 @@ def test_a_second_use_needs_a_name(installed, refusal):
     ("name", "expected"),
     [
         (
-            "balancers/foo",
-            ": 'balancers/foo': this Hardpoint has no balancers yet; kinds here: logits_",
+            "novelties/foo",
+            ": 'novelties/foo': this Hardpoint has no novelties; kinds here: logits_",
         ),
-        ("guess", "_guess:Thing): this Hardpoint has no balancers yet; kinds here: logits_"),
         ("beam", "_beam:Thing): this Hardpoint has no teleporters; kinds here: logits_"),
         ("sampler/best", "no sampler (did you mean 'samplers'?); kinds here: logits_processors, "),
     ],
 )
 def test_a_kind_that_is_not_here_is_named(installed, refusal, name, expected):
-    installed.offer("balancers/guess", object())
     installed.offer("teleporters/beam", object())
     message = refusal(PluginNotFoundError, plugins={"enable": [name]})
     assert message.startswith("plugins.enable[0]: ")

@@ -69,11 +69,6 @@ class Server(Acme):
     config_table = ("server", AcmeConfig)
 
 
-class Planned(Acme):
-    contract = 1
-    config_table = ("balancers", AcmeConfig)
-
-
 class Shouts(Acme):
     contract = 1
     config_table = ("Acme", AcmeConfig)
@@ -144,7 +139,6 @@ def test_wrong_values_name_path_and_origin(tmp_path):
         ((Acme, Rival), PluginConflictError, r"table 'acme': plugin 'acme'.*plugin 'rival'"),
         ((Server,), PluginConflictError, r"table 'server': plugin 'server' \(hard.*'named'"),
         ((Greedy,), PluginConflictError, r"plugin 'greedy'.*Hardpoint itself .* 'scheduler'"),
-        ((Planned,), PluginConflictError, r"plugin 'planned'.*Hardpoint itself .* 'balancers'"),
         ((Shouts,), PluginContractError, r"plugin 'shouts'.*small letters.*got 'Acme'"),
         ((Unset,), PluginContractError, r"plugin 'unset'.*Needs.where needs a default"),
         (

@@ -11,6 +11,7 @@ from hardpoint.plugins import (
     KVConnector,
     KVEventPublisher,
     KVStore,
+    LoadBalancer,
     LogitsProcessor,
     OutputParser,
     Sampler,
@@ -62,6 +63,49 @@ class TestDefaults:
         plugins = installed.resolve()
         with pytest.raises(PluginNotFoundError, match="there is no module 'no'"):
             plugins.target(plugins.get("models", "Broken"))
+
+
+class TestIdleDefault:
+    """Where one engine serves, nothing of the balancer that nobody named is imported."""
+
+    @pytest.fixture(autouse=True)
+    def _balancers(self, installed):
+        for name, value in (("least_cost", "no.such:Thing"), ("other", "no.such:Other")):
+            installed.found.append(InstalledPlugin("balancers", name, value, "hardpoint", "0.1.0"))
+
+    @pytest.mark.parametrize("parallel", [{}, {"balancer": "least_cost"}])
+    def test_it_is_on_and_not_imported(self, installed, parallel):
+        plugins = installed.resolve(parallel=parallel)
+        assert set(on(plugins)) == DEFAULTS | {"balancers/least_cost"}
+        assert plugins.loaded(plugins.one("balancers")) is None
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            plugins.target(plugins.one("balancers"))
+
+    def test_several_engines_need_it(self, installed):
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            installed.resolve(parallel={"data": 2})
+
+    def test_its_options_are_checked(self, installed):
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            installed.resolve(plugin={"least_cost": {"in_flight_tokens": "x"}})
+
+    def test_one_that_is_asked_for_is_checked(self, installed):
+        with pytest.raises(PluginNotFoundError, match="no module 'no'"):
+            installed.resolve(parallel={"balancer": "other"})
+        with pytest.raises(PluginNotFoundError, match="no balancers component is called 'othr'"):
+            installed.resolve(parallel={"balancer": "othr"})
+
+    def test_it_is_imported_where_several_engines_serve(self, installed):
+        value = installed.offer("balancers/mine", component(LoadBalancer))
+        plugins = installed.resolve(parallel={"data": 2, "balancer": "mine"})
+        assert on(plugins)["balancers/mine"] == value
+        assert plugins.loaded(plugins.one("balancers")) is not None
+
+    def test_the_core_alone_does_without(self, installed):
+        installed.found = [found for found in installed.found if found.kind != "balancers"]
+        assert set(on(installed.resolve())) == DEFAULTS
+        with pytest.raises(PluginNotFoundError, match="no balancers component is called 'least_c"):
+            installed.resolve(parallel={"data": 2})
 
 
 class TestEnable:

@@ -106,7 +106,6 @@ class Site:
             "hooks": {"greeter": "stranger"},
             "logits_processors": {"dry": "stranger:Dry"},
             "novelties": {"new": "stranger:New"},
-            "balancers": {"guess": "stranger:Guess"},
         }
         self.install("stranger", STRANGER, points)
 

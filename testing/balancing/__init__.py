@@ -1,0 +1,1 @@
+"""Tests of load balancers: scripted engines, and the conformance suite."""

@@ -31,6 +31,7 @@ __all__ = [
     "PrefillStats",
     "Prompt",
     "RequestOutput",
+    "ResumedOutputs",
     "Retention",
     "TokenLogprobs",
     "ToolCall",
@@ -101,6 +102,34 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
     seconds: float
 
 
+class ResumedOutputs(
+    msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True, gc=False
+):
+    """What another engine has sent of a request, which this one continues.
+
+    The request is the same in all other fields, its seed and `timeout` included: the time that is
+    left. Outputs of the engine are what comes after.
+
+    Attributes:
+        output_token_ids: the output so far; may be empty.
+        observed_logprobs: those of all `EngineCoreOutput.observed_logprobs`, one for each of these
+            tokens; None if there were none.
+        num_prompt_logprobs: entries of all `prompt_logprobs` of the outputs.
+        num_routed_positions: rows of all `routed_experts` of the outputs.
+        num_resumes: how often the request has moved to another engine, this time included.
+        part_figures: the last ones of the outputs; a step part adds to them.
+        weight_runs: the last ones of the outputs.
+    """
+
+    output_token_ids: list[int]
+    observed_logprobs: list[float] | None = None
+    num_prompt_logprobs: Annotated[int, Meta(ge=0)] = 0
+    num_routed_positions: Annotated[int, Meta(ge=0)] = 0
+    num_resumes: Annotated[int, Meta(ge=1)] = 1
+    part_figures: dict[str, dict[str, Any]] | None = None
+    weight_runs: list[WeightRun] | None = None
+
+
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One sequence for the engine to continue.
 
@@ -117,7 +146,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             arrives there.
         priority: smaller is more important.
         child_index: index among the `n` completions.
-        client_index: index of the frontend that sent it and gets its outputs.
+        client_index: index of the frontend that gets its outputs; an engine process sets it to that
+            of the connection that the request came by.
         tags: user-defined labels, such as {"tenant": "acme"}, for policies and sinks.
         timeout: seconds that are left before it ends unfinished, from now in the frontend, and from
             its arrival in the engine; None is without limit.
@@ -145,6 +175,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
+        resumed: what another engine has sent of it, which this one continues; None of a new one.
     """
 
     request_id: str
@@ -174,6 +205,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    resumed: ResumedOutputs | None = None
 
     @property
     def known_prompt_ids(self) -> list[int]:
@@ -298,6 +330,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
             `SamplingParams.include`.
         weight_runs: versions of all output tokens, once there are several versions; in the first
             output, and in the first one after a change.
+        observed_logprobs: per new token, its logprob as logits processors of the request observe
+            it, for `ResumedOutputs`; None if none does.
     """
 
     request_id: str
@@ -319,6 +353,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     trace_headers: dict[str, str] | None = None
     part_figures: dict[str, dict[str, Any]] | None = None
     weight_runs: list[WeightRun] | None = None
+    observed_logprobs: list[float] | None = None
 
     @property
     def finished(self) -> bool:

@@ -362,6 +362,8 @@ class ModelRunner:
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
+            for row in seen:
+                output.observed_logprobs[requests[row].request_id] = [sampled.observed[row]]
             output.faults |= pipeline.observe(
                 [requests[row] for row in seen],
                 [sampled.tokens[row] for row in seen],
@@ -442,7 +444,8 @@ class ModelRunner:
             return
         if source.params.routed_experts and self.model.routed_experts is None:
             fault = fault or RequestFault("routed_experts: the model is no mixture of experts")
-        fault = fault or self._sampling.pipeline.start(request)
+        observed = source.resumed and source.resumed.observed_logprobs
+        fault = fault or self._sampling.pipeline.start(request, observed or ())
         if fault is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = fault

@@ -9,6 +9,7 @@ import msgspec
 
 from hardpoint import RequestOutput
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.requests import ResumedOutputs
 from hardpoint.system.encoding import Decoder, Encoder
@@ -141,14 +142,17 @@ class MovingClient:
 
 
 def run_moving(
-    engines: Sequence[LLMEngine], jobs: Sequence[Job], moves: Callable[[str], Iterable[int]]
+    engines: Sequence[LLMEngine],
+    jobs: Sequence[Job],
+    moves: Callable[[str], Iterable[int]],
+    extras: RequestExtras = NO_EXTRAS,
 ) -> tuple[dict[str, RequestOutput], MovingClient]:
     """Run jobs on the first engine, moving on to the others; return their last outputs."""
     client = MovingClient(engines, moves)
     engine, results = engines[0], {}
     with use_client(engine, client):
         for job in jobs:
-            engine.add_request(*job)
+            engine.add_request(*job, extras)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:

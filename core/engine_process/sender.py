@@ -122,7 +122,7 @@ class OutputEncoder:
         """Create an encoder.
 
         Args:
-            abort: called with the ids of requests whose outputs cannot be encoded, and their client.
+            abort: called with ids of requests whose outputs cannot be encoded, and their client.
             consumer: is offered large tensors; if it fails, they travel in frames.
         """
         self._abort = abort

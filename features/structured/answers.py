@@ -165,12 +165,10 @@ class Answer:
         """
         outputs = self.request.output_token_ids
         while self.num_followed < len(outputs):
-            token = outputs[self.num_followed]
+            token, number = outputs[self.num_followed], self.num_followed + 1
             if not self.advance(token):
-                raise ValueError(
-                    f"it does not allow the token {token}, the output's number {self.num_followed + 1}"
-                )
-            self.num_followed += 1
+                raise ValueError(f"it does not allow the token {token}, the output's number {number}")
+            self.num_followed = number
 
     def advance(self, token: int) -> bool:
         """Follow one more token; return False if the grammar does not allow it.

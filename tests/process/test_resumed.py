@@ -11,7 +11,7 @@ from support.driving import FINAL, alone, drafting, summary, varied_jobs
 from support.parallel import write_random_model
 from support.resuming import at_every_output, place_of, run_moving
 
-from hardpoint import LLM, SamplingParams, typed
+from hardpoint import SamplingParams, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.kernels import cpu
@@ -79,7 +79,11 @@ SPOKEN = [
     ("character", "emoji", {"temperature": 0.0}),
     ("stop", "emoji", {"temperature": 0.0, "stop": ["🇩🇪 o", "é"]}),
     ("stop later", "again", {"temperature": 0.0, "stop": "abab", "min_tokens": 11}),
-    ("repetition", "again", {"repetition_detection": RepetitionDetection(max_pattern=8, min_pattern=2, min_count=3)}),
+    (
+        "repetition",
+        "again",
+        {"repetition_detection": RepetitionDetection(max_pattern=8, min_pattern=2, min_count=3)},
+    ),
     ("call", "call", {"temperature": 0.0}),
     ("calls", "calls", {"temperature": 0.0}),
 ]
@@ -184,7 +188,10 @@ def test_what_is_sent_once(scripted):
     asked = {"prompt_logprobs": 1, "logprobs": 1, "seed": 4}
     params = SamplingParams(**asked, max_tokens=5, ignore_eos=True, **FINAL)
     jobs = [("r", list(range(100)), params), ("short", [1], params)]
-    extra = TIGHT | {"scheduler": {"max_num_batched_tokens": 17}, "stats": {"request_metrics": True}}
+    extra = TIGHT | {
+        "scheduler": {"max_num_batched_tokens": 17},
+        "stats": {"request_metrics": True},
+    }
 
     def moves(name):
         return [2 * place for place in place_of(name)]
@@ -253,7 +260,9 @@ def test_drafts(scripted, made_in):
 def test_speculators_and_their_figures(talking, use):
     table = {"use": [use], "adaptive": False, "num_draft_tokens": 3}
     jobs = of([("again", "again", {"temperature": 0.0}), ("why", "why", {"temperature": 0.0})])
-    jobs = [(n, p, msgspec.structs.replace(params, include=["speculation"])) for n, p, params in jobs]
+    jobs = [
+        (n, p, msgspec.structs.replace(params, include=["speculation"])) for n, p, params in jobs
+    ]
     client = check_moved(talking, TIGHT | {"speculation": table}, jobs, most=False)
     counts = [o[-1].part_figures["speculation"]["num_drafts"] for o in client.outputs.values()]
     whole_count = counts[0]

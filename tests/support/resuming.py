@@ -104,7 +104,7 @@ class MovingClient:
         for name in request_ids:
             self._clients[self.sent.pop(name).place].abort_requests([name])
 
-    def get_output(self, *, wait, timeout=None):  # noqa: ARG002
+    def get_output(self, *, wait, timeout=None):
         self._move()
         taken = []
         for place, client in enumerate(self._clients):

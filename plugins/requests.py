@@ -430,7 +430,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         warning: what an output parser finds wrong: a malformed call, or reasoning without an end.
         validation_error: what is wrong with an answer that is JSON of a `lenient` schema.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
-        logprobs: per output position, token id to Logprob.
+        logprobs: per output position, token id to Logprob; of outputs that came with the prompt,
+            there are none, here and in the sum.
         finish_reason: "stop", "tool_calls", "length", "abort", "error", "repetition" or "timeout";
             None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
@@ -483,6 +484,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
         lora_request: its adapter, with the hash of the content that it has; None is the model
             itself.
         turn: number of its turn in a conversation, from 0; None outside of any.
+        seed: the seed that its tokens are drawn with, which the engine chose if the request has
+            none.
     """
 
     request_id: str
@@ -495,6 +498,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     kv_transfer_params: dict[str, Any] | None = None
     lora_request: LoRARequest | None = None
     turn: int | None = None
+    seed: int | None = None
 
     @property
     def metrics(self) -> RequestMetrics | None:

@@ -34,7 +34,7 @@ def check_resumed(
     tokens, params = resumed.output_token_ids, request.params
     if params.max_tokens is not None and len(tokens) >= params.max_tokens:
         raise RequestError(
-            f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, so that one is left, "
+            f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, for one is to come, "
             f"got {len(tokens)}"
         )
     ends = frozenset(request.stop_token_ids)

@@ -167,7 +167,9 @@ class Answer:
         while self.num_followed < len(outputs):
             token, number = outputs[self.num_followed], self.num_followed + 1
             if not self.advance(token):
-                raise ValueError(f"it does not allow the token {token}, the output's number {number}")
+                raise ValueError(
+                    f"it does not allow the token {token}, the output's number {number}"
+                )
             self.num_followed = number
 
     def advance(self, token: int) -> bool:

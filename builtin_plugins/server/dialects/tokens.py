@@ -243,9 +243,9 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
         params = self._params_of(body)
         extras = self._service.extras(asked.call, body, asked.adapter)
         generate = self._service.engine.generate
-        prompt: dict[str, Any] = {"prompt_token_ids": body.token_ids}
-        if body.output_token_ids is not None:
-            prompt["output_token_ids"] = body.output_token_ids
+        prompt: list[int] | dict[str, Any] = body.token_ids
+        if (given := body.output_token_ids) is not None:
+            prompt = {"prompt_token_ids": body.token_ids, "output_token_ids": given}
         outputs = generate(prompt, params, asked.request_id, **extras)
         outputs = renamed(renamed(outputs, (), body.sampling_params), _NAMES)
         return outputs, GeneratedAnswer(self._service, asked)
@@ -277,6 +277,8 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         ids = [asked.request_id] if options is not None and options.include_progress else []
         super().__init__(service, {"request_id": asked.answer_id}, options, ids)
         self._id, self._params = asked.answer_id, asked.body.sampling_params
+        given = None if asked.body.stream else asked.body.output_token_ids
+        self._num_given = [len(token_ids or ()) for token_ids in given or ()]
         self._begun = False
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Generated:
@@ -318,11 +320,13 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
                 {token: Logprob(other.logprob, other.rank, None) for token, other in place.items()}
                 for place in completion.logprobs
             ]
+        first = self._num_given[completion.index] if self._num_given else 0
+        new = msgspec.structs.replace(completion, token_ids=completion.token_ids[first:])
         return GeneratedChoice(
             index=completion.index,
             token_ids=completion.token_ids,
             logprobs=choice_logprobs(
-                completion, self._params.logprobs or 0, self._params.logprob_token_ids or ()
+                new, self._params.logprobs or 0, self._params.logprob_token_ids or ()
             ),
             finish_reason=completion.finish_reason,
             **ended(completion),

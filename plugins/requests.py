@@ -13,6 +13,7 @@ from msgspec import Meta
 from .markers import ReasoningMarkers
 from .media import MultiModalFeature
 from .params import PoolingParams, SamplingParams
+from .resumed import ResumedOutputs, WeightRun
 from .stats import RequestMetrics, SchedulerStats
 
 __all__ = [
@@ -100,34 +101,6 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
     session: str
     seconds: float
-
-
-class ResumedOutputs(
-    msgspec.Struct, omit_defaults=True, frozen=True, forbid_unknown_fields=True, gc=False
-):
-    """What another engine has sent of a request, which this one continues.
-
-    The request is the same in all other fields, its seed and `timeout` included: the time that is
-    left. Outputs of the engine are what comes after.
-
-    Attributes:
-        output_token_ids: the output so far; may be empty.
-        observed_logprobs: those of all `EngineCoreOutput.observed_logprobs`, one for each of these
-            tokens; None if there were none.
-        num_prompt_logprobs: entries of all `prompt_logprobs` of the outputs.
-        num_routed_positions: rows of all `routed_experts` of the outputs.
-        num_resumes: how often the request has moved to another engine, this time included.
-        part_figures: the last ones of the outputs; a step part adds to them.
-        weight_runs: the last ones of the outputs.
-    """
-
-    output_token_ids: list[int]
-    observed_logprobs: list[float] | None = None
-    num_prompt_logprobs: Annotated[int, Meta(ge=0)] = 0
-    num_routed_positions: Annotated[int, Meta(ge=0)] = 0
-    num_resumes: Annotated[int, Meta(ge=1)] = 1
-    part_figures: dict[str, dict[str, Any]] | None = None
-    weight_runs: list[WeightRun] | None = None
 
 
 class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -231,6 +204,11 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         """All token ids that end the request: the model's and the requested ones."""
         return [*self.eos_token_ids, *self.params.stop_token_ids]
 
+    @property
+    def observed_before(self) -> Sequence[float]:
+        """The logprobs of its `resumed` outputs that logits processors observed; may be empty."""
+        return (self.resumed and self.resumed.observed_logprobs) or ()
+
     def whole_prefix(self, num_tokens: int) -> int:
         """Return the length of the longest prefix, of at most so many tokens, that cuts no feature.
 
@@ -289,20 +267,6 @@ class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
-
-
-class WeightRun(msgspec.Struct, frozen=True):
-    """Output tokens of one version of the weights.
-
-    Attributes:
-        start: the first one of them, from 0; they end where the next run begins.
-        version: version of the weights that they were sampled with.
-        kv_version: the oldest one of those that made the keys and values that they depend on.
-    """
-
-    start: int
-    version: str
-    kv_version: str
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):

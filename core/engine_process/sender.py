@@ -138,9 +138,9 @@ class OutputEncoder:
         becomes an error of its request, which ends; the others of the message stay as they are.
 
         Args:
-            message: of outputs, or a result.
+            message: outputs, or a result.
             buffer: gets the first frame.
-            client: whom it goes to.
+            client: index of the one that gets it.
 
         Raises:
             WireError: the cause is neither an output nor a result.

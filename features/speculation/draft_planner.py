@@ -104,7 +104,7 @@ class _Live:
             self.by_position[position] += 1
 
     def figures(self) -> dict[str, float | Sequence[float]]:
-        """Return what was counted, with the names of `SchedulerStats`."""
+        """Return the counts, with the names of `SchedulerStats`."""
         return {
             "num_drafts": self.num_tokens,
             "num_accepted_drafts": sum(self.by_position),

@@ -124,12 +124,7 @@ class Submitter:
             internal_id = self._internal_id(request_id, n)
             parallel = extras.calls is None or extras.calls.parallel
             parent = ParentRequest(request_id, internal_id, n, sink, parallel)
-            completions = parent.children(request)
-            if not isinstance(prompt, EngineCoreRequest):
-                given = self._input.outputs_of(prompt)
-                completions = with_outputs(completions, given, self._prebuilt.check_as_engine)
-                parent.n = len(completions)
-            children = [(child, parsers) for child in completions]
+            children = [(c, parsers) for c in self._completions(parent, request, prompt)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
             sought = _sought_calls(request, params, extras)
@@ -138,6 +133,17 @@ class Submitter:
             for parsers in held:
                 parsers.close()
         return Submission(parent, [child for child, _ in children])
+
+    def _completions(
+        self, parent: ParentRequest, request: EngineCoreRequest, prompt: Prompt | EngineCoreRequest
+    ) -> list[EngineCoreRequest]:
+        """Return the requests of a prompt's completions; those that come with outputs have them."""
+        children = parent.children(request)
+        if not isinstance(prompt, EngineCoreRequest):
+            given = self._input.outputs_of(prompt)
+            children = with_outputs(children, given, self._prebuilt.check_as_engine)
+            parent.n = len(children)
+        return children
 
     def _warn_of_priority(self, policy: str) -> None:
         """Log, once, that a policy ignores the priority of requests."""

@@ -277,7 +277,7 @@ class TestWhatIsNone:
         assert desk.queues.urgent_aborts.empty()
         assert "dropped" in caplog.text
 
-    def test_answers_go_to_the_client_of_the_connection_whatever_a_message_says(self):
+    def test_answers_go_to_the_client_of_the_connection_whatever_index_a_message_has(self):
         desk = Desk().take(ADD, request("a", client_index=1))
         desk.take(ADD_ALL, of_call(request("b"), request("c", client_index=1)))
         desk.take(UTILITY, UtilityCall(1, 4, "pause", ["keep"]))

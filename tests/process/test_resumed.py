@@ -155,17 +155,40 @@ def check_moved(
     assert client.num_moves >= (0.8 if most else 0.3) * len(moved)
     for engine in engines:
         assert not engine.has_unfinished_requests()
-        assert engine.call_utility("scheduler_stats").kv_cache_usage == 0
+        stats = engine.call_utility("scheduler_stats")
+        assert stats.kv_cache_usage == 0
+        client.num_preemptions += stats.num_preemptions
         engine.close()
     return client
 
 
-def test_every_feature_of_sampling(scripted):
-    check_moved(scripted, TIGHT, varied_jobs(10))
+RANKS = {"executor": {"use": "multiproc"}}
+SETTINGS = {
+    "one rank": {},
+    "tensor 2": RANKS | {"parallel": {"tensor": 2}},
+    "pipeline 2": RANKS | {"parallel": {"pipeline": 2}},
+    "ahead": RANKS | {"scheduler": {"asynchronous": True, "max_num_batched_tokens": 48}},
+    "stores": {
+        "kv_connector": {"stores": ["memory"]},
+        "plugin": {"memory": {"size_bytes": 1 << 22}},
+    },
+    "canary": {"debug": {"kv_canary": True}},
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param(SETTINGS[n], id=n, marks=[NIGHTLY] if SETTINGS[n] else []) for n in SETTINGS],
+)
+def test_every_feature_of_sampling(scripted, more):
+    client = check_moved(scripted, TIGHT | more, varied_jobs(10))
+    assert client.num_preemptions > 0
 
 
 def test_observed_logprobs(scripted):
-    check_moved(scripted, TIGHT | {"plugins": {"enable": OBSERVING}}, OBSERVED)
+    settings = {"kv_cache": {"block_size": 8, "num_blocks": 24}, "max_model_len": 64}
+    settings |= {"plugins": {"enable": OBSERVING}}
+    assert check_moved(scripted, settings, OBSERVED).num_preemptions > 0
 
 
 def test_every_form_of_processor(scripted):
@@ -239,16 +262,19 @@ def test_a_real_model(tmp_path_factory, more):
     check_moved(folder, extra, jobs, most=not more.get("speculation"), open_engine=open_random)
 
 
-def test_several_moves(scripted):
-    """Each third output, to and fro."""
-    jobs = varied_jobs(10)
-    client = check_moved(scripted, TIGHT, jobs, moves=lambda name: range(place_of(name)[0], 40, 3))
-    assert client.num_moves > 3 * len(client.outputs)
+@pytest.mark.parametrize(
+    "policy", ["fair", *(pytest.param(p, marks=NIGHTLY) for p in ("priority", "shortest_first"))]
+)
+def test_several_moves(scripted, policy):
+    """Each fifth output, to and fro."""
+    jobs, extra = varied_jobs(10)[::2], TIGHT | {"scheduler": {"policy": policy}}
+    client = check_moved(scripted, extra, jobs, moves=lambda name: range(place_of(name)[0], 40, 5))
+    assert client.num_moves > 2 * len(client.outputs)
 
 
 @pytest.mark.parametrize("made_in", ["engine", "worker"])
 def test_drafts(scripted, made_in):
-    jobs = varied_jobs(10) if made_in == "engine" else varied_jobs(5)
+    jobs = varied_jobs(6)
     engine = scripted_engine(scripted)
     expected = alone(engine, jobs)
     engine.close()
@@ -256,7 +282,10 @@ def test_drafts(scripted, made_in):
     check_moved(scripted, TIGHT | drafts, jobs, first=TIGHT)
 
 
-@pytest.mark.parametrize("use", ["ngram", "suffix", "support.plugins.heads:ExactHead"])
+HEAD = pytest.param("support.plugins.heads:ExactHead", id="head", marks=NIGHTLY)
+
+
+@pytest.mark.parametrize("use", ["ngram", "suffix", HEAD])
 def test_speculators_and_their_figures(talking, use):
     table = {"use": [use], "adaptive": False, "num_draft_tokens": 3}
     jobs = of([("again", "again", {"temperature": 0.0}), ("why", "why", {"temperature": 0.0})])
@@ -264,9 +293,12 @@ def test_speculators_and_their_figures(talking, use):
         (n, p, msgspec.structs.replace(params, include=["speculation"])) for n, p, params in jobs
     ]
     client = check_moved(talking, TIGHT | {"speculation": table}, jobs, most=False)
-    counts = [o[-1].part_figures["speculation"]["num_drafts"] for o in client.outputs.values()]
-    whole_count = counts[0]
-    assert whole_count > 10
     for outputs in client.outputs.values():
-        seen = [o.part_figures["speculation"]["num_drafts"] for o in outputs if o.part_figures]
-        assert seen == sorted(seen)
+        figures = [o.part_figures["speculation"] for o in outputs if o.part_figures]
+        drafts = [figure["num_drafts"] for figure in figures]
+        assert drafts == sorted(drafts)
+        assert drafts[-1] > 5
+        accepted = figures[-1]["num_accepted_drafts"]
+        assert accepted == sum(figures[-1]["num_accepted_by_position"])
+        # Those of the last step may go past max_tokens. None is counted twice.
+        assert accepted + figures[-1]["num_verified_drafts"] <= 40 + 3

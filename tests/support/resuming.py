@@ -77,6 +77,7 @@ class MovingClient:
     Attributes:
         sent: requests by internal id.
         num_moves: how many there were.
+        num_preemptions: of all engines, once they have ended.
         outputs: all outputs of the engines, by the user's id.
     """
 
@@ -89,7 +90,7 @@ class MovingClient:
         self._moves = moves
         self.sent: dict[str, Sent] = {}
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
-        self.num_moves = 0
+        self.num_moves = self.num_preemptions = 0
 
     def add_request(self, request):
         moves = sorted(self._moves(request.external_req_id))

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.adapters import lora, write_adapter, write_model
 from support.driving import FINAL, alone, drafting, summary, varied_jobs
+from support.internals import engine_of
 from support.parallel import write_random_model
 from support.resuming import at_every_output, place_of, run_moving
 
-from hardpoint import SamplingParams, typed
+from hardpoint import LLM, SamplingParams, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.kernels import cpu
@@ -111,7 +113,11 @@ def whole(output):
         place and {token: (one.logprob, one.rank) for token, one in place.items()}
         for place in output.prompt_logprobs
     ]
-    return summary(output), parsed, prompt
+    experts = [
+        c.routed_experts if c.routed_experts is None else c.routed_experts.tolist()
+        for c in output.outputs
+    ]
+    return summary(output), parsed, prompt, experts
 
 
 def each_alone(engine, jobs, extras):
@@ -302,3 +308,47 @@ def test_speculators_and_their_figures(talking, use):
         assert accepted == sum(figures[-1]["num_accepted_by_position"])
         # Those of the last step may go past max_tokens. None is counted twice.
         assert accepted + figures[-1]["num_verified_drafts"] <= 40 + 3
+
+
+MIXTURE = {
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def test_routed_experts(tmp_path_factory):
+    """Each position once, in order."""
+    folder = write_random_model(tmp_path_factory.mktemp("mix"), "Qwen3MoeForCausalLM", **MIXTURE)
+    asked = {"routed_experts": True, "seed": 3, "ignore_eos": True}
+    jobs = of([("long", [11 * n % 256 for n in range(60)], asked), ("short", [4], asked)])
+    jobs = [(n, p, msgspec.structs.replace(params, max_tokens=8)) for n, p, params in jobs]
+    extra = TIGHT | {"kv_cache": {"block_size": 8, "num_blocks": 40, "prefix_caching": False}}
+    client = check_moved(folder, extra, jobs, open_engine=open_random)
+    for outputs in client.outputs.values():
+        assert sum(o.routed_experts is not None for o in outputs) > 1
+
+
+@NIGHTLY
+def test_adapters(tmp_path_factory):
+    base = tmp_path_factory.mktemp("adapters")
+    write_adapter(base / "adapter", write_model(base / "model"), seed=1, r=4, lora_alpha=4)
+    extra = TIGHT | {"adapters": {"max_loras": 2, "max_lora_rank": 8}}
+    jobs = of([("r", [3, 1, 4, 1, 5] * 4, {"seed": 5, "logprobs": 2, "max_tokens": 12})])
+    table = {"model": str(base / "model"), "device": "cpu", "dtype": "float32"}
+    llms, added = [], []
+
+    def open_model(_folder, extra):
+        llms.append(LLM(config=table | extra))
+        added.append(llms[-1].add_lora(lora("a", 1, base / "adapter")))
+        return engine_of(llms[-1])
+
+    open_model(base / "model", extra).close()
+    extras = RequestExtras(lora_request=added[0])
+    check_moved(base / "model", extra, jobs, extras=extras, open_engine=open_model)

@@ -27,7 +27,7 @@ TIGHT = {  # requests are preempted, and prompts computed in pieces
     "scheduler": {"max_num_batched_tokens": 48},
 }
 HERE = "support.plugins.observing"
-OBSERVING = [f"{HERE}:Follows", f"{HERE}:Bytes"]
+OBSERVING = [f"{HERE}:{name}" for name in ("Follows", "Exact", "Bytes")]
 FORMS = [f"support.plugins.parallel_forms:{name}" for name in ("Waves", "NotAgain", "Tide")]
 GRAMMARS = {
     "plugin": {"llguidance": {"max_whitespace": 0}},
@@ -61,6 +61,7 @@ OBSERVED = [
     ("seeded", [4] * 30, used({"follows": {}}, n=2)),
     ("both", [5] * 9, used({"follows": {}, "bytes": {}}, top_p=0.9)),
     ("logprobs", [6], used({"follows": {}}, logprobs=2, temperature=0.7)),
+    ("exact", [7] * 20, used({"exact": {}})),
 ]
 IN_FORMS = [
     ("waves", [1] * 9, used({"waves": {"width": 5}})),
@@ -195,6 +196,17 @@ def test_observed_logprobs(scripted):
     settings = {"kv_cache": {"block_size": 8, "num_blocks": 24}, "max_model_len": 64}
     settings |= {"plugins": {"enable": OBSERVING}}
     assert check_moved(scripted, settings, OBSERVED).num_preemptions > 0
+
+
+def test_observed_logprobs_of_drafts(scripted):
+    """Several tokens in an output, each with its own."""
+    enable, jobs = OBSERVING[:2], [job for job in OBSERVED if job[0] != "both"]
+    engine = scripted_engine(scripted, {"plugins": {"enable": enable}})
+    drafts = drafting(jobs, alone(engine, jobs), enable)
+    engine.close()
+    client = check_moved(scripted, TIGHT | drafts, jobs, most=False)
+    lengths = {len(o.observed_logprobs or ()) for out in client.outputs.values() for o in out}
+    assert max(lengths) > 2
 
 
 def test_every_form_of_processor(scripted):

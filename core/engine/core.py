@@ -95,6 +95,8 @@ class EngineCore(EngineUtilities):
         except BaseException:
             self._parts.step_parts.refused(request.request_id)
             raise
+        if request.resumed is not None and self._parts.weights is not None:
+            self._parts.weights.resumed(request.request_id, request.resumed)
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
 
@@ -125,6 +127,10 @@ class EngineCore(EngineUtilities):
         """Return the client index of a live request, None if no live request has that id."""
         live = live_request(self._scheduler, request_id)
         return None if live is None else live.source.client_index
+
+    def of_client(self, request_ids: Iterable[str], client: int) -> list[str]:
+        """Return the ids without those of other clients' live requests."""
+        return [name for name in request_ids if self.client_of(name) in (None, client)]
 
     def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
         """Return the hashes of a prompt's full blocks, for `add_request`. Safe in any thread."""

@@ -326,6 +326,8 @@ class StepRunner:
         outputs = self._scheduler.update(plan, result)
         self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
+        if result.observed_logprobs:
+            _add_observed(outputs, result)
         self._step_parts.add_figures(plan, outputs)
         if self._parts.weights is not None:
             self._parts.weights.mark(outputs)
@@ -435,6 +437,14 @@ class StepRunner:
 
     def _pop_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
+
+
+def _add_observed(outputs: Outputs, result: ModelRunnerOutput) -> None:
+    """Add what logits processors observed to the outputs of the tokens of a result."""
+    for output in (output for message in outputs.values() for output in message.outputs):
+        observed = result.observed_logprobs.get(output.request_id)
+        if observed and output.new_token_ids:
+            output.observed_logprobs = observed[: len(output.new_token_ids)]
 
 
 def _has_no_work(plan: SchedulerOutput) -> bool:

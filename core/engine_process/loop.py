@@ -143,10 +143,12 @@ class Abort:
     """Ids of requests to abort.
 
     Attributes:
+        client_index: client whose requests they are; those of another one go on.
         is_handled: whether the input queue has delivered it, so that its urgent copy is void.
     """
 
     request_ids: list[str]
+    client_index: int
     is_handled: bool = False
 
 
@@ -176,9 +178,9 @@ class LoopQueues:
     urgent_aborts: queue.SimpleQueue[Abort] = field(default_factory=queue.SimpleQueue)
     output: ClientSendQueues = field(default_factory=ClientSendQueues)
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Queue an abort. In any thread."""
-        abort = Abort(request_ids)
+    def abort(self, request_ids: list[str], client_index: int) -> None:
+        """Queue an abort of a client's requests. In any thread."""
+        abort = Abort(request_ids, client_index)
         self.urgent_aborts.put(abort)
         self.input.put(abort)
 
@@ -314,7 +316,7 @@ class EngineLoop:
             while True:
                 abort = self._queues.urgent_aborts.get_nowait()
                 if not abort.is_handled:
-                    ids += abort.request_ids
+                    ids += self._core.of_client(abort.request_ids, abort.client_index)
         return ids
 
     def _handle(self, message: Message) -> None:
@@ -325,7 +327,8 @@ class EngineLoop:
                 self._add_all(message)
             case Abort():
                 message.is_handled = True
-                self._send(self._core.abort_requests(message.request_ids))
+                own = self._core.of_client(message.request_ids, message.client_index)
+                self._send(self._core.abort_requests(own))
             case UtilityCall():
                 self._call(message)
             case Refusal():

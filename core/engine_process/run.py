@@ -191,7 +191,9 @@ def _serve(
     watch.on_gone(stop, grace_s=_ORPHAN_GRACE_S)
     identity = launch.engine_index.to_bytes(2, "little")
     used = request_fields(spec.plugins, spec.config)
-    check = RequestCheck(spec.model_config.vocab_size, launch.engine_index, used)
+    processors = {entry.name: cls for entry, cls in spec.plugins.logits_processors()}
+    vocab_size = spec.model_config.vocab_size
+    check = RequestCheck(vocab_size, launch.engine_index, used, processors)
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     gc.collect()
     gc.freeze()  # these objects live as long as the engine

@@ -78,6 +78,7 @@ def _copy(output: EngineCoreOutput) -> EngineCoreOutput:
         new_token_ids=list(output.new_token_ids),
         logprobs=_extended(None, output.logprobs),
         prompt_logprobs=_extended(None, output.prompt_logprobs),
+        observed_logprobs=_extended(None, output.observed_logprobs),
     )
 
 
@@ -86,6 +87,7 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
     held.new_token_ids += later.new_token_ids
     held.logprobs = _extended(held.logprobs, later.logprobs)
     held.prompt_logprobs = _extended(held.prompt_logprobs, later.prompt_logprobs)
+    held.observed_logprobs = _extended(held.observed_logprobs, later.observed_logprobs)
     if later.events:
         held.events = [*held.events, *later.events]
     if later.finish_reason is not None:

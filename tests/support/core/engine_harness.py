@@ -351,7 +351,7 @@ class LoopRig(Rig):
     def send(self, *messages):
         for message in messages:
             if isinstance(message, list):
-                self.queues.abort(message)
+                self.queues.abort(message, 0)
             elif isinstance(message, EngineCoreRequest):
                 self.queues.input.put(Prepared(message, [], time.monotonic()))
             else:

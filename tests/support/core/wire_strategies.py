@@ -22,6 +22,7 @@ from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import (
     LoRARequest,
     MultiModalFeature,
+    ResumedOutputs,
     Retention,
     TokenLogprobs,
     WeightRun,
@@ -169,6 +170,18 @@ REQUESTS = whole(
     prompt_embeds=PLAIN,
     prompt_is_token_ids=st.none() | st.lists(st.booleans(), max_size=9),
     reasoning_parser_kwargs=TABLE,
+    resumed=st.none()
+    | whole(
+        ResumedOutputs,
+        output_token_ids=TOKENS,
+        observed_logprobs=st.none() | st.lists(FLOATS, max_size=3),
+        num_prompt_logprobs=st.integers(0, 2**20),
+        num_routed_positions=st.integers(0, 2**20),
+        num_resumes=st.integers(1, 9),
+        part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
+        weight_runs=st.none()
+        | st.lists(whole(WeightRun, start=COUNT, version=TEXT, kv_version=TEXT), max_size=2),
+    ),
 )
 LOGPROBS = whole(
     TokenLogprobs,
@@ -200,6 +213,7 @@ OUTPUTS = whole(
     routed_experts=PLAIN,
     trace_headers=HEADERS,
     part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
+    observed_logprobs=st.none() | st.lists(FLOATS, max_size=3),
     weight_runs=st.none()
     | st.lists(whole(WeightRun, start=COUNT, version=TEXT, kv_version=TEXT), max_size=2),
 )

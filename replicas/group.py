@@ -228,7 +228,7 @@ class EngineGroup:
             return None
         replica = self._choice.choose(request, serving)
         self._replicas.sessions.note(request, replica.rank)
-        entry.sent_to(replica)
+        entry.send_to(replica)
         return replica
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -269,7 +269,8 @@ class EngineGroup:
             item.outputs = outputs
             if item.scheduler_stats is not None:
                 item.scheduler_stats = self._stats()
-            self._sink(item)
+            if item.outputs or item.finished_requests or item.scheduler_stats is not None:
+                self._sink(item)
         self._send_waiting()
 
     def _stats(self) -> SchedulerStats:

@@ -9,36 +9,44 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest
+from hardpoint.plugins.requests import ResumedOutputs
 
 if TYPE_CHECKING:
     from .replicas import Replica
 
 
+_LEAST_S = 1e-3  # left of the timeout of a request whose time is up
+
+
 class Entry:
-    """A request in flight.
+    """A request in flight, and what came of it.
 
     Attributes:
         request: as it was sent first.
         call: ids of all requests of its call, of which all run or none.
         replica: the engine that it was sent to; None while it waits for one.
-        pending_tokens: its part of the engine's pending prompt tokens.
-        token_ids: its output so far.
+        has_output: whether any came, at any engine.
         num_resumes: how often it went on at another engine.
         deaths: engines that died with it in the step, since it got its last token.
         is_suspect: whether there is one.
     """
 
     __slots__ = (
+        "_deadline",
+        "_num_prompt_logprobs",
+        "_num_routed_positions",
+        "_observed",
+        "_part_figures",
+        "_pending",
+        "_token_ids",
+        "_weight_runs",
         "call",
-        "deadline",
         "deaths",
         "has_output",
         "is_suspect",
         "num_resumes",
-        "pending_tokens",
         "replica",
         "request",
-        "token_ids",
     )
 
     def __init__(self, request: EngineCoreRequest, call: Sequence[str]) -> None:
@@ -46,49 +54,69 @@ class Entry:
         self.request = request
         self.call = call
         self.replica: Replica | None = None
-        self.pending_tokens = 0
-        self.token_ids: list[int] = []
         self.has_output = False
         self.num_resumes = 0
         self.deaths = 0
         self.is_suspect = False
-        timeout = request.timeout
-        self.deadline = None if timeout is None else time.monotonic() + timeout
+        timeout, before = request.timeout, request.resumed or ResumedOutputs([])
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._pending = 0  # of the prompt tokens that its engine has to compute
+        self._token_ids = list(before.output_token_ids)
+        self._observed = before.observed_logprobs
+        self._num_prompt_logprobs = before.num_prompt_logprobs
+        self._num_routed_positions = before.num_routed_positions
+        self._part_figures, self._weight_runs = before.part_figures, before.weight_runs
 
-    @property
-    def seconds_left(self) -> float | None:
-        """The rest of its timeout; None is without limit."""
-        return None if self.deadline is None else max(self.deadline - time.monotonic(), 1e-3)
-
-    def sent_to(self, replica: Replica) -> None:
-        """Count it as in flight there."""
+    def send_to(self, replica: Replica) -> None:
+        """Count it as in flight at an engine."""
         cached = replica.cached_prefix_tokens(self.request)
-        num_tokens = len(self.request.prompt_token_ids) + len(self.token_ids)
-        self.pending_tokens = max(num_tokens - cached, 1)
-        self.replica = replica
-        replica.in_flight += 1
-        replica.pending_prompt_tokens += self.pending_tokens
+        num_tokens = len(self.request.prompt_token_ids) + len(self._token_ids)
+        self.replica, self._pending = replica, max(num_tokens - cached, 1)
+        replica.add(self.request.request_id, self._pending)
 
-    def resumed(self) -> EngineCoreRequest:
-        """Return the request as the next engine gets it."""
-        return msgspec.structs.replace(self.request, timeout=self.seconds_left)
+    def leave(self) -> None:
+        """Count it as in flight at its engine no more."""
+        if (replica := self.replica) is not None:
+            replica.remove(self.request.request_id, self._pending)
+            self.replica, self._pending = None, 0
 
     def take(self, output: EngineCoreOutput) -> None:
         """Add an output; its prompt is computed once it has a token."""
         self.has_output = True
         if output.new_token_ids:
-            self.token_ids += output.new_token_ids
+            self._token_ids += output.new_token_ids
             self.is_suspect, self.deaths = False, 0
-            if self.pending_tokens and self.replica is not None:
-                self.replica.pending_prompt_tokens -= self.pending_tokens
-                self.pending_tokens = 0
+            if self._pending and self.replica is not None:
+                self.replica.computed(self._pending)
+                self._pending = 0
+        if output.observed_logprobs is not None:
+            self._observed = [*(self._observed or ()), *output.observed_logprobs]
+        if output.prompt_logprobs is not None:
+            self._num_prompt_logprobs += len(output.prompt_logprobs)
+        if output.routed_experts is not None:
+            self._num_routed_positions += len(output.routed_experts)
+        if output.part_figures is not None:
+            self._part_figures = output.part_figures
+        if output.weight_runs is not None:
+            self._weight_runs = output.weight_runs
 
-    def leave(self) -> None:
-        """Count it as in flight at its engine no more."""
-        if (replica := self.replica) is not None:
-            replica.in_flight -= 1
-            replica.pending_prompt_tokens -= self.pending_tokens
-            self.replica, self.pending_tokens = None, 0
+    def resumed(self) -> EngineCoreRequest:
+        """Return the request as the next engine gets it."""
+        request = self.request
+        timeout = self._deadline and max(self._deadline - time.monotonic(), _LEAST_S)
+        resumed = request.resumed
+        if self.num_resumes and request.pooling_params is None:
+            before = 0 if resumed is None else resumed.num_resumes
+            resumed = ResumedOutputs(
+                self._token_ids,
+                self._observed,
+                self._num_prompt_logprobs,
+                self._num_routed_positions,
+                before + self.num_resumes,
+                self._part_figures,
+                self._weight_runs,
+            )
+        return msgspec.structs.replace(request, timeout=timeout, resumed=resumed)
 
 
 class Ledger:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.registry.plugin_set import PluginSet
@@ -31,4 +33,8 @@ def open_engines(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
     choice = EngineChoice(plugins, start.config)
+    if start.config.parallel.data > 1:
+        start = dataclasses.replace(
+            start, reports_load=True, reports_cache=choice.uses_cached_prefixes
+        )
     return EngineGroup(start, choice, budget, sink=sink, process=process)

@@ -20,6 +20,8 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
+from .prefix_index import PrefixIndex
+
 _MOST_SESSIONS = 65_536
 
 
@@ -35,8 +37,14 @@ class Replica:
         is_starting: whether it is started again.
     """
 
-    def __init__(self, rank: int, sessions: Sessions) -> None:
-        """Begin without a request."""
+    def __init__(self, rank: int, sessions: Sessions, index: PrefixIndex | None = None) -> None:
+        """Begin without a request.
+
+        Args:
+            rank: number of the engine.
+            sessions: where the requests of each session were sent.
+            index: prefixes that engines have cached; None if the balancer does not use it.
+        """
         self.rank = rank
         self.client: ProcessClient | None = None
         self.stats: SchedulerStats | None = None
@@ -45,10 +53,12 @@ class Replica:
         self.is_starting = False
         self.in_flight = 0
         self.pending_prompt_tokens = 0
-        self.num_waiting = 0
         self.num_running = 0
         self.kv_cache_usage = 0.0
-        self._sessions = sessions
+        self._reported_waiting = 0
+        self._unseen: dict[str, None] = {}  # requests that are not in what it has reported
+        self._adapters: frozenset[str] = frozenset()
+        self._sessions, self._index = sessions, index
 
     @property
     def open_client(self) -> ProcessClient:
@@ -56,9 +66,15 @@ class Replica:
         assert self.client is not None
         return self.client
 
-    def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:  # noqa: ARG002
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait there, those that are on their way included."""
+        return self._reported_waiting + len(self._unseen)
+
+    def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
         """Return the length of the longest prefix of a prompt that the engine has cached."""
-        return 0
+        index = self._index
+        return 0 if index is None else index.cached_prefix_tokens_at(self.rank, request)
 
     def has_session(self, request: EngineCoreRequest) -> bool:
         """Return whether the last request of the same session ran there."""
@@ -66,16 +82,43 @@ class Replica:
 
     def has_adapter(self, request: EngineCoreRequest) -> bool:
         """Return whether the request's adapter is loaded there."""
-        if request.lora is None:
-            return True
-        return self.stats is not None and request.lora.name in self.stats.num_requests_by_adapter
+        return request.lora is None or request.lora.name in self._adapters
+
+    def add(self, request_id: str, num_tokens: int) -> None:
+        """Count a request that is sent there, and its tokens to compute."""
+        self.in_flight += 1
+        self.pending_prompt_tokens += num_tokens
+        self._unseen[request_id] = None
+
+    def computed(self, num_tokens: int) -> None:
+        """Count tokens as computed."""
+        self.pending_prompt_tokens -= num_tokens
+
+    def remove(self, request_id: str, num_tokens: int) -> None:
+        """Count a request as ended there, and its tokens that were not computed."""
+        self.in_flight -= 1
+        self.pending_prompt_tokens -= num_tokens
+        self._unseen.pop(request_id, None)
 
     def read(self, outputs: EngineCoreOutputs) -> None:
-        """Read the statistics that come with outputs."""
-        if (stats := outputs.scheduler_stats) is not None:
-            self.stats = stats
-            self.num_waiting, self.num_running = stats.num_waiting, stats.num_running
-            self.kv_cache_usage = stats.kv_cache_usage
+        """Read what outputs report of the engine, and take it off."""
+        if outputs.scheduler_stats is not None:
+            self.stats = outputs.scheduler_stats
+        if (changes := outputs.cache_changes) is not None:
+            outputs.cache_changes = None
+            if self._index is not None:
+                self._index.follow(self.rank, changes, self.open_client.call)
+        if (load := outputs.load) is None:
+            return
+        outputs.load = None
+        self._reported_waiting, self.num_running = load.num_waiting, load.num_running
+        self.kv_cache_usage = load.kv_cache_usage
+        self._adapters = frozenset(load.adapters)
+        if (last := load.last_request) in self._unseen:
+            for request_id in list(self._unseen):
+                del self._unseen[request_id]
+                if request_id == last:
+                    break
 
 
 class Sessions:
@@ -112,6 +155,7 @@ class Replicas:
         start: what engines are started with, but for their rank.
         serving: those that accept requests, in the order of their ranks.
         sessions: where the requests of each session were sent.
+        index: prefixes that they have cached; None if the balancer does not use it.
     """
 
     def __init__(
@@ -129,12 +173,19 @@ class Replicas:
         """
         self.start = start
         self.sessions = Sessions()
+        self.index: PrefixIndex | None = None
+        if start.reports_cache:
+            cache = start.config.kv_cache
+            self.index = PrefixIndex(cache.block_size, cache.hash_algorithm)
         self.serving: list[Replica] = []
         self._sink_of, self._changed = sink_of, changed
-        self._replicas = [Replica(n, self.sessions) for n in range(start.config.parallel.data)]
+        self._replicas = [self._replica(n) for n in range(start.config.parallel.data)]
         self._clients: list[ProcessClient] = []
         self._starting: list[EngineProcess] = []
         self._is_closed = False
+
+    def _replica(self, rank: int) -> Replica:
+        return Replica(rank, self.sessions, self.index)
 
     def __len__(self) -> int:
         """Return how many there are, serving or not."""
@@ -236,7 +287,9 @@ class Replicas:
 
     def succeed(self, replica: Replica) -> Replica:
         """Put another engine, which is not started yet, in the place of one; return it."""
-        successor = self._replicas[replica.rank] = Replica(replica.rank, self.sessions)
+        successor = self._replicas[replica.rank] = self._replica(replica.rank)
+        if self.index is not None:
+            self.index.remove_engine(replica.rank)
         self._refresh()
         return successor
 

@@ -57,6 +57,7 @@ class EngineStart:
         engine_index: the number of the engine, from 0; its ZMQ identity.
         num_sharing: engines of this host that are started at the same time, this one included.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
+        reports_load, reports_cache: as in Launch.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
     """
@@ -68,6 +69,8 @@ class EngineStart:
     engine_index: int = 0
     num_sharing: int = 1
     vocabulary: Vocabulary | None = None
+    reports_load: bool = False
+    reports_cache: bool = False
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
 
@@ -250,6 +253,8 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         engine_index=start.engine_index,
         num_sharing=start.num_sharing,
         vocabulary=start.vocabulary,
+        reports_load=start.reports_load,
+        reports_cache=start.reports_cache,
         folder=str(sockets.folder),
     )
 

@@ -343,9 +343,10 @@ class OpenCalls:
         waiting = self._outputs[ids[0]]
         while True:
             output = self.next_output(waiting)
-            if (error := rejection(output)) is not None:
+            error = rejection(output)
+            if error is not None and not isinstance(error, EngineDeadError):
                 raise error
-            yield output
+            yield output  # of an engine that died, with what it has: the others go on
 
     def next_output(self, waiting: Outputs) -> Any:
         """Return the next output of a call, stepping the engine while there is none.
@@ -413,9 +414,12 @@ class UnorderedCall:
                 if isinstance(rejected, OverloadedError):
                     self._hold(entry, rejected)
                     continue
-                if rejected is not None and not isinstance(rejected, RequestError):
+                if isinstance(rejected, RequestError):
+                    yield entry[0], rejected
+                elif rejected is None or isinstance(rejected, EngineDeadError):
+                    yield entry[0], output
+                else:
                     raise rejected
-                yield entry[0], rejected or output
                 yield from self._fill()
         finally:
             self._calls.drop(list(self._live))

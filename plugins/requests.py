@@ -284,7 +284,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         events: since the last output; only with statistics.
         num_cached_tokens: in the first output, prompt tokens that were not computed.
         kv_transfer_params: in the last output, from the KV connector.
-        error_kind: name of the error's class, if the engine refused the request with `error`.
+        error_kind: name of the error's class, if the engine refused the request with `error`, or
+            died.
         pooling_output: result of a pooling request.
         num_nans_in_logits: number of NaN logits; more than 0 means that the output is damaged.
         prefill_stats: in the output of the step that completed the prompt.
@@ -406,7 +407,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         error: with "error", what failed, and in which plugin or model.
-        error_kind: with "error", the name of the error's class, if the engine refused the request.
+        error_kind: with "error", the name of the error's class, if the engine refused the request
+            or died.
         metrics: in the last output; None unless `stats.request_metrics` is on.
         routed_experts: in the last output, if `SamplingParams.routed_experts` asks for them: the
             experts that each token of the prompt and the output chose, the likeliest first, int32
@@ -486,7 +488,8 @@ class PoolingRequestOutput(msgspec.Struct, kw_only=True):
         finished: whether it has ended.
         finish_reason: as of a CompletionOutput.
         error: with "error", what failed, and in which plugin or model.
-        error_kind: with "error", the name of the error's class, if the engine refused the request.
+        error_kind: with "error", the name of the error's class, if the engine refused the request
+            or died.
     """
 
     request_id: str

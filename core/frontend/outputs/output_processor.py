@@ -264,7 +264,7 @@ class OutputProcessor:
     def _process_one(
         self, state: _State, output: EngineCoreOutput, processed: ProcessedOutputs
     ) -> None:
-        if output.error_kind is not None:
+        if output.error_kind not in _NO_REFUSAL:
             self._reject(state, output, processed)
             return
         state.update(output)
@@ -313,6 +313,10 @@ class OutputProcessor:
         self.drop(siblings, FinishReason.ERROR)
         processed.aborts += [sibling for sibling in siblings if sibling != output.request_id]
         processed.request_outputs.append((state.parent, state.rejected(output)))
+
+
+_NO_REFUSAL = frozenset({None, "EngineDeadError", "EngineFaultError"})
+"""Kinds of errors of requests that were not refused: their engine died."""
 
 
 def _remove(table: dict[str, dict[str, None]], key: str, value: str) -> None:

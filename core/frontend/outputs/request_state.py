@@ -173,6 +173,7 @@ class RequestState:
         self._flaw_of, self._answer = validate, ""  # the answer so far, of deltas
         self._stop_reason: int | str | None = None
         self._error: str | None = None
+        self._error_kind: str | None = None
         self._sent_prompt = 0
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
@@ -203,7 +204,8 @@ class RequestState:
     def update(self, output: EngineCoreOutput) -> None:
         """Update the state from one engine output."""
         self.finish_reason = output.finish_reason
-        self._stop_reason, self._error = output.stop_reason, output.error
+        self._stop_reason = output.stop_reason
+        self._error, self._error_kind = output.error, output.error_kind
         if output.num_cached_tokens is not None:
             self._num_cached_tokens = output.num_cached_tokens
         self._part_figures = output.part_figures or self._part_figures
@@ -296,6 +298,7 @@ class RequestState:
         if self._stream is not None:
             self._stream.drop_parser()
         self._error = self._error or error
+        self._error_kind = None
 
     def close(self) -> None:
         """Hold the parsers no longer."""
@@ -310,7 +313,7 @@ class RequestState:
         """
         if has_tokens or self.finish_reason is not FinishReason.ERROR:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop_string
-            self._error = None
+            self._error = self._error_kind = None
 
     def rejected(self, output: EngineCoreOutput) -> RequestOutput:
         """Return the user's output of a request that the engine rejected."""
@@ -365,6 +368,7 @@ class RequestState:
         if finished:
             completion.finish_reason = self._reason()
             completion.stop_reason, completion.error = self._stop_reason, self._error
+            completion.error_kind = self._error_kind
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
             completion.part_figures = self._part_figures

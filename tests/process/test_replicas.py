@@ -1,0 +1,278 @@
+"""Several engine processes behind one client: the tokens of one engine, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+
+import msgspec
+import pytest
+from support.driving import varied_jobs
+from support.process.harness import process_config
+from support.waiting import PATIENCE_S, until, wait_until
+
+from hardpoint import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    plugins,
+)
+from hardpoint.plugins import LogitsProcessor, Phase
+
+JOBS = 24
+SECONDS = 0.002
+SLOW = {"slow": {"seconds": SECONDS}}
+HERE = __name__
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+class Kills(LogitsProcessor):
+    """Ends the process in the step before a token."""
+
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        at: int
+
+    def apply(self, logits, rows):
+        for request, arguments in zip(rows.requests, rows.arguments(), strict=True):
+            if len(request.output_token_ids) == arguments.at:
+                os._exit(41)
+        return logits
+
+
+def config(scripted, data, **engine):
+    return process_config(
+        scripted,
+        {
+            "parallel": {"data": data},
+            "engine": engine,
+            "plugins": {"enable": ["support.plugins.slow:Slow", f"{HERE}:Kills"]},
+        },
+    )
+
+
+def mixed() -> tuple[list, list[SamplingParams]]:
+    """Prompts and parameters of requests of many kinds that take some time."""
+    jobs = [job for job in varied_jobs(40) if job[2].n <= 2][:JOBS]
+    params = [msgspec.structs.replace(job[2], plugin_args=SLOW) for job in jobs]
+    prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for _, p, _ in jobs]
+    return prompts, params
+
+
+def results(llm) -> list:
+    """Run the mixed requests; return all that a user sees of each."""
+    prompts, params = mixed()
+    return [
+        [(c.token_ids, c.text, c.finish_reason, c.error, c.logprobs) for c in output.outputs]
+        for output in llm.generate(prompts, params)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(scripted):
+    with LLM(config=config(scripted, 1)) as llm:
+        return results(llm)
+
+
+def test_several_engines_give_the_tokens_of_one(scripted, expected):
+    with LLM(config=config(scripted, 3)) as llm:
+        assert results(llm) == expected
+        shares = [engine.scheduler_stats().prefix_cache.requests for engine in llm.engines]
+        assert sum(shares) == sum(map(len, expected))
+        assert min(shares) > 0
+        assert llm.scheduler_stats().prefix_cache.requests == sum(shares)
+
+
+def kill_after(llm, seconds: float, rng: random.Random) -> threading.Thread:
+    """Kill some engine after a time, in a thread."""
+
+    def run() -> None:
+        time.sleep(seconds)
+        if victims := [e.pid for e in llm.engines if e.pid is not None]:
+            os.kill(rng.choice(victims), signal.SIGKILL)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_kill_at_any_time_changes_nothing(scripted, expected):
+    rng = random.Random(4)
+    settings = config(scripted, 4, restart="on_failure", max_resumes=9, max_restarts_per_minute=99)
+    with LLM(config=settings) as llm:
+        for step in range(8):
+            killer = kill_after(llm, 0.05 * step, rng)
+            assert results(llm) == expected, f"killed after {0.05 * step:g} s"
+            killer.join()
+        wait_until(lambda: all(engine.pid for engine in llm.engines), PATIENCE_S, "all engines")
+        assert llm.health().restarts >= 1
+        assert results(llm) == expected
+
+
+@pytest.mark.nightly
+def test_kills_at_random_for_minutes(scripted, expected):
+    rng = random.Random(5)
+    settings = config(
+        scripted, 3, restart="on_failure", max_resumes=99, max_restarts_per_minute=999
+    )
+    ends = time.monotonic() + float(os.environ.get("HARDPOINT_SOAK_SECONDS", "600"))
+    with LLM(config=settings) as llm:
+        while time.monotonic() < ends:
+            killer = kill_after(llm, rng.uniform(0.0, 3.0), rng)
+            assert results(llm) == expected
+            killer.join()
+
+
+def test_streams_go_on_where_they_were(scripted):
+    """Each piece comes once, of an engine that is stopped, too."""
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+            ignore_eos=True,
+            stop=["zz"],
+            output_kind=RequestOutputKind.DELTA,
+            plugin_args={"slow": {"seconds": 0.01}},
+        )
+        for seed in range(6)
+    ]
+
+    async def pieces(llm, one) -> str:
+        found = [output.outputs[0].text async for output in llm.generate("say abc", one)]
+        return "".join(found)
+
+    async def main():
+        settings = config(scripted, 2, hung_process_seconds=1.0)
+        async with AsyncLLM(config=settings) as llm:
+            whole = await asyncio.gather(*(pieces(llm, one) for one in params))
+            tasks = [asyncio.create_task(pieces(llm, one)) for one in params]
+            await asyncio.sleep(0.2)
+            os.kill(llm.engines[1].pid, signal.SIGSTOP)
+            assert await asyncio.gather(*tasks) == whole
+            assert [engine.pid is None for engine in llm.engines] == [False, True]
+            assert llm.is_running
+
+    asyncio.run(main())
+
+
+def test_one_that_kills_engines_takes_two_and_ends_no_other(scripted, expected):
+    """The others end with the very tokens that they would have had."""
+    prompts, params = mixed()
+    bad = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args={"kills": {"at": 5}})
+    settings = config(scripted, 4, restart="on_failure", max_resumes=3)
+    with LLM(config=settings) as llm:
+        outputs = llm.generate([*prompts, "say abc"], [*params, bad])
+        got = [[(c.token_ids, c.text) for c in output.outputs] for output in outputs[:-1]]
+        assert got == [[one[:2] for one in completions] for completions in expected]
+        (ended,) = outputs[-1].outputs
+        assert ended.finish_reason == "error"
+        assert "exited with code 41, in apply() of plugin 'kills'" in ended.error
+        assert ended.error.endswith(
+            "the request was in the step of 2 engines when they died; it runs no more"
+        )
+        assert len(ended.token_ids) == 5
+
+
+def test_with_the_defaults_a_request_goes_on_once(scripted):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=400, ignore_eos=True, plugin_args={"slow": {"seconds": 0.02}}
+    )
+
+    async def kill(llm) -> None:
+        first = llm.engine_pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: llm.is_running and llm.engine_pid != first, "another engine")
+
+    async def main():
+        async with AsyncLLM(config=config(scripted, 1), restart="on_failure") as llm:
+            stream = llm.generate("say abc", params)
+            before = len((await anext(stream)).outputs[0].token_ids)
+            await kill(llm)
+            while len((await anext(stream)).outputs[0].token_ids) <= before + 2:
+                pass
+            await kill(llm)
+            once = r"the request went on at another engine 1 time before \(engine.max_resumes\)$"
+            with pytest.raises(EngineDeadError, match=once):
+                _ = [output async for output in stream]
+
+    asyncio.run(main())
+
+
+def test_a_restarted_engine_has_what_was_changed(scripted):
+    settings = config(scripted, 2, restart="on_failure")
+    with LLM(config=settings) as llm:
+        llm.set_policy("priority")
+        old = llm.engines[1].pid
+        os.kill(old, signal.SIGKILL)
+        wait_until(lambda: llm.engines[1].pid not in (None, old), PATIENCE_S, "the other engine")
+        output = llm.generate("say abc", GREEDY, priority=3, data_parallel_rank=1)[0]
+        assert output.outputs[0].text == " abc abc abc"
+        assert llm.health().restarts == 1
+
+
+def test_calls_go_to_all_engines_or_to_one(scripted):
+    with LLM(config=config(scripted, 2)) as llm:
+        llm.generate(["say abc"] * 2, GREEDY)
+        first, second = llm.engines
+        assert (first.rank, second.rank) == (0, 1)
+        first.pause("keep")
+        assert [engine.is_paused() for engine in llm.engines] == [True, False]
+        assert not llm.is_paused()
+        first.resume()
+        llm.pause()
+        assert llm.is_paused()
+        llm.resume()
+        llm.sleep(1)
+        assert [engine.is_sleeping() for engine in llm.engines] == [True, True]
+        llm.wake_up()
+        assert llm.live_requests() == []
+        assert sorted(llm.plugin_meters()) == sorted(first.plugin_meters())
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        (
+            {"parallel": {"data": 2}, "engine": {"in_process": True}},
+            r"^engine.in_process: expected false, for parallel.data = 2 needs engines in processes "
+            r"of their own, got true \(from argument LLM\(config=...\)\)$",
+        ),
+        (
+            {"engine": {"in_process": True, "restart": "on_failure"}},
+            "^engine.in_process: expected false, for engine.restart needs",
+        ),
+        ({"parallel": {"data": 0}}, "^parallel.data: "),
+        ({"parallel": {"data": 2, "balancer": "leest_cost"}}, "parallel.balancer: .*least_cost"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_starts(scripted, extra, error):
+    with pytest.raises(Exception, match=error):
+        LLM(config={**process_config(scripted), **extra})
+
+
+def test_a_rank_is_one_of_the_engines(scripted):
+    with LLM(config=config(scripted, 1)) as llm:
+        expected = (
+            "data_parallel_rank: expected none, or one of 0, the numbers of the engines "
+            r"\(parallel.data\), got 1"
+        )
+        with pytest.raises(RequestError, match=expected):
+            llm.generate("say abc", GREEDY, data_parallel_rank=1)
+        assert llm.generate("say abc", GREEDY, data_parallel_rank=0)[0].finished
+
+
+def test_more_engines_than_memory_holds(scripted):
+    settings = process_config(scripted, {"parallel": {"data": 2}, "kv_cache": {"num_blocks": 2}})
+    with pytest.raises(ConfigError, match="kv_cache.num_blocks: one request of"):
+        LLM(config=settings)

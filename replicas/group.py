@@ -228,7 +228,7 @@ class EngineGroup:
             return None
         replica = self._choice.choose(request, serving)
         self._replicas.sessions.note(request, replica.rank)
-        entry.send_to(replica)
+        entry.send_to(replica, self._replicas.weight_version)
         return replica
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -330,7 +330,9 @@ class EngineGroup:
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
         with self._lock:
-            for entry, reason in self._recovery.lost(entries, in_step, blameless=blameless):
+            for entry, reason in self._recovery.lost(
+                entries, in_step, blameless=blameless, version=self._replicas.weight_version
+            ):
                 self._refuse(entry, reported, reason)
             self._end_hopeless(reported)
         restart = threading.Thread(

@@ -29,6 +29,7 @@ class Entry:
         num_resumes: how often it went on at another engine.
         deaths: engines that died with it in the step, since it got its last token.
         is_suspect: whether there is one.
+        version: version of the weights that its tokens follow from; None if of several.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class Entry:
         "num_resumes",
         "replica",
         "request",
+        "version",
     )
 
     def __init__(self, request: EngineCoreRequest, call: Sequence[str]) -> None:
@@ -58,6 +60,7 @@ class Entry:
         self.num_resumes = 0
         self.deaths = 0
         self.is_suspect = False
+        self.version: str | None = None
         timeout, before = request.timeout, request.resumed or ResumedOutputs([])
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._pending = 0  # of the prompt tokens that its engine has to compute
@@ -67,8 +70,10 @@ class Entry:
         self._num_routed_positions = before.num_routed_positions
         self._part_figures, self._weight_runs = before.part_figures, before.weight_runs
 
-    def send_to(self, replica: Replica) -> None:
-        """Count it as in flight at an engine."""
+    def send_to(self, replica: Replica, version: str) -> None:
+        """Count it as in flight at an engine, whose weights have a version."""
+        if not self.has_output:
+            self.version = version
         cached = replica.cached_prefix_tokens(self.request)
         num_tokens = len(self.request.prompt_token_ids) + len(self._token_ids)
         self.replica, self._pending = replica, max(num_tokens - cached, 1)
@@ -97,8 +102,10 @@ class Entry:
             self._num_routed_positions += len(output.routed_experts)
         if output.part_figures is not None:
             self._part_figures = output.part_figures
-        if output.weight_runs is not None:
+        if output.weight_runs:
             self._weight_runs = output.weight_runs
+            last = output.weight_runs[-1]
+            self.version = last.version if last.version == last.kv_version else None
 
     def resumed(self) -> EngineCoreRequest:
         """Return the request as the next engine gets it."""

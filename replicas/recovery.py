@@ -35,7 +35,12 @@ class Recovery:
         self._waiting.append(entry)
 
     def lost(
-        self, entries: Iterable[Entry], in_step: Collection[str] | None, *, blameless: bool
+        self,
+        entries: Iterable[Entry],
+        in_step: Collection[str] | None,
+        *,
+        blameless: bool,
+        version: str,
     ) -> list[tuple[Entry, str]]:
         """Queue the requests of a dead engine; return those that end instead, each with the reason.
 
@@ -43,6 +48,7 @@ class Recovery:
             entries: its requests, which have left it.
             in_step: ids of the requests of the step in which it died; None is all.
             blameless: whether it was killed from outside.
+            version: version of the weights of the engines where they may go on.
         """
         ended: list[tuple[Entry, str]] = []
         for entry in entries:
@@ -52,7 +58,8 @@ class Recovery:
             if was_in_step and not blameless:
                 entry.deaths += 1
                 entry.is_suspect = True
-            if (reason := self._why_ended(entry, was_in_step=was_in_step)) is not None:
+            reason = self._why_ended(entry, version, was_in_step=was_in_step)
+            if reason is not None:
                 ended.append((entry, reason))
             elif entry.is_suspect:
                 self._suspects.append(entry)
@@ -61,7 +68,7 @@ class Recovery:
             entry.num_resumes += 1
         return ended
 
-    def _why_ended(self, entry: Entry, *, was_in_step: bool) -> str | None:
+    def _why_ended(self, entry: Entry, version: str, *, was_in_step: bool) -> str | None:
         """Return why a request does not go on; None if it does."""
         if self._config.resume == "off":
             return "was in the step in which it died" if was_in_step else "may be sent again"
@@ -70,6 +77,11 @@ class Recovery:
         if entry.num_resumes >= self._config.max_resumes:
             times = f"{entry.num_resumes} time{'s' if entry.num_resumes > 1 else ''}"
             return f"went on at another engine {times} before (engine.max_resumes)"
+        if self._config.resume == "exact" and entry.has_output and entry.version != version:
+            return (
+                f"began with weights of version {entry.version or 'several'!r}, and engines have "
+                f"{version!r} now (engine.resume)"
+            )
         return None
 
     def took(self, entry: Entry) -> None:

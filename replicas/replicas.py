@@ -197,6 +197,11 @@ class Replicas:
         return self._is_closed
 
     @property
+    def weight_version(self) -> str:
+        """Version of the weights of engines that are started now."""
+        return self.start.config.load.version
+
+    @property
     def coming(self) -> set[int]:
         """The ranks of those that serve, or are being started again."""
         return {one.rank for one in self._replicas if one.is_serving or one.is_starting}

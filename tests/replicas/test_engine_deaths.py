@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 from support.core.played_engines import Engine, World, loads, names, request
 from support.waiting import wait_until
@@ -11,9 +12,13 @@ from support.waiting import wait_until
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
     FinishReason,
     ModelError,
 )
+from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import WeightRun
 from hardpoint.replicas import replicas
 
 
@@ -237,3 +242,61 @@ def test_closing_while_an_engine_is_restarted(world):
     group.close()
     wait_until(lambda: len(world.engines) == 2 and world.of(0).closed, 10, "the end of both")
     assert group.pids == {}
+
+
+@pytest.mark.parametrize("resume", ["exact", "any"])
+def test_tokens_of_other_weights_do_not_go_on_as_if_nothing_had_happened(world, resume):
+    group = world.group(2, resume=resume)
+    group.add_requests(names("r", 4))  # 1 and 3 at the second engine
+    world.of(1).give("r1", 5)
+    runs = [WeightRun(0, "0", "0"), WeightRun(1, "7", "7")]
+    output = EngineCoreOutput(request_id="r3", new_token_ids=[6], weight_runs=runs)
+    world.of(1).sink(EngineCoreOutputs(outputs=[output]))
+    start = world.engines[0].start
+    load = msgspec.structs.replace(start.config.load, version="7")
+    config = msgspec.structs.replace(start.config, load=load)
+    group.restart_with(config, start.manifest)
+    world.of(1).die(killed=True)
+    if resume == "exact":
+        assert world.error("r1") == (
+            "it fell over; the request began with weights of version '0', and engines have '7' now "
+            "(engine.resume)"
+        )
+    else:
+        assert "r1" in world.of(0).ids
+    resumed = next(one for one in world.of(0).sent if one.request_id == "r3").resumed
+    assert (resumed.output_token_ids, resumed.weight_runs, resumed.num_resumes) == ([6], runs, 1)
+
+
+def test_all_that_came_of_a_request_goes_with_it(world):
+    group = world.group(3, max_resumes=2)
+    group.add_requests(names("r", 3))
+    for number, tokens in ((2, [1, 2]), (2, [3])):
+        output = EngineCoreOutput(
+            request_id="r2",
+            new_token_ids=tokens,
+            observed_logprobs=[-0.5] * len(tokens),
+            prompt_logprobs=[None] * len(tokens),
+            part_figures={"speculation": {"drafts": number}},
+        )
+        world.of(2).sink(EngineCoreOutputs(outputs=[output]))
+    world.of(2).die(killed=True)
+    (second,) = [e for e in world.engines if "r2" in e.ids and e is not world.of(2)]
+    resumed = second.sent[-1].resumed
+    assert resumed.output_token_ids == [1, 2, 3]
+    assert resumed.observed_logprobs == [-0.5] * 3
+    assert (resumed.num_prompt_logprobs, resumed.num_resumes) == (3, 1)
+    assert resumed.part_figures == {"speculation": {"drafts": 2}}
+    second.give("r2", 4)
+    second.die(killed=True)
+    last = next(e for e in world.engines if e.start.engine_index in group.pids)
+    resumed = next(one for one in last.sent if one.request_id == "r2").resumed
+    assert (resumed.output_token_ids, resumed.num_resumes) == ([1, 2, 3, 4], 2)
+
+
+def test_a_pooling_request_begins_anew(world):
+    group = world.group(2)
+    one = msgspec.structs.replace(request("a"), pooling_params=PoolingParams(task="embed"))
+    group.add_request(one)
+    world.of(0).die(killed=True)
+    assert world.of(1).sent[0].resumed is None

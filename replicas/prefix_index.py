@@ -132,10 +132,11 @@ class PrefixIndex:
                 return True
             if blocks.last + 1 < engine.incomplete_since:
                 return False
+            if blocks.last >= engine.next:  # it is newer than all that was read
+                engine = self._renewed(rank)
+                engine.next = blocks.last + 1
             self._store(engine, blocks.stored - engine.removed)
-            engine.next = max(engine.next, blocks.last + 1)
-            engine.incomplete_since = None
-            engine.removed = set()
+            engine.incomplete_since, engine.removed = None, set()
             return True
 
     def follow(

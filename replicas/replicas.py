@@ -37,13 +37,21 @@ class Replica:
         is_starting: whether it is started again.
     """
 
-    def __init__(self, rank: int, sessions: Sessions, index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        sessions: Sessions,
+        index: PrefixIndex | None = None,
+        *,
+        reports: bool = False,
+    ) -> None:
         """Begin without a request.
 
         Args:
             rank: number of the engine.
             sessions: where the requests of each session were sent.
             index: prefixes that engines have cached; None if the balancer does not use it.
+            reports: whether it reports its load.
         """
         self.rank = rank
         self.client: ProcessClient | None = None
@@ -56,9 +64,9 @@ class Replica:
         self.num_running = 0
         self.kv_cache_usage = 0.0
         self._reported_waiting = 0
-        self._unseen: dict[str, None] = {}  # requests that are not in what it has reported
+        self._unseen: dict[str, bool] = {}  # what it has not reported yet, and whether it is live
         self._adapters: frozenset[str] = frozenset()
-        self._sessions, self._index = sessions, index
+        self._sessions, self._index, self._reports = sessions, index, reports
 
     @property
     def open_client(self) -> ProcessClient:
@@ -69,7 +77,7 @@ class Replica:
     @property
     def num_waiting(self) -> int:
         """The requests that wait there, those that are on their way included."""
-        return self._reported_waiting + len(self._unseen)
+        return self._reported_waiting + sum(self._unseen.values())
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
         """Return the length of the longest prefix of a prompt that the engine has cached."""
@@ -88,7 +96,8 @@ class Replica:
         """Count a request that is sent there, and its tokens to compute."""
         self.in_flight += 1
         self.pending_prompt_tokens += num_tokens
-        self._unseen[request_id] = None
+        if self._reports:
+            self._unseen[request_id] = True
 
     def computed(self, num_tokens: int) -> None:
         """Count tokens as computed."""
@@ -98,7 +107,8 @@ class Replica:
         """Count a request as ended there, and its tokens that were not computed."""
         self.in_flight -= 1
         self.pending_prompt_tokens -= num_tokens
-        self._unseen.pop(request_id, None)
+        if request_id in self._unseen:
+            self._unseen[request_id] = False
 
     def read(self, outputs: EngineCoreOutputs) -> None:
         """Read what outputs report of the engine, and take it off."""
@@ -185,7 +195,7 @@ class Replicas:
         self._is_closed = False
 
     def _replica(self, rank: int) -> Replica:
-        return Replica(rank, self.sessions, self.index)
+        return Replica(rank, self.sessions, self.index, reports=self.start.reports_load)
 
     def __len__(self) -> int:
         """Return how many there are, serving or not."""

@@ -8,7 +8,7 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import msgspec
 
@@ -38,6 +38,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .calls.engines import AsyncEngineHandle, Restart, engines_of
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
@@ -73,7 +74,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         seed: int | None = None,
         tokenizer: str | None = None,
         plugins: Sequence[object] = (),
-        restart: Literal["never", "on_failure"] = "never",
+        restart: Restart | None = None,
     ) -> None:
         """Start the engine process and load the model; blocks until it is ready.
 
@@ -98,10 +99,11 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             "max_model_len": max_model_len,
             "seed": seed,
             "tokenizer.path": tokenizer,
+            "engine.restart": restart,
         }
         handed = handed_over(plugins, "AsyncLLM")
         resolved, config_sources = config_from(config, overrides, caller="AsyncLLM", handed=handed)
-        self._open(resolved, config_sources, restart, handed)
+        self._open(resolved, config_sources, handed)
 
     @classmethod
     def from_resolved(
@@ -109,22 +111,22 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         config: EngineConfig,
         config_sources: ConfigSources,
         *,
-        restart: Literal["never", "on_failure"] = "never",
+        restart: Restart | None = None,
     ) -> AsyncLLM:
         """Open one from a configuration that was read elsewhere, with its config_sources."""
         llm = cls.__new__(cls)
-        llm._open(config, config_sources, restart)
+        if restart is not None:
+            engine = msgspec.structs.replace(config.engine, restart=restart)
+            config = msgspec.structs.replace(config, engine=engine)
+        llm._open(config, config_sources)
         return llm
 
     def _open(
         self,
         config: EngineConfig,
         config_sources: ConfigSources,
-        restart: str,
         handed: Sequence[InstalledPlugin] = (),
     ) -> None:
-        if restart not in ("never", "on_failure"):
-            raise ConfigError(f'restart: expected "never" or "on_failure", got {restart!r}')
         origin = config_sources.of("engine.in_process")
         if config.engine.in_process and origin != "default":
             raise ConfigError(
@@ -137,13 +139,14 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
+        config, open_client = engines_of(config, config_sources)
         with ProgressDisplay() as display:
             built = build_async_engine(
                 config,
                 config_sources,
-                restart=restart == "on_failure",
                 progress=display.report,
                 handed=handed,
+                open_client=open_client,
             )
         self._begin(built)
 
@@ -406,6 +409,11 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     def engine_pid(self) -> int:
         """The process id of the engine; another one after a restart."""
         return self._engine.engine_pid
+
+    @property
+    def engines(self) -> list[AsyncEngineHandle]:
+        """The engines by rank (`parallel.data`), for control calls to one of them."""
+        return [AsyncEngineHandle(self._engine, n) for n in self._engine.ranks]
 
     @property
     def is_running(self) -> bool:

@@ -30,6 +30,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .calls.engines import EngineHandle, engines_of
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
@@ -58,9 +59,10 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
-    results and errors are the same. Usable as a context manager; `close` frees its memory.
-    Several threads may use it: their requests share a batch, and each gets the outputs of its own.
-    A fork of the process cannot use it: every call there raises HardpointError.
+    results and errors are the same. Several engines (`parallel.data`), and those that are restarted
+    (`engine.restart`), have processes of their own. Usable as a context manager; `close` frees its
+    memory. Several threads may use it: their requests share a batch, and each gets the outputs of
+    its own. A fork of the process cannot use it: every call there raises HardpointError.
 
     Example:
         with LLM("smollm2") as llm:
@@ -125,8 +127,15 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         handed: Sequence[InstalledPlugin] = (),
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
+        config, open_client = engines_of(config, config_sources)
         with ProgressDisplay(self._draws_progress) as display:
-            built = build_engine(config, config_sources, progress=display.report, handed=handed)
+            built = build_engine(
+                config,
+                config_sources,
+                progress=display.report,
+                handed=handed,
+                open_client=open_client,
+            )
         self._begin(built)
         self._calls = OpenCalls(self._engine)
 
@@ -412,6 +421,11 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
             del outputs  # stops drawing
             self._calls.drop(ids)
         return [results[request_id] for request_id in ids]
+
+    @property
+    def engines(self) -> list[EngineHandle]:
+        """The engines by rank (`parallel.data`), for control calls to one of them."""
+        return [EngineHandle(self._engine, rank) for rank in self._engine.ranks]
 
     def _call_utility(self, method: str, *args: Any) -> Any:
         return self._engine.call_utility(method, *args)

@@ -16,12 +16,9 @@ import msgspec
 from hardpoint.boundary.errors import naming_plugin
 from hardpoint.boundary.parts.frontend_parts import FrontendParts, frontend_parts
 from hardpoint.boundary.text_guards import open_parser, open_tokenizer
-from hardpoint.core.client.base import EngineCoreClient, InprocClient
-from hardpoint.core.client.engine_choice import EngineChoice
-from hardpoint.core.client.engine_group import EngineGroup
+from hardpoint.core.client.base import EngineCoreClient, InprocClient, RemoteClient
 from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
@@ -100,14 +97,28 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Report no progress."""
 
 
+OpenClient = Callable[[EngineStart, Sink | None, EngineProcess, PluginSet], RemoteClient]
+"""Opens a client with what its engine is started with, what gets its outputs, its process, which
+waits for the launch, and the plugins.
+"""
+
+
+def open_process_client(
+    start: EngineStart, sink: Sink | None, process: EngineProcess, plugins: PluginSet
+) -> RemoteClient:
+    """Return the client of one engine, which is not restarted."""
+    del plugins
+    return ProcessClient(start, sink, process)
+
+
 def build_engine(
     config: EngineConfig,
     config_sources: ConfigSources | None = None,
     *,
     progress: Progress = no_progress,
-    restart: bool = False,
     clock: Callable[[], float] = time.monotonic,
     handed: Sequence[InstalledPlugin] = (),
+    open_client: OpenClient = open_process_client,
 ) -> LLMEngine:
     """Resolve the plugins, find the model, do all cheap checks, then load.
 
@@ -115,9 +126,9 @@ def build_engine(
         config: the configuration.
         config_sources: sources of its values.
         progress: receives the progress of long work.
-        restart: restart an engine that died, in a process of its own.
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
+        open_client: opens the client of an engine in a process of its own, or of several.
 
     Raises:
         ConfigError, PluginError: before any weight is read.
@@ -126,7 +137,7 @@ def build_engine(
     """
     began = time.perf_counter()
     sources = config_sources or ConfigSources()
-    if _runs_here(config, sources, restart=restart):
+    if config.engine.in_process:
         if config.kv_events.publishers:  # which open sockets
             check_descriptors()
         prepared = _prepare(config, sources, progress, clock, handed)
@@ -144,7 +155,7 @@ def build_engine(
     else:
         with _spawned() as spawned:
             prepared = _prepare(config, sources, progress, clock, handed)
-            parts = _in_own_process(prepared, spawned, None, restart=restart)
+            parts = _in_own_process(prepared, spawned, None, open_client)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -154,15 +165,14 @@ def build_async_engine(
     config: EngineConfig,
     config_sources: ConfigSources | None = None,
     *,
-    restart: bool = False,
     progress: Progress = no_progress,
     handed: Sequence[InstalledPlugin] = (),
+    open_client: OpenClient = open_process_client,
 ) -> AsyncEngine:
     """Build an engine for an event loop; it always has a process of its own.
 
     Args:
-        config, config_sources, progress, handed: as for `build_engine`.
-        restart: restart an engine that died.
+        config, config_sources, progress, handed, open_client: as for `build_engine`.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
@@ -173,7 +183,7 @@ def build_async_engine(
         prepared = _prepare(
             config, config_sources or ConfigSources(), progress, time.monotonic, handed
         )
-        parts = _in_own_process(prepared, spawned, bridge, restart=restart)
+        parts = _in_own_process(prepared, spawned, bridge, open_client)
     engine = AsyncEngine(parts, bridge)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
     return engine
@@ -314,32 +324,11 @@ def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
         raise
 
 
-def _runs_here(config: EngineConfig, config_sources: ConfigSources, *, restart: bool) -> bool:
-    """Return whether the engine runs in this process: alone, and never restarted.
-
-    Raises:
-        ConfigError: it is asked to, and for several engines or restarts, too.
-    """
-    if not config.engine.in_process:
-        return False
-    num_engines = config.parallel.data
-    if num_engines == 1 and not restart:
-        return True
-    if (origin := config_sources.of("engine.in_process")) != "default":
-        why = "restart" if num_engines == 1 else f"parallel.data = {num_engines}"
-        raise ConfigError(
-            f"engine.in_process: expected false, for {why} needs engines in processes of their "
-            f"own, got true (from {origin})"
-        )
-    return False
-
-
 def _in_own_process(
     prepared: _Prepared,
     spawned: tuple[EngineProcess, Interpreter],
     sink: Sink | None,
-    *,
-    restart: bool,
+    open_client: OpenClient,
 ) -> EngineParts:
     """Launch the engines in their processes; return the parts, with a client of them."""
     spec, (process, interpreter) = prepared.spec, spawned
@@ -352,14 +341,7 @@ def _in_own_process(
         vocabulary=prepared.vocabulary,
     )
     with prepared.closed_on_error():
-        client: ProcessClient | EngineGroup
-        if spec.config.parallel.data > 1 or restart:
-            choice = EngineChoice(spec.plugins, spec.config, prepared.clock)
-            limit = spec.config.engine.max_restarts_per_minute
-            budget = RestartBudget(enabled=restart, max_per_minute=limit)
-            client = EngineGroup(start, choice, budget, sink=sink, process=process)
-        else:
-            client = ProcessClient(start, sink, process)
+        client = open_client(start, sink, process, spec.plugins)
         size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
         return prepared.parts(client, size)
 

@@ -16,7 +16,6 @@ from .config_tables import (
     AdaptersConfig,
     AttentionConfig,
     Count,
-    DebugConfig,
     EngineProcessConfig,
     ExecutorConfig,
     GrammarConfig,
@@ -60,6 +59,18 @@ class ConversationsConfig(Strict):
     lease_seconds: PositiveSeconds = 600.0
     max_open: Count = 16384
     max_tokens: Count = 1 << 25
+
+
+class DebugConfig(Strict):
+    """Checks of the engine itself, which cost time.
+
+    Attributes:
+        kv_canary: keep with the keys and values of each token whose they are, and compare that in
+            each step with what the scheduler planned. A request for which it differs ends with an
+            error that names the block and what was found in it.
+    """
+
+    kv_canary: bool = False
 
 
 # Positional, so that `plugin`, which is not, comes after the tables that plugins declare.

@@ -239,11 +239,10 @@ class EngineProcessConfig(Strict):
             the same id; otherwise a second live request with an id is refused.
         stream_interval: new tokens per output of a streamed request; its first and last output
             do not wait.
-        max_restarts_per_minute: limit for all engines, if dead ones are restarted.
-        resume: what becomes of requests whose engine died, if there is another one, or it is
-            restarted: "exact" lets them go on where that gives the same tokens, "any" also where
-            the other engine differs from theirs, as in the version of its weights, and "off" ends
-            them.
+        restart: "on_failure" starts another engine process in the place of one that died.
+        max_restarts_per_minute: limit for this.
+        resume: whether requests of a dead engine go on at another one: "exact" where that gives the
+            same tokens, "any" also where it differs, as in its weights; "off" ends them.
         max_resumes: how often a request goes on so.
     """
 
@@ -259,6 +258,7 @@ class EngineProcessConfig(Strict):
     profile_dir: str | None = None
     random_request_ids: bool = True
     stream_interval: Count = 1
+    restart: Literal["never", "on_failure"] = "never"
     max_restarts_per_minute: Annotated[int, Meta(ge=1)] = 3
     resume: Literal["exact", "any", "off"] = "exact"
     max_resumes: Annotated[int, Meta(ge=0)] = 1
@@ -481,18 +481,6 @@ class QuantizationConfig(Strict):
 
     use: Name = "auto"
     skip: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-
-
-class DebugConfig(Strict):
-    """Checks of the engine itself, which cost time.
-
-    Attributes:
-        kv_canary: keep with the keys and values of each token whose they are, and compare that in
-            each step with what the scheduler planned. A request for which it differs ends with an
-            error that names the block and what was found in it.
-    """
-
-    kv_canary: bool = False
 
 
 class WeightCacheConfig(Strict):

@@ -304,6 +304,8 @@ class LogitsPlugin(ComponentWithArguments):
         max_state_bytes: its greatest size as msgpack; a larger one is a fault of its request.
         supports_drafts: whether rows may stand for draft tokens; without it, speculation is
             refused, naming the processor.
+        supports_resume: whether another engine may go on with a request that uses it; without it,
+            that is refused, naming the processor.
 
     State. `apply` and `edits` never change it: they may be called twice for a step, or for rows
     that stand for draft tokens. Host state that depends on tokens alone is built by `start` and
@@ -320,6 +322,7 @@ class LogitsPlugin(ComponentWithArguments):
     reads: ClassVar[Reads] = Reads.HOST_IDS
     max_state_bytes: ClassVar[int] = 0
     supports_drafts: ClassVar[bool] = True
+    supports_resume: ClassVar[bool] = True
     State: ClassVar[type[Any]] = typed.State
 
     context: LogitsContext
@@ -336,8 +339,9 @@ class LogitsPlugin(ComponentWithArguments):
     def start(self, request: LogitsRequest) -> Any:  # noqa: ARG002
         """Return this request's state, from its prompt and the outputs so far.
 
-        Called when a request enters the batch, also when it re-enters after preemption; with
-        `observe`, only when it enters for the first time.
+        Called when a request enters the batch, also when it re-enters after preemption, or comes
+        from another engine with outputs. With `observe`, it is called without any, when the request
+        enters the first time; `observe` follows for outputs that came from another engine.
         """
         return None
 

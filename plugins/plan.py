@@ -27,7 +27,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     """A request that a worker does not have: a new one, or one that was preempted.
 
     Attributes:
-        output_token_ids: output so far; empty unless it was preempted.
+        output_token_ids: output so far; empty unless it was preempted, or came from another engine.
         block_ids: its whole block table, one list per group.
         num_computed_tokens: leading tokens whose keys and values are in those blocks.
         resumed: whether it was preempted before.
@@ -176,6 +176,8 @@ class ModelRunnerOutput:
         kv_saved: ended requests whose blocks the part no longer needs.
         invalid_block_ids: blocks that could not be loaded; their content is computed instead.
         num_nans_in_logits: number of NaN logits, per request that had any.
+        observed_logprobs: per request with logits processors that observe, the logprob that they
+            were given of each sampled token.
         pooler_output: result per completed pooling request, for which no token is sampled; a step
             part sets it in its `result`.
         routed_experts: per request that asked for them, the experts of the step's tokens, int32
@@ -199,3 +201,4 @@ class ModelRunnerOutput:
     part_reports: dict[str, dict[int, bytes]] = field(default_factory=dict)
     part_faults: dict[str, str] = field(default_factory=dict)
     is_cache_uncertain: bool = False
+    observed_logprobs: dict[str, list[float]] = field(default_factory=dict)

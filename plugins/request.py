@@ -82,22 +82,25 @@ class Request(Generic[ArgumentsT_co]):
     )
 
     def __init__(self, source: EngineCoreRequest, order: int = 0) -> None:
-        """Create a request with no computed tokens."""
+        """Create a request with no computed tokens; one that is resumed has its outputs."""
         self.source = source
         self.request_id = source.request_id
         self.arrival_time = source.arrival_time
         self.priority = source.priority
         self.order = order
         self.status: RequestStatus = RequestStatus.WAITING
-        self.output_token_ids: list[int] = ReadOnlyList()
+        resumed = source.resumed
+        self.output_token_ids: list[int] = ReadOnlyList(
+            () if resumed is None else resumed.output_token_ids
+        )
         self.num_prompt_tokens = len(source.prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens
+        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.draft_token_ids: list[int] = []
         self.num_cached_tokens = -1
-        self.num_prompt_logprobs = 0
-        self.num_routed_positions = 0
+        self.num_prompt_logprobs = 0 if resumed is None else resumed.num_prompt_logprobs
+        self.num_routed_positions = 0 if resumed is None else resumed.num_routed_positions
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.events: list[EngineCoreEvent] = []

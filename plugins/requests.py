@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from .engine_state import EngineLoad, KVCacheChanges
 from .markers import ReasoningMarkers
 from .media import MultiModalFeature
 from .params import PoolingParams, SamplingParams
+from .resumed import ResumedOutputs, WeightRun
 from .stats import RequestMetrics, SchedulerStats
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "PrefillStats",
     "Prompt",
     "RequestOutput",
+    "ResumedOutputs",
     "Retention",
     "TokenLogprobs",
     "ToolCall",
@@ -117,7 +120,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             arrives there.
         priority: smaller is more important.
         child_index: index among the `n` completions.
-        client_index: index of the frontend that sent it and gets its outputs.
+        client_index: index of the frontend that gets its outputs; an engine process sets it to that
+            of the connection that the request came by.
         tags: user-defined labels, such as {"tenant": "acme"}, for policies and sinks.
         timeout: seconds that are left before it ends unfinished, from now in the frontend, and from
             its arrival in the engine; None is without limit.
@@ -145,6 +149,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
+        resumed: what another engine has sent of it, which this one continues; None of a new one.
     """
 
     request_id: str
@@ -174,6 +179,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_embeds: Any = None
     prompt_is_token_ids: list[bool] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    resumed: ResumedOutputs | None = None
 
     @property
     def known_prompt_ids(self) -> list[int]:
@@ -198,6 +204,11 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     def stop_token_ids(self) -> list[int]:
         """All token ids that end the request: the model's and the requested ones."""
         return [*self.eos_token_ids, *self.params.stop_token_ids]
+
+    @property
+    def observed_before(self) -> Sequence[float]:
+        """The logprobs of its `resumed` outputs that logits processors observed; may be empty."""
+        return (self.resumed and self.resumed.observed_logprobs) or ()
 
     def whole_prefix(self, num_tokens: int) -> int:
         """Return the length of the longest prefix, of at most so many tokens, that cuts no feature.
@@ -259,20 +270,6 @@ class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
     num_external_tokens: int = 0
 
 
-class WeightRun(msgspec.Struct, frozen=True):
-    """Output tokens of one version of the weights.
-
-    Attributes:
-        start: the first one of them, from 0; they end where the next run begins.
-        version: version of the weights that they were sampled with.
-        kv_version: the oldest one of those that made the keys and values that they depend on.
-    """
-
-    start: int
-    version: str
-    kv_version: str
-
-
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """Output of one step for one request.
 
@@ -298,6 +295,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
             `SamplingParams.include`.
         weight_runs: versions of all output tokens, once there are several versions; in the first
             output, and in the first one after a change.
+        observed_logprobs: per new token, its logprob as logits processors of the request observe
+            it, for `ResumedOutputs`; None if none does.
     """
 
     request_id: str
@@ -319,6 +318,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     trace_headers: dict[str, str] | None = None
     part_figures: dict[str, dict[str, Any]] | None = None
     weight_runs: list[WeightRun] | None = None
+    observed_logprobs: list[float] | None = None
 
     @property
     def finished(self) -> bool:
@@ -335,6 +335,9 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
             those that the engine aborted or refused. None stands for an empty set.
         engine_index: index of the engine that sends them.
         scheduler_stats: state of its scheduler; None unless statistics are collected.
+        load: its load, if it has changed; None unless clients divide requests among engines.
+        cache_changes: changes of its KV cache; None unless clients choose engines by what these
+            have cached.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -342,6 +345,8 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     finished_requests: set[str] | None = None
     engine_index: int = 0
     scheduler_stats: SchedulerStats | None = None
+    load: EngineLoad | None = None
+    cache_changes: KVCacheChanges | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:
@@ -395,7 +400,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         warning: what an output parser finds wrong: a malformed call, or reasoning without an end.
         validation_error: what is wrong with an answer that is JSON of a `lenient` schema.
         cumulative_logprob: sum over the whole output so far; None unless logprobs were asked for.
-        logprobs: per output position, token id to Logprob.
+        logprobs: per output position, token id to Logprob; of outputs that came with the prompt,
+            there are none, here and in the sum.
         finish_reason: "stop", "tool_calls", "length", "abort", "error", "repetition" or "timeout";
             None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
@@ -448,6 +454,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
         lora_request: its adapter, with the hash of the content that it has; None is the model
             itself.
         turn: number of its turn in a conversation, from 0; None outside of any.
+        seed: the seed that its tokens are drawn with, which the engine chose if the request has
+            none.
     """
 
     request_id: str
@@ -460,6 +468,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     kv_transfer_params: dict[str, Any] | None = None
     lora_request: LoRARequest | None = None
     turn: int | None = None
+    seed: int | None = None
 
     @property
     def metrics(self) -> RequestMetrics | None:

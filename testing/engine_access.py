@@ -372,9 +372,9 @@ class ProcessorPipeline:
         """Return the error of the processor's update_state; None if there was none."""
         return self._runner.broken
 
-    def start(self, request: LogitsRequest) -> RequestFault | None:
+    def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> RequestFault | None:
         """Create the states of a request that got a row; return the fault if that fails."""
-        return self._pipeline.start(request)
+        return self._pipeline.start(request, observed)
 
     def update(self, update: BatchUpdate | None) -> None:
         """Pass the changes of the batch since the last step."""

@@ -45,6 +45,7 @@ WHOLE = (
     "features",
     "plugins",
     "registry",
+    "replicas",
     "system",
     "testing",
     "toolkit",

@@ -23,6 +23,7 @@ FOLDERS = {
     "api": "hardpoint",
     "plugins": "hardpoint/plugins",
     "registry": "hardpoint/registry",
+    "replicas": "hardpoint/replicas",
     "testing": "hardpoint/testing",
     "core": "hardpoint/core",
     "kernels": "hardpoint/kernels",

@@ -127,10 +127,11 @@ class _ConversationBase:
             RequestError: it is no prompt, or has options of its own.
         """
         given = read_prompt(prompt)
-        for name in ("cache_salt", "arrival_time"):
+        for name in ("cache_salt", "arrival_time", "outputs"):
             if (value := getattr(given, name)) is not None:
+                field = "output_token_ids" if name == "outputs" else name
                 raise RequestError(
-                    f"prompt.{name}: expected none in a part, for the conversation has its own, "
+                    f"prompt.{field}: expected none in a part, for the conversation has its own, "
                     f"got {value!r}"
                 )
         if given.token_ids is not None or given.text is None:

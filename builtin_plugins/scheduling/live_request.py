@@ -60,7 +60,7 @@ class LiveRequest(Request):
         self.num_loading_tokens = 0
         self.skip_transfer = False
         self.num_external_tokens = 0
-        self.prefill_reported = False
+        self.prefill_reported = bool(self.output_token_ids)  # by the engine that it comes from
         self.queue_key: Any = None
         self.last_step = -1
         room = params.max_tokens if params.max_tokens is not None else max_model_len
@@ -95,6 +95,15 @@ class LiveRequest(Request):
         ):
             return FinishReason.REPETITION
         return FinishReason.LENGTH if length >= self.max_total_tokens else None
+
+    def repeats_before(self) -> int | None:
+        """Return the index of the output with which a repetition ended it; None if none did."""
+        if (detection := self._repetition) is None:
+            return None
+        outputs, span = self.output_token_ids, detection.min_count * detection.max_pattern
+        lengths = range(max(self.params.min_tokens, 1), len(outputs) + 1)
+        found = (n for n in lengths if has_repetition(outputs[max(n - span, 0) : n], detection))
+        return next((length - 1 for length in found), None)
 
     def stop_reason(self, token: int) -> int | None:
         """Return the token that stopped the request; None if it was an end-of-sequence token."""

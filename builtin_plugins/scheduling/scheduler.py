@@ -320,18 +320,36 @@ class DefaultScheduler(Scheduler):
         return False
 
     def _check_fits(self, request: LiveRequest) -> None:
-        """Reject a prompt that no step could ever finish."""
+        """Reject a prompt that no step could ever finish, and outputs that have ended."""
         tokens, limits, cache = request.num_prompt_tokens, self._limits, self._tracker.cache
         generated = int(request.source.pooling_params is None)
         if tokens + generated > limits.max_model_len:
             raise PromptTooLongError.of(tokens, limits.max_model_len, generates=bool(generated))
-        needed = self._tracker.blocks_needed(tokens + generated)
+        if outputs := request.output_token_ids:
+            _check_resumed(request, limits.max_model_len)
+        needed = self._tracker.blocks_needed(request.num_tokens + generated)
         if needed > cache.num_usable_blocks:
+            known = f"{tokens} tokens{f' and {len(outputs)} outputs' if outputs else ''}"
             raise RequestError(
-                f"prompt: its {tokens} tokens{' and one to generate' if generated else ''} need "
+                f"prompt: its {known}{' and one to generate' if generated else ''} need "
                 f"{needed} KV blocks of {cache.block_size} tokens, the cache has "
                 f"{cache.num_usable_blocks}"
             )
+
+
+def _check_resumed(request: LiveRequest, max_model_len: int) -> None:
+    """Reject outputs of another engine with which the request has ended."""
+    name, count = "resumed.output_token_ids", len(request.output_token_ids)
+    if (room := max_model_len - request.num_prompt_tokens) <= count:
+        raise RequestError(
+            f"{name}: expected fewer than {room}, the room that the prompt leaves of max_model_len "
+            f"{max_model_len}, got {count}"
+        )
+    if (index := request.repeats_before()) is not None:
+        raise RequestError(
+            f"{name}[{index}]: expected no token with which repetition_detection ends the request, "
+            f"got {request.output_token_ids[index]}"
+        )
 
 
 def _check_context(context: SchedulerContext) -> None:

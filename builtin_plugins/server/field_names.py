@@ -42,6 +42,11 @@ def is_of_grammar(message: str) -> bool:
     return _OF_GRAMMAR.match(message) is not None
 
 
+def is_of_request(message: str) -> bool:
+    """Return whether an error that ended a completion is about what its request has asked for."""
+    return is_of_grammar(message) or message.startswith("resumed.")
+
+
 def grammar_error(message: str, form: str | None = None) -> str:
     """Return an error of the engine about what an answer must be with the names of a request.
 

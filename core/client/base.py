@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
-from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.activity import Activity, PluginCall
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import failure_of, run_utility
+from hardpoint.core.protocol import EngineCoreReadyResponse
+from hardpoint.errors import EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -19,13 +22,41 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 
+Attempt = Callable[[], bool]
+"""Tries to send one message without waiting; returns whether it was sent. It may be called again
+until it returns true, and not after that.
+"""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The death of one of several engines.
+
+    Attributes:
+        error: the reason.
+        in_step: ids of the requests of the step in which it died; None is all.
+        call: the plugin method that ran; None if none did, or a signal ended the engine.
+        repeated: how often engines have died in methods of that plugin, if that is too often, such
+            as "2 times within 60 s"; else empty.
+    """
+
+    error: Exception
+    in_step: Collection[str] | None
+    call: PluginCall | None = None
+    repeated: str = ""
+
+
+DeathWatcher = Callable[[Death], EngineDeadError]
+"""Called for a death, in another thread; returns the error that users get."""
+
 
 class EngineCoreClient(Protocol):
     """The interface of an engine core to its frontend, in this process or another one.
 
     Attributes:
         in_process: whether the core runs in this process.
-        ranks: numbers of the engines that a request may name.
+        ranks: numbers of the engines, for requests and calls that name one.
+        pids: process ids of the engines that serve in processes of their own, by rank.
         activity: what the core is doing, or was doing when it ended.
         is_serving: false while no engine accepts requests, as while one is restarted.
         num_restarts: how often engines were restarted.
@@ -33,6 +64,7 @@ class EngineCoreClient(Protocol):
 
     in_process: bool
     ranks: Collection[int]
+    pids: Mapping[int, int]
     activity: Activity
     is_serving: bool
     num_restarts: int
@@ -68,13 +100,16 @@ class EngineCoreClient(Protocol):
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
+    ) -> Any:
         """Call one of the engine's utilities and wait for its result.
 
         Args:
             method: one of `utility_calls.UTILITIES`.
             args: its positional arguments.
             timeout: seconds to wait for an engine process; None is the utility's own.
+            rank: one of `ranks`, the engine to call; None is all of them.
 
         Raises:
             HardpointError: the error that the utility raised.
@@ -83,8 +118,49 @@ class EngineCoreClient(Protocol):
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Start engines with other parameters from now on, where dead ones are restarted."""
 
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Call a bound method for each engine whose death the client outlives; held weakly."""
+
     def close(self) -> None:
         """End the engine."""
+
+
+class RemoteClient(EngineCoreClient, Protocol):
+    """The interface of one or several engine cores in processes of their own.
+
+    Attributes:
+        ready: the ready response; of several, the first one's.
+        pid: the process id; of several, that of the first one that serves.
+        was_killed: whether a signal that others send ended the engine, so that no plugin is to
+            blame.
+    """
+
+    ready: EngineCoreReadyResponse
+
+    @property
+    def pid(self) -> int:
+        """See the attribute."""
+
+    @property
+    def was_killed(self) -> bool:
+        """See the attribute."""
+
+    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
+        """Return a function that tries to send the requests of one call without waiting.
+
+        Raises:
+            RequestError: one cannot be encoded.
+            EngineDeadError: the engine is gone; the returned function raises it too.
+        """
+
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
+        """Call one of the engine's utilities without waiting, as `call_utility` does."""
+
+    def utility_timeout(self, method: str) -> float | None:
+        """Return the timeout of a utility call in seconds; None is without limit."""
+
+    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
+        """Return the error for a utility call that was not answered in time."""
 
 
 class InprocClient:
@@ -92,6 +168,7 @@ class InprocClient:
 
     in_process = True
     ranks = (0,)
+    pids: ClassVar[Mapping[int, int]] = {}
     is_serving = True
     num_restarts = 0
 
@@ -138,7 +215,13 @@ class InprocClient:
     def end_waiting(self) -> None:
         """Do nothing: a step ends by itself."""
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ARG002
+    def call_utility(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,  # noqa: ARG002
+        rank: int | None = None,  # noqa: ARG002
+    ) -> Any:
         """Call a method of the core; its future, if it gives one, is done at once."""
         self._check()
         try:
@@ -151,6 +234,9 @@ class InprocClient:
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Do nothing: no core is restarted."""
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Do nothing: the client ends with its core."""
 
     def close(self) -> None:
         """Close the core and release it."""

@@ -104,7 +104,9 @@ class EventLoopBridge:
             error, self._error = self._error, None
             return error
         if len(batch.outputs) > _CHUNK_SIZE:
-            self._rest = msgspec.structs.replace(batch, outputs=batch.outputs[_CHUNK_SIZE:])
+            self._rest = msgspec.structs.replace(
+                batch, outputs=batch.outputs[_CHUNK_SIZE:], load=None, cache_changes=None
+            )
             batch = msgspec.structs.replace(batch, outputs=batch.outputs[:_CHUNK_SIZE])
         return batch
 

@@ -10,7 +10,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,8 +34,9 @@ from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
+from .base import Attempt, DeathWatcher
 from .output_queue import OutputQueue
-from .sockets import READER_THREAD, Attempt, EngineSockets
+from .sockets import READER_THREAD, EngineSockets
 
 _log = logging.getLogger("hardpoint")
 
@@ -130,6 +131,11 @@ class EngineMonitor:
     def pid(self) -> int:
         """The engine's process id."""
         return self._process.pid
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The engine's process id, by its rank."""
+        return {0: self.pid}
 
     @property
     def was_killed(self) -> bool:
@@ -376,7 +382,7 @@ class ProcessClient:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
         self._outputs.put(EngineClosedError("the engine is closed"))
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:  # noqa: ARG002
         """Call one of the engine's utilities without waiting.
 
         Raises:
@@ -385,18 +391,21 @@ class ProcessClient:
         """
         return self._sockets.call(method, *args)
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
+    ) -> Any:
         """Call one of the engine's utilities and wait for its result.
 
         Args:
             timeout: seconds to wait; None is the utility's own.
+            rank: 0 or None.
 
         Raises:
             EngineDeadError: the engine is gone.
             EngineTimeoutError: it did not answer in time.
             HardpointError: what the utility raised.
         """
-        future = self.call(method, *args)
+        future = self.call(method, *args, rank=rank)
         try:
             return future.result(self.utility_timeout(method) if timeout is None else timeout)
         except TimeoutError:
@@ -424,6 +433,9 @@ class ProcessClient:
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Change `start`, for an engine that is started in the place of this one."""
         self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Do nothing: the client ends with its engine."""
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""

@@ -40,6 +40,8 @@ from hardpoint.system.encoding import (
 )
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
+from .base import Attempt
+
 SEND_TIMEOUT_S = 10.0
 """How long an engine may accept no message before a sender gets an error."""
 
@@ -51,11 +53,6 @@ _RETRY_INTERVAL_S = 0.002
 
 READER_THREAD = "EngineCoreOutputs"
 """Name of the thread that reads outputs."""
-
-Attempt = Callable[[], bool]
-"""Tries to send one message without waiting; returns whether it was sent. It may be called again
-until it returns true, and not after that.
-"""
 
 OnOutputs = Callable[[EngineCoreOutputs], None]
 OnEnd = Callable[[Exception | None], None]

@@ -56,6 +56,7 @@ from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
+from .cache_changes import CacheChangeLog
 from .core import EngineCore
 from .parts_start import PartsStart
 from .policy import PolicySlot
@@ -86,6 +87,7 @@ def build_core(
     clock: _Clock,
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
+    changes: CacheChangeLog | None = None,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
 
@@ -96,6 +98,7 @@ def build_core(
         clock: seconds.
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
+        changes: collects the changes of the KV cache for clients; None if they get none.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
@@ -105,7 +108,7 @@ def build_core(
     faults = StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
         fit = StepCostFit()
-        opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo)
+        opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo, changes)
         launcher = WorkerLauncher(spec, config_sources, activity)
         close_if_failed(undo, launcher.close)
         executor = _executor(spec, launcher, opened.step_parts, undo)
@@ -121,9 +124,7 @@ def build_core(
             SchedulerContext,
             limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
             kv_cache=kv_cache,
-            clock=clock,
             record=_recorder(hooks, faults),
-            step_cost=fit.current,
             **opened.for_scheduler(config),
         )
         parts = EngineCoreParts(
@@ -151,6 +152,9 @@ class _EnginePlugins:
     eviction: EvictionPolicy
     step_parts: EngineParts
     block_hashes: _BlockHashes
+    clock: _Clock
+    step_cost: Callable[[], StepCost]
+    changes: CacheChangeLog | None
 
     def for_scheduler(self, config: EngineConfig) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
@@ -158,6 +162,8 @@ class _EnginePlugins:
         return {
             "watermark": config.kv_cache.watermark,
             "log_stats": config.stats.on,
+            "clock": self.clock,
+            "step_cost": self.step_cost,
             "policy": self.policy.policy,
             "policy_fault": self.policy.report_fault,
             "transfers": parts.transfers,
@@ -188,6 +194,7 @@ class _EnginePlugins:
             "executor_label": str(plugins.one("executors").source),
             "policy": self.policy,
             "kv_events": self.kv_events,
+            "cache_changes": self.changes,
             "components": [self.eviction],
             "step_parts": self.step_parts,
             "generates": plugins.target(model).generates,
@@ -206,6 +213,7 @@ def _open_plugins(
     faults: StepFaults,
     step_cost: Callable[[], StepCost],
     undo: contextlib.ExitStack,
+    changes: CacheChangeLog | None,
 ) -> tuple[_EnginePlugins, WorkerSpec]:
     """Build the plugins of the engine: one that cannot start fails before a model loads.
 
@@ -245,7 +253,9 @@ def _open_plugins(
     )
     step_parts = open_parts(spec.plugins, spec.for_parts, context, faults)
     close_if_failed(undo, step_parts.close)
-    opened = _EnginePlugins(policy, kv_events, blocks, eviction, step_parts, block_hashes)
+    opened = _EnginePlugins(
+        policy, kv_events, blocks, eviction, step_parts, block_hashes, clock, step_cost, changes
+    )
     return opened, dataclasses.replace(spec, num_draft_tokens=step_parts.num_draft_tokens)
 
 
@@ -335,7 +345,7 @@ def _kv_cache(
         part_keys=opened.step_parts.block_keys,
         eviction=Eviction(opened.eviction, faults.reporter(entry.source), calls),
         metadata=opened.blocks,
-        events=bool(spec.plugins.entries("kv_event_publishers")),
+        events=opened.changes is not None or bool(spec.plugins.entries("kv_event_publishers")),
     )
 
 

@@ -14,6 +14,7 @@ from hardpoint.plugins import (
     HardpointError,
     RequestError,
 )
+from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.registry.blame import describe, faults_as
 
 from .pause import PauseController, PauseDependencies
@@ -94,6 +95,8 @@ class EngineCore(EngineUtilities):
         except BaseException:
             self._parts.step_parts.refused(request.request_id)
             raise
+        if request.resumed is not None and self._parts.weights is not None:
+            self._parts.weights.resumed(request.request_id, request.resumed)
         if block_hashes and (live := live_request(self._scheduler, request.request_id)) is not None:
             self._parts.kv_cache.take_hashes(live, block_hashes)
 
@@ -124,6 +127,10 @@ class EngineCore(EngineUtilities):
         """Return the client index of a live request, None if no live request has that id."""
         live = live_request(self._scheduler, request_id)
         return None if live is None else live.source.client_index
+
+    def of_client(self, request_ids: Iterable[str], client: int) -> list[str]:
+        """Return the ids without those of other clients' live requests."""
+        return [name for name in request_ids if self.client_of(name) in (None, client)]
 
     def hash_prompt(self, request: EngineCoreRequest) -> list[bytes]:
         """Return the hashes of a prompt's full blocks, for `add_request`. Safe in any thread."""
@@ -174,6 +181,30 @@ class EngineCore(EngineUtilities):
             if all(answer is None for answer in answers):
                 self._idle_since = self._pause.num_wake_ups
             return any(answers)
+
+    def load(self, num_steps: int) -> EngineLoad:
+        """Return the load of the engine after so many steps."""
+        stats = self._parts.scheduler_stats()
+        return EngineLoad(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_cache_usage=stats.kv_cache_usage,
+            num_steps=num_steps,
+            adapters=list(stats.num_requests_by_adapter),
+        )
+
+    def take_cache_changes(self) -> KVCacheChanges | None:
+        """Return the changes of the KV cache since the last call, if any; they are published.
+
+        Raises:
+            PluginFaultError: a publisher whose faults end the engine failed.
+        """
+        parts = self._parts
+        if parts.cache_changes is None:
+            return None
+        if events := parts.kv_cache.take_events():  # outside of steps, as by a reset
+            parts.publish(events)
+        return parts.cache_changes.pop()
 
     def flush(self) -> list[Outputs]:
         """Complete all steps that are under way; return the outputs that are not sent yet."""

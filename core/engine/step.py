@@ -36,11 +36,13 @@ from hardpoint.plugins import (
     SchedulerOutput,
 )
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.kv_cache import KVEvent
 from hardpoint.plugins.plan import SampledTokens
 from hardpoint.plugins.stats import SchedulerStats
 from hardpoint.registry.blame import is_fault, raise_unless_fault
 
 from .batch_queue import Batch, BatchQueue, start_batch
+from .cache_changes import CacheChangeLog
 from .parts_start import PartsStart
 from .policy import PolicySlot
 from .step_cost import StepCostFit, StepTimes
@@ -78,6 +80,7 @@ class EngineCoreParts:
             have no such method.
         activity: records the requests of each step.
         weights: replaces the weights; None if they stay.
+        cache_changes: collects the changes of the KV cache for clients; None if they get none.
     """
 
     scheduler: Scheduler
@@ -102,6 +105,13 @@ class EngineCoreParts:
     idle_method: str | None = None
     activity: Activity = field(default_factory=Activity)
     weights: WeightUpdates | None = None
+    cache_changes: CacheChangeLog | None = None
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Pass events of the KV cache to all that follow it."""
+        self.kv_events.publish(events)
+        if self.cache_changes is not None:
+            self.cache_changes.add(events)
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""
@@ -265,7 +275,7 @@ class StepRunner:
             self._times.begins(plan)
         self._activity.begin_step(self._batches.request_ids(plan))
         if events := self._parts.kv_cache.take_events():
-            self._parts.kv_events.publish(events)
+            self._parts.publish(events)
         data = self._step_parts.begin(plan)
         if self._sampled is not None and not data and _has_no_work(plan):
             return _done(ModelRunnerOutput())
@@ -316,6 +326,8 @@ class StepRunner:
         outputs = self._scheduler.update(plan, result)
         self._settings.of_scheduler(settings, "update")
         checked(outputs, Scheduler, "update", self._parts.scheduler_label)
+        if result.observed_logprobs:
+            _add_observed(outputs, result)
         self._step_parts.add_figures(plan, outputs)
         if self._parts.weights is not None:
             self._parts.weights.mark(outputs)
@@ -425,6 +437,14 @@ class StepRunner:
 
     def _pop_unsent(self) -> Outputs:
         return self._unsent.pop(0) if self._unsent else {}
+
+
+def _add_observed(outputs: Outputs, result: ModelRunnerOutput) -> None:
+    """Add what logits processors observed to the outputs of the tokens of a result."""
+    for output in (output for message in outputs.values() for output in message.outputs):
+        observed = result.observed_logprobs.get(output.request_id)
+        if observed and output.new_token_ids:
+            output.observed_logprobs = observed[: len(output.new_token_ids)]
 
 
 def _has_no_work(plan: SchedulerOutput) -> bool:

@@ -18,7 +18,7 @@ from hardpoint.plugins import (
     WeightLoader,
 )
 from hardpoint.plugins.config_tables import LoadConfig
-from hardpoint.plugins.requests import WeightRun
+from hardpoint.plugins.requests import ResumedOutputs, WeightRun
 
 from .parts_start import PartsStart
 
@@ -142,6 +142,16 @@ class WeightUpdates:
             live.num_preemptions = request.num_preemptions if is_old else None
             live.is_reported = False
             self._live[request.request_id] = live
+
+    def resumed(self, request_id: str, resumed: ResumedOutputs) -> None:
+        """Note the versions of a new request's tokens that another engine has sampled."""
+        if not self._tells:
+            return
+        count = len(resumed.output_token_ids)
+        runs = [run for run in resumed.weight_runs or () if run.start < count]
+        if not runs or (runs[-1].version, runs[-1].kv_version) != (self.version, self.version):
+            runs.append(WeightRun(count, self.version, self.version))
+        self._live[request_id] = _Live(runs, is_reported=False)
 
     def mark(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Add the versions of tokens to outputs whose client does not have them yet."""

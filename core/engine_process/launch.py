@@ -21,6 +21,9 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
         engine_index: the number of the engine, from 0.
         num_sharing: engines of this host that are started at the same time, this one included.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
+        reports_load: whether the engine sends its clients its load (`EngineCoreOutputs.load`).
+        reports_cache: whether it sends them the changes of its KV cache
+            (`EngineCoreOutputs.cache_changes`).
     """
 
     address: str
@@ -31,3 +34,5 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
     engine_index: int = 0
     num_sharing: int = 1
     vocabulary: Vocabulary | None = None
+    reports_load: bool = False
+    reports_cache: bool = False

@@ -19,6 +19,7 @@ from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.system.forks import FORKS, end_copy
 
+from .reports import ClientReports
 from .sender import ClientSendQueues
 
 _log = logging.getLogger("hardpoint")
@@ -92,12 +93,15 @@ class LoopOptions:
             0 switches that off.
         watchdog_exits: whether such a step also ends the process.
         watchdog_later_seconds: left to an executor that ends such a step by itself.
+        reports_load, reports_cache: as in Launch.
     """
 
     drain_seconds: float = 0.0
     watchdog_seconds: float = 0.0
     watchdog_exits: bool = False
     watchdog_later_seconds: float = 0.0
+    reports_load: bool = False
+    reports_cache: bool = False
 
 
 class Wakeup:
@@ -139,10 +143,12 @@ class Abort:
     """Ids of requests to abort.
 
     Attributes:
+        client_index: client whose requests they are; those of another one go on.
         is_handled: whether the input queue has delivered it, so that its urgent copy is void.
     """
 
     request_ids: list[str]
+    client_index: int
     is_handled: bool = False
 
 
@@ -172,9 +178,9 @@ class LoopQueues:
     urgent_aborts: queue.SimpleQueue[Abort] = field(default_factory=queue.SimpleQueue)
     output: ClientSendQueues = field(default_factory=ClientSendQueues)
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Queue an abort. In any thread."""
-        abort = Abort(request_ids)
+    def abort(self, request_ids: list[str], client_index: int) -> None:
+        """Queue an abort of a client's requests. In any thread."""
+        abort = Abort(request_ids, client_index)
         self.urgent_aborts.put(abort)
         self.input.put(abort)
 
@@ -204,6 +210,15 @@ class EngineLoop:
         self._drain_until = 0.0
         self._signals = 0
         self._forks = FORKS[0]
+        self._reports: ClientReports | None = None
+        if options.reports_load or options.reports_cache:
+            self._reports = ClientReports(
+                core,
+                len(queues.output),
+                clock,
+                load=options.reports_load,
+                cache=options.reports_cache,
+            )
         core.enter_loop()
         core.on_executor_failure(lambda failed: queues.input.put(LoopFailure(failed)))
 
@@ -230,8 +245,11 @@ class EngineLoop:
                     self._core.activity.turn()
                     outputs, executed = self._core.step(self._late_aborts)
                     self._core.activity.turn()
+                    is_idle = not (executed or outputs)
+                    if self._reports is not None:
+                        outputs = self._reports.with_reports(outputs, executed=executed)
                     self._send(outputs)
-                    if not (executed or outputs) and self._core.has_requests():
+                    if is_idle and self._core.has_requests():
                         time.sleep(_IDLE_S)
             for outputs in self._core.flush():
                 self._send(outputs)
@@ -278,9 +296,13 @@ class EngineLoop:
         if FORKS[0] != self._forks:  # by a scheduler
             end_copy()
         self._late_aborts()  # drops them; the input queue has them too
+        if self._reports is not None:
+            self._send(self._reports.with_reports({}))
         while self._queues.input.empty() and self._core.work_when_idle():
             pass  # one at a time, so that a request waits for one at most
         timeout_s = _PAUSE_POLL_INTERVAL_S if self._core.num_unfinished_requests() else None
+        if self._reports is not None and (wait_s := self._reports.wait_s) is not None:
+            timeout_s = wait_s if timeout_s is None else min(timeout_s, wait_s)
         with contextlib.suppress(queue.Empty):
             self._handle(self._queues.input.get(timeout=timeout_s))
 
@@ -294,7 +316,7 @@ class EngineLoop:
             while True:
                 abort = self._queues.urgent_aborts.get_nowait()
                 if not abort.is_handled:
-                    ids += abort.request_ids
+                    ids += self._core.of_client(abort.request_ids, abort.client_index)
         return ids
 
     def _handle(self, message: Message) -> None:
@@ -305,7 +327,8 @@ class EngineLoop:
                 self._add_all(message)
             case Abort():
                 message.is_handled = True
-                self._send(self._core.abort_requests(message.request_ids))
+                own = self._core.of_client(message.request_ids, message.client_index)
+                self._send(self._core.abort_requests(own))
             case UtilityCall():
                 self._call(message)
             case Refusal():
@@ -317,6 +340,8 @@ class EngineLoop:
 
     def _add(self, message: Prepared) -> None:
         request = message.request
+        if self._reports is not None:
+            self._reports.read_request(request.client_index, request.request_id)
         if self._state is not ShutdownState.RUNNING:
             shutting_down = EngineDeadError("the engine is shutting down")
             self._reject(request.request_id, request.client_index, shutting_down)
@@ -330,6 +355,8 @@ class EngineLoop:
 
     def _add_all(self, call: PreparedCall) -> None:
         requests = [message.request for message in call.requests]
+        if self._reports is not None and requests:
+            self._reports.read_request(requests[-1].client_index, requests[-1].request_id)
         if self._state is not ShutdownState.RUNNING:
             for request in requests:
                 shutting_down = EngineDeadError("the engine is shutting down")

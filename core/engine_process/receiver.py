@@ -74,8 +74,8 @@ class MessageReader:
             index = error.index if isinstance(error, RefusedInCallError) else 0
             self._reject(kind, client, frames[1:], _reported(kind, error), index)
             return
-        if isinstance(message, list):
-            self._queues.abort(message)
+        if isinstance(message, list):  # of this client alone, whatever ids others have
+            self._queues.abort([name for name in message if name in self._live[client]], client)
             return
         if isinstance(message, PreparedCall):
             self._live[client].update(one.request.request_id for one in message.requests)
@@ -104,9 +104,7 @@ class MessageReader:
             case RequestType.ABORT:
                 return self._ids.decode(frames)
             case RequestType.UTILITY:
-                call = self._calls.decode(frames)
-                _check_client(call.client_index, client)
-                return call
+                return msgspec.structs.replace(self._calls.decode(frames), client_index=client)
         raise WireError(f"request type: {kind.name} is for data-parallel engines, this is none")
 
     def _all_prepared(
@@ -126,7 +124,7 @@ class MessageReader:
         return prepared
 
     def _prepared(self, request: EngineCoreRequest, client: int, arrived: float) -> Prepared:
-        _check_client(request.client_index, client)
+        request.client_index = client  # which the message may name otherwise
         self._check(request)
         return Prepared(request, self._hash_prompt(request), arrived)
 
@@ -180,12 +178,6 @@ def _reported(kind: RequestType | None, error: BaseException) -> HardpointError:
     what = "a message" if kind is None else f"a message of type {kind.name}"
     _log.error("looking at %s failed", what, exc_info=error)
     return HardpointError(f"looking at {what} failed: {describe(error)}")
-
-
-def _check_client(named: int, client: int) -> None:
-    """Reject a message whose answers would go to another client."""
-    if named != client:
-        raise RequestError(f"client_index: expected {client}, the client that sent it, got {named}")
 
 
 def _is_id(value: Any) -> bool:

@@ -22,6 +22,7 @@ from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.engine.build import BuiltCore, build_core
+from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import check_versions, device_of_engine
 from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
@@ -149,6 +150,7 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
                 time.monotonic,
                 activity,
                 launch.vocabulary,
+                CacheChangeLog() if launch.reports_cache else None,
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
@@ -173,6 +175,8 @@ def _serve(
             settings.watchdog_seconds,
             settings.watchdog_exits,
             _EXECUTORS_WATCH_S if spec.config.parallel.world_size > 1 else 0.0,
+            reports_load=launch.reports_load,
+            reports_cache=launch.reports_cache,
         ),
     )
     closing.callback(reset_signals, *_SIGNALS)
@@ -187,7 +191,9 @@ def _serve(
     watch.on_gone(stop, grace_s=_ORPHAN_GRACE_S)
     identity = launch.engine_index.to_bytes(2, "little")
     used = request_fields(spec.plugins, spec.config)
-    check = RequestCheck(spec.model_config.vocab_size, launch.engine_index, used)
+    processors = {entry.name: cls for entry, cls in spec.plugins.logits_processors()}
+    vocab_size = spec.model_config.vocab_size
+    check = RequestCheck(vocab_size, launch.engine_index, used, processors)
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
     gc.collect()
     gc.freeze()  # these objects live as long as the engine

@@ -38,6 +38,10 @@ class ClientSendQueues:
         self._changed = threading.Condition()
         self._deadline: float | None = None
 
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self._queues)
+
     def put(self, client: int, message: Message) -> None:
         """Add a message; one for a client that does not exist is dropped, and logged."""
         if not 0 <= client < len(self._queues):
@@ -117,12 +121,12 @@ class OutputEncoder:
     """Encodes the messages that an engine sends. One thread at a time."""
 
     def __init__(
-        self, abort: Callable[[list[str]], None], consumer: TensorConsumer | None = None
+        self, abort: Callable[[list[str], int], None], consumer: TensorConsumer | None = None
     ) -> None:
         """Create an encoder.
 
         Args:
-            abort: called with the ids of requests whose outputs cannot be encoded.
+            abort: called with ids of requests whose outputs cannot be encoded, and their client.
             consumer: is offered large tensors; if it fails, they travel in frames.
         """
         self._abort = abort
@@ -131,11 +135,16 @@ class OutputEncoder:
         # Requests whose client got an error instead of an output, until the engine has ended them.
         self._failed_ids: set[str] = set()
 
-    def encode_into(self, message: Message, buffer: bytearray) -> list[Buffer]:
+    def encode_into(self, message: Message, buffer: bytearray, client: int) -> list[Buffer]:
         """Return the frames of a message, or of its replacement; the first is `buffer`.
 
         A utility result that cannot be encoded becomes a failed call. An output that cannot
         becomes an error of its request, which ends; the others of the message stay as they are.
+
+        Args:
+            message: outputs, or a result.
+            buffer: gets the first frame.
+            client: index of the one that gets it.
 
         Raises:
             WireError: the cause is neither an output nor a result.
@@ -146,9 +155,9 @@ class OutputEncoder:
             return self._encoder.encode_into(message, buffer)
         except Exception as error:  # plugins made its contents, so this may be any exception
             _log.warning("a message cannot be sent as it is: %s", error)
-            return self._plain_encoder.encode_into(self._replacement(message), buffer)
+            return self._plain_encoder.encode_into(self._replacement(message, client), buffer)
 
-    def _replacement(self, message: Message) -> Message:
+    def _replacement(self, message: Message, client: int) -> Message:
         """Return the message with errors in place of the parts that cannot be encoded."""
         if isinstance(message, UtilityOutput):
             error = self._encoding_error(message)
@@ -163,7 +172,7 @@ class OutputEncoder:
                 failed.append(output.request_id)
         if failed:
             self._failed_ids.update(failed)
-            self._abort(failed)
+            self._abort(failed, client)
         return msgspec.structs.replace(message, outputs=outputs)
 
     def _without_failed(self, message: Message) -> Message:

@@ -246,7 +246,7 @@ class EngineIO:
             if isinstance(message, EngineCoreOutputs):
                 message.engine_index = self._index
             buffer = tracker.buffer()
-            frames = self._encoder.encode_into(message, buffer)
+            frames = self._encoder.encode_into(message, buffer, client)
             if isinstance(message, EngineCoreOutputs):
                 for output in message.outputs:
                     if output.finish_reason is not None:

@@ -296,7 +296,7 @@ class AsyncEngine(WatchedEngine):
         """Read the weights in another way when the engine is restarted."""
         self.use(self.parts.with_load(load))
 
-    async def call_utility(self, method: str, *args: Any) -> Any:
+    async def call_utility(self, method: str, *args: Any, rank: int | None = None) -> Any:
         """Call one of the engine's utilities, as `LLMEngine.call_utility` does.
 
         Raises:
@@ -304,7 +304,7 @@ class AsyncEngine(WatchedEngine):
         """
         await self._ready(serving=True)
         method = convert(method, str, path="method", error=RequestError)
-        future = asyncio.wrap_future(self._client.call(method, *args))
+        future = asyncio.wrap_future(self._client.call(method, *args, rank=rank))
         try:
             done, _ = await asyncio.wait([future], timeout=self._client.utility_timeout(method))
         except asyncio.CancelledError:

@@ -6,8 +6,7 @@ import dataclasses
 import logging
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.core.client.engine_group import Death, EngineGroup
-from hardpoint.core.client.restarts import DEADLY, WINDOW_S
+from hardpoint.core.client.base import Death
 from hardpoint.errors import EngineDeadError
 from hardpoint.registry.discovery import is_third_party
 
@@ -28,8 +27,7 @@ class EngineOwner:
         """Own the parts; the derived class closes them."""
         self.parts = parts
         self._frontend = Frontend(parts)
-        if isinstance(parts.client, EngineGroup):
-            parts.client.watch_deaths(self._engine_lost)
+        parts.client.watch_deaths(self._engine_lost)
 
     def _engine_lost(self, death: Death) -> EngineDeadError:
         """Return the error of an engine process; in another thread.
@@ -38,17 +36,17 @@ class EngineOwner:
         and its requests are refused.
         """
         reported = self._frontend.named(death.error, death.in_step)
-        if death.call is not None and death.is_repeated:
-            self._quarantine(death.call)
+        if death.call is not None and death.repeated:
+            self._quarantine(death.call, death.repeated)
         return reported
 
-    def _quarantine(self, call: PluginCall) -> None:
+    def _quarantine(self, call: PluginCall, times: str) -> None:
         entry = self.parts.plugins.find(call.kind, call.name)
         if entry is None or not is_third_party(entry):
             return
         if (parts := self.parts.without(call)) is None:
             return
-        message = f"the engine died {DEADLY} times within {WINDOW_S:g} s in {call}"
+        message = f"the engine died {times} in {call}"
         _log.error("quarantined: %s", message)
         self.use(parts)
         self._frontend.quarantine(call, message)

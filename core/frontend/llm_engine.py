@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hardpoint.boundary.errors import RefusedInCallError, attribute_error, engine_dead
@@ -209,6 +209,16 @@ class LLMEngine(EngineOwner):
             self._call_sinks(statistics.record)
         return processed.request_outputs
 
+    @property
+    def ranks(self) -> Collection[int]:
+        """The numbers of the engines."""
+        return self._client.ranks
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The process ids of the engines that serve in processes of their own, by rank."""
+        return self._client.pids
+
     @locked
     def why_waiting(self, request_id: str) -> dict[int, WaitReason | None]:
         """Return why the completions of a request got no tokens in the last step, by index.
@@ -252,12 +262,13 @@ class LLMEngine(EngineOwner):
         self.use(self.parts.with_load(load))
 
     @locked
-    def call_utility(self, method: str, *args: Any) -> Any:
+    def call_utility(self, method: str, *args: Any, rank: int | None = None) -> Any:
         """Call one of the engine's utilities, such as "pause" or "scheduler_stats", and wait.
 
         Args:
             method: one of `utility_calls.UTILITIES`, which declares its parameters and result.
             args: by position.
+            rank: the engine to call; None is all of them.
 
         Raises:
             RequestError: no such utility, or wrong arguments.
@@ -267,7 +278,7 @@ class LLMEngine(EngineOwner):
         self._check_open()
         method = convert(method, str, path="method", error=RequestError)
         try:
-            return self._client.call_utility(method, *args)
+            return self._client.call_utility(method, *args, rank=rank)
         finally:
             if method in _CHANGE_PAUSE:
                 with contextlib.suppress(EngineDeadError):  # that was reported already

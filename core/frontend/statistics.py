@@ -107,7 +107,8 @@ class RequestFigures:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
-        self.num_generation_tokens = 0
+        resumed = request.resumed
+        self.num_generation_tokens = 0 if resumed is None else len(resumed.output_token_ids)
         self.num_preemptions = 0
         self.arrived = arrived
         self.queued_at: float | None = None

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from typing import cast
 
 from hardpoint.boundary.errors import attribute_error, death_of, engine_dead
-from hardpoint.core.client.engine_group import EngineGroup
+from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.client.event_loop import EventLoopBridge, Item
-from hardpoint.core.client.process_client import ProcessClient
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -58,6 +58,16 @@ class WatchedEngine(EngineOwner):
         return self._client.pid
 
     @property
+    def ranks(self) -> Collection[int]:
+        """The numbers of the engines."""
+        return self._client.ranks
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The process ids of the engines that serve, by rank."""
+        return self._client.pids
+
+    @property
     def is_running(self) -> bool:
         """True while the engine serves, as far as is known; false while it is restarted."""
         is_open = self._lifecycle.state is EngineState.SERVING and self._bridge.failure is None
@@ -97,10 +107,9 @@ class WatchedEngine(EngineOwner):
             self._client.abort_requests(ids)
 
     @property
-    def _client(self) -> ProcessClient | EngineGroup:
-        client = self.parts.client
-        assert isinstance(client, ProcessClient | EngineGroup)
-        return client
+    def _client(self) -> RemoteClient:
+        assert not self.parts.client.in_process
+        return cast(RemoteClient, self.parts.client)
 
     async def _ready(self, *, serving: bool = False) -> None:
         """Check that the engine runs.
@@ -146,7 +155,9 @@ class WatchedEngine(EngineOwner):
         """Process outputs, or the error that ended them, from the client's threads."""
         if isinstance(item, Exception):
             self._engine_died(item)
-        elif item.outputs and self._lifecycle.state is EngineState.SERVING:
+        elif self._lifecycle.state is EngineState.SERVING and (
+            item.outputs or item.scheduler_stats is not None
+        ):
             self._process_outputs(item)
 
     def _process_outputs(self, batch: EngineCoreOutputs) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import struct
-from collections.abc import Callable
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hardpoint.plugins import EngineCoreRequest, Request
@@ -17,6 +18,12 @@ _ALGORITHMS: dict[str, Callable[[], Any]] = {
     "sha256": hashlib.sha256,
     "blake2b": lambda: hashlib.blake2b(digest_size=32),
 }
+
+
+_AT_ONCE = 32
+"""Blocks whose tokens are packed at once: the reader of a chain may need the first ones alone."""
+
+_BYTES_PER_TOKEN = 4
 
 
 class BlockHashes:
@@ -37,7 +44,6 @@ class BlockHashes:
             known = ", ".join(_ALGORITHMS)
             raise ValueError(f"hash_algorithm: expected one of {known}, got {algorithm!r}")
         self.block_size = block_size
-        self._pack = struct.Struct(f"<{block_size}I").pack
         self._part_keys = part_keys
         self._fresh = _ALGORITHMS[algorithm]()
         self._by_request: dict[Request, list[bytes]] = {}
@@ -62,6 +68,16 @@ class BlockHashes:
         self._extend(Request(source), hashes)
         return hashes
 
+    def of_prefix(self, source: EngineCoreRequest, num_blocks: int) -> Iterator[bytes]:
+        """Yield the hashes of the first blocks of a prompt, each computed when it is asked for.
+
+        Args:
+            source: the request.
+            num_blocks: at most the number of blocks that its prompt fills.
+        """
+        extras = self._extras(source, 0, num_blocks)
+        return self._chain(NO_PARENT, source.prompt_token_ids, range(num_blocks), extras)
+
     def store(self, request: Request, hashes: list[bytes]) -> None:
         """Store the hashes of a request's prompt, unless the request has hashes already."""
         self._by_request.setdefault(request, hashes)
@@ -79,12 +95,30 @@ class BlockHashes:
         size = self.block_size
         first, end = len(hashes), request.num_tokens // size
         extras = self._extras(request.source, first, end)
-        parent, fresh, pack = hashes[-1] if hashes else NO_PARENT, self._fresh, self._pack
+        parent = hashes[-1] if hashes else NO_PARENT
         tokens = request.token_ids(first * size, end * size)
-        for index in range(end - first):
-            block = pack(*tokens[index * size : (index + 1) * size])
-            parent = hash_block(parent, block, extras.get(first + index, b""), fresh)
-            hashes.append(parent)
+        hashes += self._chain(parent, tokens, range(first, end), extras)
+
+    def _chain(
+        self, parent: bytes, tokens: Sequence[int], blocks: range, extras: Mapping[int, bytes]
+    ) -> Iterator[bytes]:
+        """Yield the hashes of blocks.
+
+        Args:
+            parent: hash of the block before the first.
+            tokens: tokens of the blocks.
+            blocks: their indices, for `extras`.
+            extras: extra keys, by index.
+        """
+        size, fresh = self.block_size, self._fresh
+        bytes_per_block = size * _BYTES_PER_TOKEN
+        for start in range(0, len(blocks), _AT_ONCE):
+            some = blocks[start : start + _AT_ONCE]
+            packed = _packed(tokens[start * size : (start + len(some)) * size])
+            for place, index in enumerate(some):
+                block = packed[place * bytes_per_block : (place + 1) * bytes_per_block]
+                parent = hash_block(parent, block, extras.get(index, b""), fresh)
+                yield parent
 
     def _extras(self, source: EngineCoreRequest, first: int, end: int) -> dict[int, bytes]:
         """Return the extra keys of blocks that depend on more than their tokens, by index."""
@@ -95,3 +129,11 @@ class BlockHashes:
                 if key := self._part_keys(source, range(index * size, (index + 1) * size)):
                     extras[index] = with_part_keys(extras.get(index, b""), key)
         return extras
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Return tokens as little-endian uint32."""
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -17,7 +17,7 @@ from hardpoint.system.encoding.codec import Decoder
 from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
 from hardpoint.system.encoding.tensors import Buffer
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change of the order, number or meaning of message fields."""
 
 Count = Annotated[int, Meta(ge=0)]

@@ -76,7 +76,7 @@ class UtilityCall(msgspec.Struct, array_like=True, frozen=True):
     """A call of one of the engine's methods.
 
     Attributes:
-        client_index: where the answer goes.
+        client_index: where the answer goes; the engine sets it to the client of the connection.
         call_id: chosen by the client; the answer repeats it.
         args: positional, as plain data; the engine converts them to what the method declares.
     """

@@ -8,8 +8,12 @@ import msgspec
 import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins.engine_state import KVCacheChanges
 
 T = TypeVar("T")
+
+MOST_UNREAD = 65_536
+"""Blocks in unread changes of a cache; if there are more, they are dropped."""
 
 
 class OutputCoalescer:
@@ -44,7 +48,11 @@ class OutputCoalescer:
 
     def _merged(self, held: EngineCoreOutputs, later: EngineCoreOutputs) -> EngineCoreOutputs:
         if self._indexes is None:
-            held = msgspec.structs.replace(held, outputs=[_copy(output) for output in held.outputs])
+            held = msgspec.structs.replace(
+                held,
+                outputs=[_copy(output) for output in held.outputs],
+                cache_changes=_merged_changes(None, held.cache_changes),
+            )
             self._indexes = {output.request_id: i for i, output in enumerate(held.outputs)}
         for output in later.outputs:
             index = self._indexes.get(output.request_id)
@@ -58,6 +66,8 @@ class OutputCoalescer:
             outputs=held.outputs,
             finished_requests=_union(held.finished_requests, later.finished_requests),
             scheduler_stats=_latest(held.scheduler_stats, later.scheduler_stats),
+            load=_latest(held.load, later.load),
+            cache_changes=_merged_changes(held.cache_changes, later.cache_changes),
         )
 
 
@@ -68,6 +78,7 @@ def _copy(output: EngineCoreOutput) -> EngineCoreOutput:
         new_token_ids=list(output.new_token_ids),
         logprobs=_extended(None, output.logprobs),
         prompt_logprobs=_extended(None, output.prompt_logprobs),
+        observed_logprobs=_extended(None, output.observed_logprobs),
     )
 
 
@@ -76,6 +87,7 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
     held.new_token_ids += later.new_token_ids
     held.logprobs = _extended(held.logprobs, later.logprobs)
     held.prompt_logprobs = _extended(held.prompt_logprobs, later.prompt_logprobs)
+    held.observed_logprobs = _extended(held.observed_logprobs, later.observed_logprobs)
     if later.events:
         held.events = [*held.events, *later.events]
     if later.finish_reason is not None:
@@ -117,3 +129,41 @@ def _union(first: set[str] | None, later: set[str] | None) -> set[str] | None:
 
 def _latest(first: Any, later: Any) -> Any:
     return first if later is None else later
+
+
+def _merged_changes(
+    held: KVCacheChanges | None, later: KVCacheChanges | None
+) -> KVCacheChanges | None:
+    """Return two changes as one, None if there are none.
+
+    Args:
+        held: changes that only the caller has; they may be changed in place.
+        later: those that come after them; they stay as they are.
+    """
+    if held is None or later is None:
+        return held if later is None else _own_changes(later)
+    if later.first != held.last + 1:  # what is missing makes the earlier ones void
+        return _own_changes(later)
+    held.last = later.last
+    if later.cleared:
+        held.cleared, held.stored, held.removed = True, set(later.stored), set()
+    else:
+        held.stored -= later.removed
+        held.stored |= later.stored
+        if not held.cleared:
+            held.removed -= later.stored
+            held.removed |= later.removed
+    if len(held.stored) + len(held.removed) > MOST_UNREAD:
+        return KVCacheChanges(first=held.last + 1, last=held.last)
+    return held
+
+
+def _own_changes(changes: KVCacheChanges) -> KVCacheChanges:
+    """Return a copy with sets of its own."""
+    return KVCacheChanges(
+        first=changes.first,
+        last=changes.last,
+        cleared=changes.cleared,
+        stored=set(changes.stored),
+        removed=set(changes.removed),
+    )

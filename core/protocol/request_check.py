@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
+from hardpoint.plugins.logits import LogitsPlugin
+
+from .resumed_check import check_resumed
 
 _LONGEST_MARKER = 64
 
@@ -12,17 +16,25 @@ _LONGEST_MARKER = 64
 class RequestCheck:
     """Rejects requests that the engine cannot run, or of which it would ignore a field."""
 
-    def __init__(self, vocab_size: int, engine_index: int = 0, used: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        engine_index: int = 0,
+        used: Collection[str] = (),
+        processors: Mapping[str, type[LogitsPlugin]] = MappingProxyType({}),
+    ) -> None:
         """Create the check of one engine.
 
         Args:
             vocab_size: one more than the largest token id.
             engine_index: index of the engine that the requests are for.
             used: optional fields that step parts make use of, and check.
+            processors: classes of the enabled logits processors, by name.
         """
         self._vocab_size = vocab_size
         self._engine_index = engine_index
         self._used = used
+        self._processors = processors
 
     def __call__(self, request: EngineCoreRequest) -> None:
         """Check a request.
@@ -49,6 +61,7 @@ class RequestCheck:
                     f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
                     f"got {token}"
                 )
+        check_resumed(request, self._vocab_size, self._processors)
 
     def _check_pair(self, request: EngineCoreRequest) -> None:
         """Reject a pair of texts that no step part takes, or whose types begin outside of it."""

@@ -230,8 +230,8 @@ def load_weights(
             trim_memory()
         else:
             cache.save(key, model, description)
-    elif spec.config.parallel.data > 1:
-        _log.warning("weight cache: off for these weights: each engine has its own copy of them")
+    elif spec.config.parallel.data > 1 and spec.engine_rank == 0:
+        _log.info("packed weights: not kept (weight_cache), so each engine has a copy of its own")
 
 
 def _cache_key(spec: WorkerSpec, model: Model) -> str | None:

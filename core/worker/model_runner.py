@@ -362,11 +362,11 @@ class ModelRunner:
         )
         if sampled.observed:
             seen = [row for row in rows if row in sampled.observed]
-            output.faults |= pipeline.observe(
-                [requests[row] for row in seen],
-                [sampled.tokens[row] for row in seen],
-                [sampled.observed[row] for row in seen],
-            )
+            users, logprobs = [requests[row] for row in seen], [sampled.observed[r] for r in seen]
+            for request, logprob in zip(users, logprobs, strict=True):
+                output.observed_logprobs[request.request_id] = [logprob]
+            observed = [sampled.tokens[row] for row in seen]
+            output.faults |= pipeline.observe(users, observed, logprobs)
 
     def _verify(
         self,
@@ -442,7 +442,7 @@ class ModelRunner:
             return
         if source.params.routed_experts and self.model.routed_experts is None:
             fault = fault or RequestFault("routed_experts: the model is no mixture of experts")
-        fault = fault or self._sampling.pipeline.start(request)
+        fault = fault or self._sampling.pipeline.start(request, source.observed_before)
         if fault is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -63,6 +64,14 @@ class AcceptanceRate:
         return (self.accepted + _PRIOR * common) / (self.tried + _PRIOR)
 
 
+class _Figures(msgspec.Struct):
+    """Counts of a request, with the names of `SchedulerStats`; what another engine has sent."""
+
+    num_drafts: int = 0
+    num_verified_drafts: int = 0
+    num_accepted_by_position: list[int] = []
+
+
 @dataclass
 class _Live:
     """A request that has a speculator.
@@ -93,6 +102,21 @@ class _Live:
         self.by_position += [0] * (accepted - len(self.by_position))
         for position in range(accepted):
             self.by_position[position] += 1
+
+    def figures(self) -> dict[str, float | Sequence[float]]:
+        """Return the counts, with the names of `SchedulerStats`."""
+        return {
+            "num_drafts": self.num_tokens,
+            "num_accepted_drafts": sum(self.by_position),
+            "num_verified_drafts": self.num_verified,
+            "num_accepted_by_position": list(self.by_position),
+        }
+
+    def add_figures(self, figures: Mapping[str, Any]) -> None:
+        """Add what another engine has counted of the request."""
+        counted = msgspec.convert(figures, _Figures)
+        self.num_tokens, self.num_verified = counted.num_drafts, counted.num_verified_drafts
+        self.by_position = counted.num_accepted_by_position
 
 
 class DraftPlanner(EngineHalf):
@@ -125,7 +149,10 @@ class DraftPlanner(EngineHalf):
     def gate(self, request: Request) -> None:
         """Keep the request, whose output grows."""
         speculator = request.source.params.speculator or self._default
-        self._live[request.request_id] = _Live(request, speculator)
+        live = self._live[request.request_id] = _Live(request, speculator)
+        resumed = request.source.resumed
+        if resumed is not None and resumed.part_figures:
+            live.add_figures(resumed.part_figures.get(self._name, {}))
 
     def begin(self, plan: SchedulerOutput) -> bytes | None:
         """Return the limits of drafts after this step; None if the worker has nothing to do."""
@@ -198,13 +225,7 @@ class DraftPlanner(EngineHalf):
 
     def figures(self, request_id: str) -> Mapping[str, float | Sequence[float]]:
         """Return the drafts of a request, with the names of `SchedulerStats`."""
-        live = self._live[request_id]
-        return {
-            "num_drafts": live.num_tokens,
-            "num_accepted_drafts": sum(live.by_position),
-            "num_verified_drafts": live.num_verified,
-            "num_accepted_by_position": list(live.by_position),
-        }
+        return self._live[request_id].figures()
 
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Return the drafts of the worker after the last step."""

@@ -58,6 +58,7 @@ class Answer:
     Attributes:
         request: whose output it is.
         structured: what the answer must be.
+        num_followed: output tokens that were taken.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Answer:
             starts = tuple(filter(None, markers.start))
             prefix = self._prefix[_overlap(prompt, self._prefix) :]
         self._at = _At(position, starts, prefix, _Text(compiled), 0)
-        self._seen = 0  # output tokens
+        self.num_followed = 0
 
     @property
     def in_reasoning(self) -> bool:
@@ -114,7 +115,7 @@ class Answer:
         Raises:
             ValueError: the grammar forbids the output, or allows no token after it.
         """
-        self._follow()
+        self.follow()
         before = self._at
         self._fill(rows[0])
         try:
@@ -143,7 +144,7 @@ class Answer:
         Raises:
             ValueError: the grammar forbids the output.
         """
-        self._follow()
+        self.follow()
         before, count = self._at, 0
         try:
             for token in drafts:
@@ -156,20 +157,20 @@ class Answer:
             self._return_to(before)
         return count
 
-    def _follow(self) -> None:
-        """Take the tokens of the output that are new.
+    def follow(self) -> None:
+        """Take the tokens of the output that are new; stay before one that cannot be taken.
 
         Raises:
             ValueError: the grammar forbids one.
         """
         outputs = self.request.output_token_ids
-        while self._seen < len(outputs):
-            token = outputs[self._seen]
+        while self.num_followed < len(outputs):
+            token, number = outputs[self.num_followed], self.num_followed + 1
             if not self.advance(token):
                 raise ValueError(
-                    f"it does not allow the token {token}, the output's number {self._seen + 1}"
+                    f"it does not allow the token {token}, the output's number {number}"
                 )
-            self._seen += 1
+            self.num_followed = number
 
     def advance(self, token: int) -> bool:
         """Follow one more token; return False if the grammar does not allow it.

@@ -153,12 +153,30 @@ class GrammarManager(EngineHalf):
             self._forget(request_id)
         self._compiled.move_to_end(key)
         try:
-            self._answers[request_id] = Answer(
-                request, state, self._vocab_size, self._describe_fault
-            )
+            answer = Answer(request, state, self._vocab_size, self._describe_fault)
         except BaseException as cause:
             raise RequestError(self._fault(structured, cause).message) from cause
+        self._continue(answer)
+        self._answers[request_id] = answer
         return None
+
+    def _continue(self, answer: Answer) -> None:
+        """Follow the output that a request has from another engine.
+
+        Raises:
+            RequestError: the grammar does not allow it, or failed.
+        """
+        try:
+            answer.follow()
+        except BaseException as cause:
+            message = self._fault(answer.structured, cause).message
+            if isinstance(cause, ValueError):
+                index = answer.num_followed
+                message = (
+                    f"resumed.output_token_ids[{index}]: expected a token that the grammar allows, "
+                    f"got {answer.request.output_token_ids[index]}: {message}"
+                )
+            raise RequestError(message) from cause
 
     def _compilation(
         self, key: str, request_id: str, structured: StructuredOutputs

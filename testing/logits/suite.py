@@ -210,6 +210,23 @@ class LogitsProcessorSuite(ConformanceSuite):
             seed=_SEEDS,
         )
 
+    def test_resume(self) -> None:
+        """With `observe`: a new instance that starts without outputs, and observes each token with
+        the logprob that it had, has the same state. So another engine can go on with a request.
+        """
+        if not self._subject.observes:
+            pytest.skip("it does not observe: test_advance checks what another engine starts")
+        if not self.processor.supports_resume:
+            pytest.skip("supports_resume is False: no other engine goes on with its requests")
+        self._search_cases(
+            "resume: start and observe give another engine the same state",
+            60,
+            states.check_resumed,
+            case=self._users(),
+            tokens=st.lists(drawn_tokens(self.vocab_size), min_size=1, max_size=5),
+            seed=_SEEDS,
+        )
+
     def test_deterministic(self) -> None:
         """Two new instances give equal results for equal inputs."""
         self._search_cases(

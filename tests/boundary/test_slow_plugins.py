@@ -12,7 +12,6 @@ from support.fault_cases import run_all
 from hardpoint import SamplingParams, plugins
 from hardpoint.boundary import activity, guard
 from hardpoint.boundary.activity import Activity, PluginCalls
-from hardpoint.core.client.restarts import RestartBudget
 from hardpoint.core.worker.sampling import processor_runner
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -25,6 +24,7 @@ from hardpoint.plugins import (
     hookimpl,
 )
 from hardpoint.plugins.manifest import Source
+from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.testing import scripted_engine
 from hardpoint.testing.scripted import ScriptedModel
 

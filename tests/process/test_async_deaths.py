@@ -150,7 +150,8 @@ def test_a_dead_engine_is_started_again(scripted):
     """Weights, policy and everything else are there again; what was in flight has failed."""
 
     async def main():
-        async with opened(scripted, SLOW, restart="on_failure") as llm:
+        settings = SLOW | {"engine": {"resume": "off"}}
+        async with opened(scripted, settings, restart="on_failure") as llm:
             await llm.set_policy("fair")
             for times in (1, 2):
                 streams = Streams(llm, 32, long(400, {"slow": {"seconds": 0.05}}))

@@ -46,7 +46,11 @@ async def error_of(llm, request_id, **fields):
 def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined(scripted):
     config = process_config(
         scripted,
-        {"plugins": {"enable": [f"{HERE}:Exits"]}, "scheduler": {"max_num_seqs": 2}},
+        {
+            "plugins": {"enable": [f"{HERE}:Exits"]},
+            "scheduler": {"max_num_seqs": 2},
+            "engine": {"resume": "off"},
+        },
     )
 
     async def die(llm):
@@ -84,7 +88,10 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
 
 
 def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
-    config = process_config(scripted, {"plugins": {"enable": ["support.plugins.slow:Slow"]}})
+    config = process_config(
+        scripted,
+        {"plugins": {"enable": ["support.plugins.slow:Slow"]}, "engine": {"resume": "off"}},
+    )
 
     async def die(llm, begun):
         stream = llm.generate("x", hangs(begun))

@@ -250,6 +250,7 @@ class FakeEngine:
             finished=last,
             num_cached_tokens=0,
             kv_transfer_params=self.transfer if last else None,
+            seed=5,
         )
 
     async def apply_chat_template(self, messages, **_):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from hardpoint import LLM, AsyncLLM
@@ -33,6 +35,21 @@ def send_queue_of(llm: AsyncLLM) -> SendQueue:
 def core_of(engine: LLMEngine) -> EngineCore:
     """Return the engine core that runs in this process."""
     return engine.parts.client._core
+
+
+def client_in(engine: LLMEngine) -> Any:
+    """Return the client of an engine."""
+    return engine._client
+
+
+@contextlib.contextmanager
+def use_client(engine: LLMEngine, client: Any) -> Iterator[None]:
+    """Let an engine reach its core, and others, by another client."""
+    own, engine._client = engine._client, client
+    try:
+        yield
+    finally:
+        engine._client = own
 
 
 def config_of(engine: LLMEngine) -> EngineConfig:

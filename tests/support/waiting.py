@@ -10,9 +10,6 @@ from typing import Any
 
 import psutil
 
-from hardpoint import EngineDeadError
-from hardpoint.core.client.process_client import ProcessClient
-
 PATIENCE_S = 60.0
 
 
@@ -41,19 +38,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def until_told_of_its_death(client: ProcessClient) -> None:
-    """Wait until a client knows that its engine is dead; its event loop is paused."""
-
-    def is_dead() -> bool:
-        try:
-            client.call("scheduler_stats")
-        except EngineDeadError:
-            return True
-        return False
-
-    wait_until(is_dead, PATIENCE_S, "the report of its death")
 
 
 class HeldSteps:

@@ -122,6 +122,7 @@ BROKEN = [
     }),
     (broken.OutgrowsItsBound, ANY, {"history": "expected a state of at most max_state_bytes"}),
     (broken.ObservesInPlace, ANY, {"drafts": "changed the request's own state", "effect": None}),
+    (broken.RemembersLogits, ANY, {"resume": "another engine has the state"}),
     (broken.ObservesNothing, ANY, {"history": "expected a state of type State, got NoneType"}),
 ]  # fmt: skip
 CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "NoContract"} | {

@@ -101,6 +101,7 @@ _OUTSIDE = (
 
 _INSIDE = "|".join(name for name in TokenSampling.__struct_fields__ if name not in _OUTSIDE)
 _NAMES: Renaming = (
+    (re.compile(r"^resumed\.(?=output_token_ids)"), ""),
     (re.compile(r"^prompt(_token_ids)?(?=[\[:])"), "token_ids"),
     (re.compile(rf"^(?=(?:{_INSIDE})\b)"), "sampling_params."),
 )
@@ -112,6 +113,9 @@ class GenerateRequest(Strict):
 
     Attributes:
         token_ids: the prompt.
+        output_token_ids: for each completion the tokens that another server has generated of it,
+            after which this one goes on, or null for one that has ended. A stream has what is new;
+            a whole answer begins with them, and its log-probabilities are of the new ones.
         sampling_params: how tokens are chosen.
         request_id: id of the answer, in place of a random one.
         stream: send the answer as it comes.
@@ -121,6 +125,7 @@ class GenerateRequest(Strict):
     refused: ClassVar[Mapping[str, str]] = {"features": "the model reads text alone"}
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    output_token_ids: list[list[TokenId] | None] | None = None
     sampling_params: TokenSampling = TokenSampling()
     request_id: Annotated[str, Meta(pattern=r"\A[\x21-\x7e]{1,128}\Z")] | None = None
     model: str | None = None
@@ -151,11 +156,17 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
 
 
 class Generated(msgspec.Struct, kw_only=True):
-    """The completions of tokens."""
+    """The completions of tokens.
+
+    Attributes:
+        seed: the seed of `sampling_params`, or the one that was chosen; in a stream, the first
+            chunk has it. With it and `output_token_ids`, another server goes on in the same way.
+    """
 
     request_id: str
     choices: list[GeneratedChoice]
     usage: Usage
+    seed: int
     prompt_logprobs: list[Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -232,7 +243,10 @@ class GenerateDialect(Dialect[GenerateRequest, RequestOutput]):
         params = self._params_of(body)
         extras = self._service.extras(asked.call, body, asked.adapter)
         generate = self._service.engine.generate
-        outputs = generate(body.token_ids, params, asked.request_id, **extras)
+        prompt: list[int] | dict[str, Any] = body.token_ids
+        if (given := body.output_token_ids) is not None:
+            prompt = {"prompt_token_ids": body.token_ids, "output_token_ids": given}
+        outputs = generate(prompt, params, asked.request_id, **extras)
         outputs = renamed(renamed(outputs, (), body.sampling_params), _NAMES)
         return outputs, GeneratedAnswer(self._service, asked)
 
@@ -263,6 +277,8 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         ids = [asked.request_id] if options is not None and options.include_progress else []
         super().__init__(service, {"request_id": asked.answer_id}, options, ids)
         self._id, self._params = asked.answer_id, asked.body.sampling_params
+        given = None if asked.body.stream else asked.body.output_token_ids
+        self._num_given = [len(token_ids or ()) for token_ids in given or ()]
         self._begun = False
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Generated:
@@ -274,6 +290,7 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
             request_id=self._id,
             choices=list(map(self._choice, output.outputs)),
             usage=self._usage.usage(),
+            seed=_seed_of(output),
             prompt_logprobs=prompt_logprobs(output),
             kv_transfer_params=output.kv_transfer_params,
         )
@@ -287,8 +304,10 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
         self._usage.add(output)
         choices = b",".join(self._encode(self._choice(choice)) for choice in output.outputs)
         parts = [self._head, choices, b"]"]
-        if not self._begun and output.prompt_logprobs is not None:
-            parts += (b',"prompt_logprobs":', self._encode(prompt_logprobs(output)))
+        if not self._begun:
+            parts += (b',"seed":', self._encode(_seed_of(output)))
+            if output.prompt_logprobs is not None:
+                parts += (b',"prompt_logprobs":', self._encode(prompt_logprobs(output)))
         self._begun = True
         if output.kv_transfer_params is not None:
             parts += (b',"kv_transfer_params":', self._encode(output.kv_transfer_params))
@@ -301,15 +320,22 @@ class GeneratedAnswer(ChunkAnswer[RequestOutput]):
                 {token: Logprob(other.logprob, other.rank, None) for token, other in place.items()}
                 for place in completion.logprobs
             ]
+        first = self._num_given[completion.index] if self._num_given else 0
+        new = msgspec.structs.replace(completion, token_ids=completion.token_ids[first:])
         return GeneratedChoice(
             index=completion.index,
             token_ids=completion.token_ids,
             logprobs=choice_logprobs(
-                completion, self._params.logprobs or 0, self._params.logprob_token_ids or ()
+                new, self._params.logprobs or 0, self._params.logprob_token_ids or ()
             ),
             finish_reason=completion.finish_reason,
             **ended(completion),
         )
+
+
+def _seed_of(output: RequestOutput) -> int:
+    assert output.seed is not None, "the engine gives each request that generates one"
+    return output.seed
 
 
 class TokenRoutes:

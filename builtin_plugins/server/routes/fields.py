@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
-from hardpoint.builtin_plugins.server.field_names import is_of_grammar, own_names, with_own_path
+from hardpoint.builtin_plugins.server.field_names import is_of_request, own_names, with_own_path
 from hardpoint.plugins import (
     RepetitionDetection,
     RequestError,
@@ -485,7 +485,7 @@ async def renamed(
             async for output in outputs:
                 for completion in output.outputs:
                     # A grammar is compiled while the request waits.
-                    if completion.error and is_of_grammar(completion.error):
+                    if completion.error and is_of_request(completion.error):
                         raise RequestError(completion.error)
                 yield output
     except RequestError as error:

@@ -19,6 +19,7 @@ from hardpoint.plugins import (
     FinishReason,
     HardpointError,
     Logprob,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     Tokenizer,
@@ -178,6 +179,9 @@ class RequestState:
         self._part_figures: dict[str, dict[str, Any]] | None = None
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
         self._weight_runs: list[WeightRun] | None = None
+        self._num_before = 0  # tokens of another engine, whose log-probabilities are not known
+        if request.resumed is not None and request.resumed.output_token_ids:
+            self._go_on(request.resumed.output_token_ids)
 
     @property
     def index(self) -> int:
@@ -227,6 +231,25 @@ class RequestState:
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
 
+    def _go_on(self, token_ids: list[int]) -> None:
+        """Begin after outputs that the caller has.
+
+        Raises:
+            RequestError: they end the request.
+            PluginFaultError: tokenizer or parser failed.
+        """
+        stream = self._stream = self._new_stream()
+        try:
+            self._parse_by(stream)
+            stream.push(list(token_ids), None)
+            if (stop := stream.stop_string) is not None:
+                raise RequestError(f"output_token_ids: expected no text that ends at stop {stop!r}")
+            shown = stream.pop(finished=False)
+        except BaseException:
+            self.close()
+            raise
+        self._answer, self._num_before = shown.content or "", len(token_ids)
+
     def _new_stream(self) -> CompletionStream:
         params, index = self._request.params, self._request.child_index
         return CompletionStream(
@@ -243,7 +266,7 @@ class RequestState:
         asks = self._logprobs is not None or self._prompt_logprobs is not None
         asks = asks or params.routed_experts or bool(params.stop_strings or params.include)
         watches = self._parsers is not None or self._flaw_of is not None
-        is_alone = self._delta and self.parent.n == self._interval == 1
+        is_alone = self._delta and self.parent.n == self._interval == 1 and not self.index
         return is_alone and self._decoder is not None and not (asks or watches)
 
     def _parse_by(self, stream: CompletionStream) -> None:
@@ -322,6 +345,7 @@ class RequestState:
             finished=False,
             num_cached_tokens=self._num_cached_tokens,
             lora_request=self._request.lora,
+            seed=self._request.params.seed,
         )
 
     def output(self) -> RequestOutput | None:
@@ -330,7 +354,7 @@ class RequestState:
         stream = self._stream or self._new_stream()
         if (self._final_only and not finished) or (not finished and stream.waits()):
             return None
-        first_token = stream.num_shown if self._delta else 0
+        first_token = stream.num_shown - self._num_before if self._delta else 0
         completion = stream.pop(finished=finished)
         if self._flaw_of is not None:
             self._validate(self._flaw_of, completion, finished=finished)
@@ -398,6 +422,7 @@ class RequestState:
             num_cached_tokens=self._num_cached_tokens,
             kv_transfer_params=self._kv_transfer_params,
             lora_request=self._request.lora,
+            seed=self._request.params.seed,
         )
 
     def _decoded(self, entry: TokenLogprobs, num_given: int = 0) -> Mapping[int, Logprob]:

@@ -225,6 +225,12 @@ class InputProcessor:
         assert not isinstance(whole, EncodedPair), "a pair is refused"
         return PlacedMedia(whole, features)
 
+    def outputs_of(self, prompt: Prompt) -> Any:
+        """Return the outputs that a prompt comes with, by completion; None: it has none."""
+        if not isinstance(prompt, Mapping) or self._parts.reads_prompt(prompt):
+            return None
+        return read_prompt(prompt).outputs
+
     def _read(self, prompt: Prompt) -> ReadPrompt:
         own = not isinstance(prompt, str) and self._parts.read_prompt(prompt, self.tokenise)
         return ReadPrompt.of(own) if own else read_prompt(prompt)

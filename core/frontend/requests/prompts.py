@@ -21,7 +21,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; or, tokenised elsewhere,
 `{"type": "token", "prompt_token_ids": ids}` with optional `prompt`, `cache_salt` and
 `arrival_time`; of what reads two texts together, `{"text": text, "text_pair": text}`; or a mapping
-that a step part reads. A mapping may have `multi_modal_data`, items by modality, besides."""
+that a step part reads. A mapping may have `multi_modal_data`, items by modality, besides; one with
+token ids also `output_token_ids`, after which its completions go on: for each a list, or None for
+one that has ended."""
 
 Params = SamplingParams | PoolingParams
 """What is to be made of a prompt: tokens that follow it, or vectors."""
@@ -32,6 +34,9 @@ Tokens = list[int] | EncodedPair
 _KEYS = ("prompt", "prompt_token_ids")
 _PAIR_KEYS = ("text", "text_pair")
 _MEDIA = "multi_modal_data"
+OUTPUTS = "output_token_ids"
+"""Key of a prompt's outputs so far, by completion."""
+_BESIDES = (_MEDIA, OUTPUTS)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class ReadPrompt:
         fields: fields of the request that a step part has read.
         media: items by modality, for the placeholders of the prompt; unchecked. None: there are
             none, and no token is a placeholder.
+        outputs: the output so far of each completion; unchecked. None: all are new.
     """
 
     text: str | None = None
@@ -56,6 +62,7 @@ class ReadPrompt:
     arrival_time: float | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     media: Mapping[str, Sequence[Any]] | None = None
+    outputs: Any = None
 
     @classmethod
     def of(cls, given: GivenPrompt) -> ReadPrompt:
@@ -92,10 +99,8 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         _check_one(token_ids)
         return ReadPrompt(token_ids=token_ids)
     given: dict[Any, Any] = copied(prompt, "prompt")
-    if _MEDIA in given:
-        given = dict(given)
-        media = _listed_media(given.pop(_MEDIA))
-        return dataclasses.replace(read_prompt(given), media=media or None)
+    if not given.keys().isdisjoint(_BESIDES):
+        return _with_more(given)
     if "type" in given:
         return _tokenised(given)
     if not given.keys().isdisjoint(_PAIR_KEYS):
@@ -112,6 +117,16 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     if not isinstance(value, str):
         raise RequestError(f"prompt: expected a string, got {type(value).__name__}")
     return ReadPrompt(text=value)
+
+
+def _with_more(given: dict[Any, Any]) -> ReadPrompt:
+    """Return a prompt with what it has besides its text or token ids."""
+    read = read_prompt({key: value for key, value in given.items() if key not in _BESIDES})
+    outputs = given.get(OUTPUTS)
+    if outputs is not None and read.token_ids is None:
+        raise RequestError(f"{OUTPUTS}: expected prompt_token_ids with it, got a text")
+    media = _listed_media(given.get(_MEDIA)) or None
+    return dataclasses.replace(read, media=media, outputs=outputs)
 
 
 def _listed_media(value: Any) -> dict[str, list[Any]]:

@@ -21,6 +21,7 @@ from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
+from .given_outputs import with_outputs
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
 from .prompts import Params, Prompt, Tokens
@@ -56,7 +57,8 @@ class Submitter:
         self._arguments, self._input, self._output = arguments, processor, output
         used = request_fields(parts.plugins, parts.config)
         vocab_size = parts.model_config.vocab_size
-        self._prebuilt = PrebuiltRequestValidator(processor, vocab_size, used)
+        processors = {entry.name: cls for entry, cls in parts.plugins.logits_processors()}
+        self._prebuilt = PrebuiltRequestValidator(processor, vocab_size, used, processors)
         self._received_hook: RequestReceivedHook | None = None
         if parts.hooks.has("request_received"):
             self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, arguments)
@@ -123,7 +125,7 @@ class Submitter:
             internal_id = self._internal_id(request_id, n)
             parallel = extras.calls is None or extras.calls.parallel
             parent = ParentRequest(request_id, internal_id, n, sink, parallel)
-            children = [(child, parsers) for child in parent.children(request)]
+            children = [(c, parsers) for c in self._completions(parent, request, prompt)]
             if self._received_hook is not None:
                 children = [self._received_hook(child, held) for child in children]
             sought = _sought_calls(request, params, extras)
@@ -139,6 +141,17 @@ class Submitter:
                 f"data_parallel_rank: expected none, or one of {', '.join(map(str, ranks))}, the "
                 f"numbers of the engines (parallel.data), got {rank}"
             )
+
+    def _completions(
+        self, parent: ParentRequest, request: EngineCoreRequest, prompt: Prompt | EngineCoreRequest
+    ) -> list[EngineCoreRequest]:
+        """Return the requests of a prompt's completions; those that come with outputs have them."""
+        children = parent.children(request)
+        if not isinstance(prompt, EngineCoreRequest):
+            given = self._input.outputs_of(prompt)
+            children = with_outputs(children, given, self._prebuilt.check_as_engine)
+            parent.n = len(children)
+        return children
 
     def _warn_of_priority(self, policy: str) -> None:
         """Log, once, that a policy ignores the priority of requests."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -12,6 +13,7 @@ from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import EngineCoreRequest, RequestError, SamplingParams
+from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.registry.blame import text_of
 from hardpoint.registry.hooks import HookSet
 from hardpoint.system.encoding import Buffer, Decoder, Encoder, WireError
@@ -28,14 +30,22 @@ ParsedRequest = tuple[EngineCoreRequest, OutputParsers]
 
 
 class PrebuiltRequestValidator:
-    """Checks requests as an engine process does, so that the engine's place makes no difference."""
+    """Checks requests as an engine process does, so that the engine's place makes no difference.
+
+    Attributes:
+        check_as_engine: raises a RequestError for a request that an engine process would refuse.
+    """
 
     def __init__(
-        self, processor: InputProcessor, vocab_size: int, used: Collection[str] = ()
+        self,
+        processor: InputProcessor,
+        vocab_size: int,
+        used: Collection[str] = (),
+        processors: Mapping[str, type[LogitsPlugin]] = MappingProxyType({}),
     ) -> None:
-        """Use the processor to check the sampling parameters; `used` as in `RequestCheck`."""
+        """Use the processor to check the sampling parameters; others as in `RequestCheck`."""
         self._processor = processor
-        self._check = RequestCheck(vocab_size, used=used)
+        self.check_as_engine = RequestCheck(vocab_size, used=used, processors=processors)
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
     def validate(
@@ -64,7 +74,7 @@ class PrebuiltRequestValidator:
         params = self._processor.checked(request.params)
         copy = self._copy(request, msgspec.structs.replace(params, logits_processors=[]))
         copy.params = self._processor.seeded(params)  # callables are no data, so not the copy's
-        self._check(copy)
+        self.check_as_engine(copy)
         return copy
 
     def _copy(self, request: EngineCoreRequest, params: SamplingParams) -> EngineCoreRequest:
@@ -104,6 +114,10 @@ def _refuse_frontend_fields(request: EngineCoreRequest) -> None:
         raise RequestError(
             f"client_index: expected {_CLIENT}, the client that sends it, "
             f"got {shown(request.client_index)}"
+        )
+    if request.resumed is not None and request.params.n != 1:
+        raise RequestError(
+            f"resumed: expected none with n {request.params.n}, for each completion has its own"
         )
 
 

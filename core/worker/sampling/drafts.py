@@ -169,6 +169,8 @@ class DraftStep:
             output.sampled_token_ids[request_id] = result.tokens
             if result.entries:
                 output.logprobs[request_id] = result.entries
+            if result.logprobs:
+                output.observed_logprobs[request_id] = result.logprobs
         depth = 0
         while kept:
             requests = [request for request, _ in kept]

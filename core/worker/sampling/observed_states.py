@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from hardpoint.plugins import Executor, LogitsRequest
 from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.typed import prepared
+from hardpoint.typed.read_only import ReadOnlyList
 
 NUM_VERSIONS = Executor.MAX_CONCURRENT_BATCHES + 1
 """States kept per request. Results may come as many steps late as a pipeline has batches, and the
@@ -37,17 +39,24 @@ class ObservedStates:
         """Return the number of requests."""
         return len(self._versions)
 
-    def start(self, processor: LogitsPlugin, request: LogitsRequest) -> Any:
+    def start(
+        self, processor: LogitsPlugin, request: LogitsRequest, observed: Sequence[float] = ()
+    ) -> Any:
         """Return the state of a request that enters the batch: a new one, or that of its tokens.
 
+        Args:
+            processor: whose state it is.
+            request: with its output tokens.
+            observed: logprobs of the tokens that another engine has sampled.
+
         Raises:
-            LookupError: the request has output tokens, and no state after them is kept.
+            LookupError: the request has other output tokens, and no state after them is kept.
             TypeError, ValueError: the state that `start` returned is not as declared.
         """
         by_name = self._versions.setdefault(request.request_id, {})
         num_tokens = len(request.output_token_ids)
-        if not num_tokens:
-            state = processor.start(request)
+        if not num_tokens or (processor.name not in by_name and len(observed) == num_tokens):
+            state = _observed(processor, request, observed if num_tokens else ())
             by_name[processor.name] = deque(maxlen=NUM_VERSIONS)
             self.record(processor, request, state)
             return state
@@ -83,3 +92,13 @@ class ObservedStates:
         if self._versions:
             for request_id in request_ids:
                 self._versions.pop(request_id, None)
+
+
+def _observed(processor: LogitsPlugin, request: LogitsRequest, logprobs: Sequence[float]) -> Any:
+    """Return the state after tokens with these logprobs, as if each had been sampled here."""
+    if not logprobs:
+        return processor.start(request)
+    state = processor.start(replace(request, output_token_ids=ReadOnlyList()))
+    for token, logprob in zip(request.output_token_ids, logprobs, strict=True):
+        state = processor.observe(processor.advance(state, token), token, logprob)
+    return state

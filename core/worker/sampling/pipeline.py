@@ -81,14 +81,19 @@ class LogitsPipeline:
         """
         return self._by_name[name].fault(method, cause)
 
-    def start(self, request: LogitsRequest) -> RequestFault | None:
-        """Build the states of a request that got its row; return the fault if that fails."""
+    def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> RequestFault | None:
+        """Build the states of a request that got its row; return the fault if that fails.
+
+        Args:
+            request: with its output tokens.
+            observed: logprobs of the tokens that another engine has sampled.
+        """
         for name in request.arguments:
             runner = self._by_name[name]
             try:
                 with runner.measured("start"):
                     if runner.observes:
-                        state = self.observed_states.start(runner.processor, request)
+                        state = self.observed_states.start(runner.processor, request, observed)
                         _set_state(request.state, name, state)
                     elif runner.has_state:
                         _set_state(request.state, name, runner.processor.start(request))

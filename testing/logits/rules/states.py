@@ -16,7 +16,12 @@ from hardpoint.testing.logits.batch import (
 )
 from hardpoint.testing.logits.subject import MAX_ROWS, Case, Subject
 from hardpoint.testing.snapshots import snapshot
-from hardpoint.testing.suite import Violation
+from hardpoint.testing.suite import Violation, short_repr
+
+_RESUME_ADVICE = (
+    "let observe depend on its arguments alone, for apply never ran there; or set supports_resume "
+    "to False"
+)
 
 
 def check_pure(subject: Subject, cases: list[Case], seed: int) -> None:
@@ -139,6 +144,28 @@ def check_observed_drafts(subject: Subject, case: Case, drafts: list[int], seed:
         raise Violation(
             f"the drafts {drafts} changed the request's own state, for {case}",
             "let observe return a new state and change none",
+        )
+
+
+def check_resumed(subject: Subject, case: Case, tokens: list[int], seed: int) -> None:
+    """Check that tokens and their logprobs are all that another engine needs for the state."""
+    batch, observed = BatchFixture(subject, [case]), []
+    for depth, token in enumerate(tokens):
+        logits = make_logits(seed + depth, 1, subject.vocab_size)
+        processed = batch.process(logits)
+        (chosen,) = allowed_tokens(batch.pipeline, processed, [case.token(token)])
+        observed.append(float(processed.log_softmax(-1)[0, chosen]))
+        batch.advance([chosen], logits=logits)
+    elsewhere = BatchFixture(subject, [])
+    request = case.request(subject, "r0", list(batch.outputs[0]), 0)
+    if (fault := elsewhere.pipeline.start(request, observed)) is not None:
+        raise Violation(f"in another engine, {fault.message}", _RESUME_ADVICE)
+    was, now = _state_of(batch, batch.requests[0]), _state_of(elsewhere, request)
+    if was != now:
+        raise Violation(
+            f"after {batch.outputs[0]}, another engine has the state {short_repr(now)} instead of "
+            f"{short_repr(was)}, for {case}",
+            _RESUME_ADVICE,
         )
 
 

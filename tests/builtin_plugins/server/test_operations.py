@@ -293,6 +293,13 @@ def test_an_engine_that_is_killed_under_load_is_replaced(endless):
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "engine_restarting"
+        wait_until(lambda: server.client.get("/ready").status_code == 200, 30)
+        grown = [len(stream.text) for stream in streams]
+        wait_until(lambda: all(len(s.text) > n for s, n in zip(streams, grown, strict=True)), 20)
+        assert whole.status is None  # its engine died, and it goes on
+        assert llm.engine_pid != pid
+
+        os.kill(llm.engine_pid, signal.SIGKILL)  # more often than engine.max_resumes
         for stream in streams:
             error = stream.last_event()["error"]
             assert error["type"] == "unavailable_error"
@@ -302,8 +309,7 @@ def test_an_engine_that_is_killed_under_load_is_replaced(endless):
         wait_until(lambda: server.client.get("/ready").status_code == 200, 30)
         answer = server.post(COMPLETIONS, SAY)
         assert answer.json()["choices"][0]["text"] == ABC
-        assert server.client.get("/health").json()["restarts"] == 1
-        assert llm.engine_pid != pid
+        assert server.client.get("/health").json()["restarts"] == 2
 
 
 def test_a_client_that_goes_frees_its_request_in_the_engine(endless):

@@ -64,6 +64,57 @@ def test_streamed_tokens_are_the_same(server):
     assert all("usage" in event for event in events)
 
 
+SAMPLED = {"temperature": 1, "max_tokens": 8, "ignore_eos": True, "n": 2, "logprobs": 0}
+
+
+def test_another_server_goes_on_after_the_tokens_of_a_stream_with_its_seed(server):
+    body = {"token_ids": tokens_of(server, "x y"), "sampling_params": SAMPLED}
+    events = server.events(GENERATE, {**body, "stream": True})
+    assert [("seed" in event) for event in events] == [True] + [False] * (len(events) - 1)
+    sampling = SAMPLED | {"seed": events[0]["seed"]}
+    whole = generate(server, "x y", sampling)
+    assert whole["seed"] == events[0]["seed"]
+    expected = [choice["token_ids"] for choice in whole["choices"]]
+    for count in range(8):
+        given = [expected[0][:count], None if count > 5 else expected[1][:2]]
+        more = {**body, "sampling_params": sampling, "output_token_ids": given}
+        events = server.events(GENERATE, {**more, "stream": True})
+        streamed = {0: given[0], 1: given[1] or expected[1]}
+        for choice in (choice for event in events for choice in event["choices"]):
+            assert choice["index"] == 0 or given[1] is not None
+            assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+            streamed[choice["index"]] = streamed[choice["index"]] + choice["token_ids"]
+        assert streamed == {0: expected[0], 1: expected[1]}
+        answer = server.post(GENERATE, more).json()
+        for choice in answer["choices"]:
+            assert choice["token_ids"] == expected[choice["index"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "sampling", "param", "message"),
+    [
+        ([[5000], None], {}, "output_token_ids[0][0]", "expected a token id from 0 to "),
+        ([[1]], {}, "output_token_ids", "for each of n (2) completions, got 1"),
+        ([[1] * 8, None], {}, "output_token_ids[0]", "fewer than max_tokens, 8, for one is to com"),
+        ([None, [9]], {"stop_token_ids": [9]}, "output_token_ids[1][0]", "no token that ends the"),
+        ([[-1], None], {}, "output_token_ids[0][0]", "expected "),
+        (
+            [[5, 70], None],
+            {"structured_outputs": {"regex": "[a-z]{9}"}, "ignore_eos": False},
+            "output_token_ids[0]",
+            "expected a token that the grammar allows, got 5",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_gone_on_with(server, given, sampling, param, message):
+    body = {"token_ids": [1, 2], "sampling_params": SAMPLED | sampling, "output_token_ids": given}
+    response = server.post(GENERATE, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
 def test_log_probabilities_of_tokens_that_a_request_names(server):
     sampling = {"max_tokens": 2, "ignore_eos": True, "logprob_token_ids": [200, 97]}
     (choice,) = generate(server, sampling=sampling)["choices"]

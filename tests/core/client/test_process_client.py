@@ -166,7 +166,8 @@ def test_questions_over_the_wire(own):
 def test_only_what_is_declared_can_be_called(own):
     client = own.llm_engine.parts.client
     with pytest.raises(
-        RequestError, match="method: expected one of call_part, collective_rpc, .*, got 'close'"
+        RequestError,
+        match="method: expected one of cached_blocks, call_part, collective_rpc, .*, got 'close'",
     ):
         client.call("close").result(PATIENCE_S)
     with pytest.raises(RequestError, match="request_ids: expected a list, got 'r'"):

@@ -125,7 +125,7 @@ class TestPause:
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("close"),
-                "method: expected one of call_part, ",
+                "method: expected one of cached_blocks, call_part, ",
             ),
             (
                 lambda llm: llm.llm_engine.call_utility("resume", 1),

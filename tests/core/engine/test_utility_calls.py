@@ -54,7 +54,9 @@ class TestWhatMayBeCalled:
     )
     def test_nothing_else_can_be(self, core, method):
         answer = ask(core, method)
-        assert answer.failure.startswith("method: expected one of call_part, collective_rpc, ")
+        assert answer.failure.startswith(
+            "method: expected one of cached_blocks, call_part, collective_rpc, "
+        )
         close = {"step": "sleep", "add_request": "live_requests", "abort_requests": "live_requests"}
         near = f" (did you mean {close[method]!r}?)" if method in close else ""
         assert answer.failure.endswith(f"why_waiting, got {method!r}{near}")

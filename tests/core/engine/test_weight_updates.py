@@ -13,7 +13,8 @@ from support.adapters import write_model, write_two_models
 from support.internals import engine_of
 
 from hardpoint import LLM, HardpointError, ModelError, RequestError, SamplingParams
-from hardpoint.plugins import Model
+from hardpoint.plugins import EngineCoreRequest, Model
+from hardpoint.plugins.requests import ResumedOutputs, WeightRun
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=1)
 PROMPTS = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6, [1, 6, 1, 8, 0, 3]]
@@ -143,6 +144,34 @@ def test_keys_and_values_that_are_kept_are_marked_and_shared_with_nobody(folders
         *_, last = stream
         assert [run[1:] for run in runs(last)] == [("0", "0"), ("1", "0")]
         assert results(llm) == expected[1]  # the first prompt is the one that was kept
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([("0", "0")], [(0, "0", "0"), (4, "1", "1")]),
+        ([("1", "1")], [(0, "1", "1")]),
+        ([("1", "0")], [(0, "1", "0"), (4, "1", "1")]),
+        ([], [(4, "1", "1")]),
+    ],
+)
+def test_versions_of_tokens_of_another_engine(folders, given, expected):
+    with opened(folders[0]) as llm:
+        llm.update_weights(folders[1])
+        before = [WeightRun(0, *versions) for versions in given]
+        for name, max_tokens in (("many", 10), ("last", 5)):
+            request = EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=PROMPTS[0],
+                params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                resumed=ResumedOutputs([1, 2, 3, 4], weight_runs=before),
+            )
+            engine = engine_of(llm)
+            engine.add_request(name, request)
+            outputs = []
+            while engine.has_unfinished_requests():
+                outputs += engine.step()
+            assert runs(outputs[-1]) == expected
 
 
 def test_requests_that_an_update_ends(folders):

@@ -85,6 +85,21 @@ class TestInput:
             rig.until(lambda: rig.ends == {"a": "length"})
         assert rig.tokens["a"] == expected([1, 2, 3], 3)
 
+    @pytest.mark.parametrize("in_step", [False, True])
+    def test_an_abort_ends_requests_of_its_client_alone(self, in_step):
+        rig = LoopRig(clients=2)
+        step = MidStep(rig.executor)
+        rig.send(request("a"), request("b", client_index=1, max_tokens=LONG))
+        if not in_step:
+            rig.queues.abort(["a", "b"], 1)
+        with rig:
+            assert step.begun.wait(PATIENCE_S)
+            if in_step:
+                rig.queues.abort(["a", "b"], 1)
+            step.go_on.set()
+            rig.until(lambda: rig.ends == {"a": "length", "b": "abort"})
+        assert rig.tokens["a"] == expected([1, 2, 3], 4)
+
     def test_aborts_that_come_in_mid_step_are_one_call(self):
         rig = LoopRig()
         step = MidStep(rig.executor)
@@ -350,7 +365,9 @@ class TestCalls:
             rig.send(UtilityCall(0, 5, "close"), UtilityCall(0, 6, "why_waiting", [["x"]]))
             rig.send(request("a"))
             rig.until(lambda: rig.ends and len(rig.answers) == 2)
-        assert rig.answers[5].failure.startswith("method: expected one of call_part, ")
+        assert rig.answers[5].failure.startswith(
+            "method: expected one of cached_blocks, call_part, "
+        )
         assert "'x' is not a live request" in rig.answers[6].failure
 
 
@@ -358,7 +375,7 @@ def test_an_abort_is_void_once_delivered_in_whatever_order_the_queues_have_them(
     """Several threads put aborts: the urgent ones need not be in the order of the input."""
     rig = LoopRig()
     rig.add("before")  # so that the loop steps at once: one that waits drops urgent aborts
-    first, second = Abort(["a"]), Abort(["b"])
+    first, second = Abort(["a"], 0), Abort(["b"], 0)
     for abort in (second, first):
         rig.queues.urgent_aborts.put(abort)
     rig.send(request("a", prompt=[9]), first, request("a"), request("b"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.core.engine_harness import request
+from support.plugins.observing import Follows
 from support.searching import examples
 
 from hardpoint.core.engine_process.loop import Abort, LoopQueues, Prepared, Refusal
@@ -17,13 +19,23 @@ from hardpoint.core.engine_process.receiver import MessageReader
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.protocol import RequestType, UtilityCall
 from hardpoint.core.protocol.request_check import RequestCheck
-from hardpoint.plugins import EngineCoreRequest, OverloadedError, SamplingParams
+from hardpoint.plugins import EngineCoreRequest, OverloadedError, RequestError, SamplingParams
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import LoRARequest
+from hardpoint.plugins.requests import LoRARequest, ResumedOutputs
 from hardpoint.system.encoding import Encoder
 
 ADD, ABORT, UTILITY = RequestType.ADD, RequestType.ABORT, RequestType.UTILITY
 ADD_ALL = RequestType.ADD_ALL
+
+
+class Fixed(Follows):
+    """Cannot go on elsewhere."""
+
+    contract = 1
+    supports_resume = False
+
+
+PROCESSORS = {"follows": Follows, "fixed": Fixed}
 
 
 class Desk:
@@ -92,11 +104,10 @@ class TestRequestsOfOneCall:
         (error,) = {output.error for output in refused}
         assert "99" in error
 
-    def test_wrong_types_equal_ids_and_other_clients_refuse_all(self):
+    def test_wrong_types_and_equal_ids_refuse_all(self):
         for frames, message in [
             (of_call({"request_id": "a"}, {"request_id": "b", "params": 1}), "[0]: "),
             (of_call(request("a"), request("a")), "expected ids of their own of a call's requests"),
-            (of_call(request("a"), request("b", client_index=1)), "client_index: expected 0"),
         ]:
             refused = Desk().take(ADD_ALL, frames).refused
             for _, output in refused:
@@ -129,15 +140,24 @@ class TestMessages:
         desk.take(UTILITY, UtilityCall(0, 4, "pause", ["keep"]))
         assert desk.queued == [
             request("a"),
-            Abort(["a", "b"]),
+            Abort(["a"], 0),  # the client has no other one
             UtilityCall(0, 4, "pause", ["keep"]),
         ]
 
     def test_aborts_are_on_both_lanes(self):
-        desk = Desk().take(ABORT, [msgspec.msgpack.encode(["a"])])
+        desk = Desk().take(ADD, request("a"), client=1)
+        desk.take(ABORT, [msgspec.msgpack.encode(["a"])], client=1)
         abort = desk.queues.urgent_aborts.get_nowait()
-        assert abort.request_ids == ["a"]
-        assert desk.queued == [abort]
+        assert (abort.request_ids, abort.client_index) == (["a"], 1)
+        assert desk.queued[1:] == [abort]
+
+    def test_an_abort_names_requests_of_its_client_alone(self):
+        desk = Desk().take(ADD, request("a")).take(ADD, request("b"), client=1)
+        desk.take(ABORT, [msgspec.msgpack.encode(["a", "b"])], client=1)
+        assert desk.queued[2:] == [Abort(["b"], 1)]
+        desk.reader.request_ended(1, "b")
+        desk.take(ABORT, [msgspec.msgpack.encode(["b"])], client=1)
+        assert desk.queued == [Abort([], 1)]
 
     def test_requests_are_looked_at_before_the_loop_gets_them(self):
         def check(request):
@@ -227,7 +247,6 @@ class TestWhatIsNone:
             (packed(0, 7, "pause", "keep"), "Call to pause method failed: WireError: UtilityCall"),
             (packed(0, 7), "Call to unknown method failed"),
             (packed("x", 7, 8), "Call to unknown method failed"),
-            (packed(1, 7, "pause"), "client_index: expected 0, the client that sent it, got 1"),
         ],
     )
     def test_a_call_is_answered_by_its_number(self, frames, words):
@@ -258,10 +277,14 @@ class TestWhatIsNone:
         assert desk.queues.urgent_aborts.empty()
         assert "dropped" in caplog.text
 
-    def test_answers_cannot_be_sent_to_another_client(self):
-        ((client, refused),) = Desk().take(ADD, request("a", client_index=1)).refused
-        assert client == 0
-        assert "client_index: expected 0, the client that sent it, got 1" in refused.error
+    def test_answers_go_to_the_client_of_the_connection_whatever_index_a_message_has(self):
+        desk = Desk().take(ADD, request("a", client_index=1))
+        desk.take(ADD_ALL, of_call(request("b"), request("c", client_index=1)))
+        desk.take(UTILITY, UtilityCall(1, 4, "pause", ["keep"]))
+        one, call, utility = desk.queued
+        requests = [one, *(prepared.request for prepared in call.requests)]
+        assert [request.client_index for request in requests] == [0, 0, 0]
+        assert utility == UtilityCall(0, 4, "pause", ["keep"])
 
 
 class TestRequestCheck:
@@ -286,6 +309,45 @@ class TestRequestCheck:
     def test_what_a_model_could_not_bear(self, fields, words):
         with pytest.raises(ValueError, match=words):
             RequestCheck(100)(request("a", **fields))
+
+    @pytest.mark.parametrize(
+        ("resumed", "fields", "words"),
+        [
+            ([100], {}, r"resumed\.output_token_ids\[0\]: expected .* from 0 to 99, got 100"),
+            ([1, -1], {}, r"resumed\.output_token_ids\[1\]: expected .* from 0 to 99, got -1"),
+            ([1, 2, 3, 4], {}, "output_token_ids: expected fewer than max_tokens, 4, .*, got 4"),
+            ([1, 7], {"eos_token_ids": [7]}, r"ids\[1\]: expected no token that ends .*, got 7"),
+            ([], {"pooling_params": PoolingParams()}, "resumed: expected none with pooling_params"),
+            ([1], {"plugin_args": {"follows": {}}}, "observed_logprobs: expected .* 'follows' obs"),
+            ([1], {"plugin_args": {"fixed": {}}}, "resumed: expected none: .* 'fixed' does not"),
+        ],
+    )
+    def test_outputs_of_another_engine(self, resumed, fields, words):
+        check = RequestCheck(100, used={"pooling_params"}, processors=PROCESSORS)
+        with pytest.raises(RequestError, match=words):
+            check(request("a", resumed=ResumedOutputs(resumed), **fields))
+
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            ({"observed_logprobs": [-0.5]}, "expected one for each of the 2 tokens, got 1"),
+            ({"observed_logprobs": [0.0, math.nan]}, r"logprobs\[1\]: expected a finite number"),
+            ({"num_prompt_logprobs": 4}, "num_prompt_logprobs: expected at most 3, got 4"),
+            ({"num_routed_positions": 6}, "num_routed_positions: expected at most 5, got 6"),
+        ],
+    )
+    def test_what_came_with_outputs_of_another_engine(self, more, words):
+        with pytest.raises(RequestError, match=words):
+            RequestCheck(100)(request("a", resumed=ResumedOutputs([1, 2], **more)))
+
+    def test_outputs_that_have_not_ended(self):
+        check = RequestCheck(100, processors=PROCESSORS)
+        ends = {"eos_token_ids": [7], "plugin_args": {"follows": {}}}
+        observed = ResumedOutputs([7, 1], [-0.5, -0.25])
+        sent = request("a", resumed=observed, **ends)
+        sent.params = SamplingParams(max_tokens=4, min_tokens=1)  # a plugin may force the first one
+        check(sent)
+        check(request("b", resumed=ResumedOutputs([]), **ends))
 
     def test_fields_that_a_part_uses(self):
         check = RequestCheck(100, used={"lora", "pooling_params"})

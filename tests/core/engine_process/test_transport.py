@@ -38,6 +38,17 @@ class TestTraffic:
         client.until(lambda: client.ends == {"a": "abort"} and 1 in client.answers)
         assert client.answers[1].failure is None
 
+    def test_a_client_is_known_by_its_connection_and_ends_its_own_requests_alone(self, serve):
+        first, second = serve(clients=2).clients
+        first.send(RequestType.ADD, request("a", max_tokens=LONG))
+        second.send(RequestType.ADD, request("b", max_tokens=LONG))  # its client_index is 0
+        second.send(RequestType.UTILITY, UtilityCall(0, 1, "scheduler_stats"))
+        second.send(RequestType.ABORT, ["a", "b"])
+        second.until(lambda: second.ends and 1 in second.answers)
+        first.until(lambda: first.ends)
+        assert (first.ends, second.ends) == ({"a": "length"}, {"b": "abort"})
+        assert first.tokens == {"a": expected([1, 2, 3], LONG)}
+
     def test_a_duplicate_id_harms_only_its_sender(self, serve):
         executor = ScriptedExecutor()
         step = MidStep(executor)
@@ -192,7 +203,7 @@ class TestTheEnd:
     def test_a_sender_that_hangs_is_waited_for_5_s_and_no_longer(self, serve, monkeypatch, caplog):
         served, hangs, go_on = serve(), threading.Event(), threading.Event()
 
-        def hang(message, buffer):
+        def hang(message, buffer, client):
             hangs.set()
             assert go_on.wait(PATIENCE_S)
             return [buffer]

@@ -167,12 +167,12 @@ class TestOutputs:
         assert served.rig.core.num_unfinished_requests() == 0
 
     def test_behind_its_end_in_one_message_the_id_is_that_of_another_request(self):
-        frames = OutputEncoder(lambda _ids: None, None)
+        frames = OutputEncoder(lambda _ids, _client: None, None)
         bad = EngineCoreOutput(request_id="a", new_token_ids=[1], pooling_output=object())
-        frames.encode_into(EngineCoreOutputs(outputs=[bad]), bytearray())
+        frames.encode_into(EngineCoreOutputs(outputs=[bad]), bytearray(), 0)
         end = EngineCoreOutput(request_id="a", finish_reason=FinishReason.ABORT)
         again = EngineCoreOutput(request_id="a", new_token_ids=[2])
-        sent = frames.encode_into(EngineCoreOutputs(outputs=[end, again]), bytearray())
+        sent = frames.encode_into(EngineCoreOutputs(outputs=[end, again]), bytearray(), 0)
         decoded = Decoder(EngineCoreOutputs).decode([bytes(frame) for frame in sent])
         assert [output.new_token_ids for output in decoded.outputs] == [[2]]
 

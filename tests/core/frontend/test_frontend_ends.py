@@ -138,7 +138,7 @@ def test_a_call_in_flight_hears_why_it_ended(scripted):
         async with AsyncLLM(config=scripted_config(scripted)) as llm:
             engine = engine_of(llm)
             await llm.health()
-            engine._client.call = lambda *_: pending
+            engine._client.call = lambda *_, **__: pending
             pending = Future()
             call = asyncio.create_task(llm.scheduler_stats())
             await asyncio.sleep(0)

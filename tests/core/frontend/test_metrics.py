@@ -105,7 +105,9 @@ async def kill_while_it_hangs(llm, stream, known):
 def test_an_engine_in_a_loop_always_answers(scripted):
     """While it runs, is paused, hangs, is restarted and is dead."""
     settings = config(
-        scripted, stats={"sinks": ["prometheus"]}, engine={"max_restarts_per_minute": 1}
+        scripted,
+        stats={"sinks": ["prometheus"]},
+        engine={"max_restarts_per_minute": 1, "resume": "off"},
     )
 
     async def main():

@@ -375,6 +375,7 @@ def test_an_engine_that_was_dropped_is_not_kept_by_its_reports(scripted):
 def test_reports_go_on_when_the_engine_is_started_anew(scripted):
     async def main():
         extra = SLOW | {"stats": stats("Recorder", interval_seconds=0.02)}
+        extra |= {"engine": {"resume": "off"}}
         config = scripted_config(scripted, extra)
         async with AsyncLLM(config=config, restart="on_failure") as llm:
             stream = llm.generate("x", SLOWLY, request_id="lost")

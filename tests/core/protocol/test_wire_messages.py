@@ -40,7 +40,12 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
-from hardpoint.plugins.requests import LoRARequest, MultiModalFeature, TokenLogprobs
+from hardpoint.plugins.requests import (
+    LoRARequest,
+    MultiModalFeature,
+    ResumedOutputs,
+    TokenLogprobs,
+)
 from hardpoint.plugins.stats import PrefixCacheStats
 from hardpoint.system.encoding import Decoder, Encoder, WireError
 
@@ -142,7 +147,7 @@ def test_request_types_that_may_not_arrive(frame, got):
 
 def test_constants():
     assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
     assert [(state.name, int(state)) for state in ShutdownState] == [
         ("RUNNING", 0),
         ("REQUESTED", 1),
@@ -207,7 +212,7 @@ def test_neither_and_both_are_refused():
 
 
 def test_the_ready_response_has_defaults():
-    plain = ["SERVING", 3, "abc", 4096]
+    plain = ["SERVING", 4, "abc", 4096]
     ready = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=4096)
     assert decode_plain(EngineCoreReadyResponse, plain) == ready
     assert (ready.num_gpu_blocks, ready.dp_stats_address) == (0, None)
@@ -226,12 +231,12 @@ METADATA = HandshakeMetadata(
 
 def test_handshake_messages_begin_with_status_and_version():
     hello = Hello(local=True, headless=False)
-    assert msgpack.decode(encoded(hello)) == ["HELLO", 3, True, False]
-    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 3]
+    assert msgpack.decode(encoded(hello)) == ["HELLO", 4, True, False]
+    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 4]
     ready = Ready(local=True, headless=False)
-    assert msgpack.decode(encoded(ready)) == ["READY", 3, True, False, 0, None, None]
+    assert msgpack.decode(encoded(ready)) == ["READY", 4, True, False, 0, None, None]
     serving = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
-    assert msgpack.decode(encoded(serving)) == ["SERVING", 3, "abc", 64, 0, None]
+    assert msgpack.decode(encoded(serving)) == ["SERVING", 4, "abc", 64, 0, None]
 
 
 def test_handshake_messages_are_told_apart():
@@ -251,12 +256,12 @@ def test_handshake_messages_are_told_apart():
         ["HELLO", 1, True, False],
         ["HELLO", 1],
         ["HELLO", 0, {"other": "fields"}],
-        ["GREETING", 4, True, False, "more"],
+        ["GREETING", 5, True, False, "more"],
     ],
 )
 def test_another_version_is_named(plain):
     assert refusal(decode_handshake, msgpack.encode(plain), Hello, Ready) == (
-        f"protocol version: expected 3, got {plain[1]}; "
+        f"protocol version: expected 4, got {plain[1]}; "
         "frontend and engine need the same version of Hardpoint"
     )
 
@@ -273,9 +278,9 @@ def test_the_version_is_written_even_where_it_is_a_default():
         (b"\x01", "handshake: expected a list, got a whole number"),
         (msgpack.encode(["HELLO"]), "handshake: expected a list of at least length 2, got 1"),
         (msgpack.encode(["HELLO", "1"]), "handshake.protocol: expected a whole number, got a str"),
-        (msgpack.encode(["HELLO", 3, True]), "Hello: expected a list of at least length 4, got 3"),
+        (msgpack.encode(["HELLO", 4, True]), "Hello: expected a list of at least length 4, got 3"),
         (
-            msgpack.encode(["HELLO", 3, True, 5]),
+            msgpack.encode(["HELLO", 4, True, 5]),
             "Hello.headless: expected true or false, got a whole number",
         ),
         (encoded(Hello(local=True, headless=True)) + b"\x00", "handshake: the frame is damaged"),
@@ -318,6 +323,7 @@ STRUCTS_OF_THE_CONTRACT = [
     PrefillStats(3),
     LoRARequest("a", 1),
     MultiModalFeature("a", 0, 1),
+    ResumedOutputs([1, 2], [-0.5, -(2.0**-40)], 3, 4, 2, {"part": {"count": 1}}),
     SchedulerStats(
         num_running=1, num_waiting=0, kv_cache_usage=0.5, prefix_cache=PrefixCacheStats()
     ),
@@ -326,7 +332,7 @@ STRUCTS_OF_THE_CONTRACT = [
 
 def test_fields_of_a_call_and_their_order_belong_to_this_version_of_the_protocol():
     """Whoever changes them raises PROTOCOL_VERSION with it."""
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
     assert UtilityCall.__struct_fields__ == ("client_index", "call_id", "method", "args")
     assert UtilityCall.__struct_config__.array_like
 

@@ -503,6 +503,32 @@ class ObservesNothing(Observer):
         return None
 
 
+class RemembersLogits(Observer):
+    """Takes what `apply` saw into the state, where another engine never ran it."""
+
+    contract = 1
+    supports_drafts = False
+
+    class State(plugins.State):
+        key: str = ""
+        total: float = 0.0
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.peaks = {}
+
+    def start(self, request):
+        return self.State(key=request.request_id)
+
+    def apply(self, logits, rows):
+        self.peaks = {r.request_id: float(logits[i].max()) for i, r in enumerate(rows.requests)}
+        return super().apply(logits, rows)
+
+    def observe(self, state, token, logprob):
+        total = state.total + logprob + self.peaks.get(state.key, 0.0)
+        return self.State(key=state.key, total=total)
+
+
 class ChangesNothing(Bias):
     contract = 1
 

@@ -238,6 +238,7 @@ class Rig:
         sleep_levels=(1, 2),
         idle_method=None,
         config=None,
+        cache_changes=None,
         **limits,
     ):
         self.executor = executor or ScriptedExecutor()
@@ -249,7 +250,7 @@ class Rig:
         policy = FirstComeFirstServed(
             PolicyContext(name="fcfs", options=convert({}, FirstComeFirstServed.Options, path="p"))
         )
-        self.cache = BlockManager(blocks, 4)
+        self.cache = BlockManager(blocks, 4, events=cache_changes is not None)
         self.parts = parts_of(half)
         self.scheduler = scheduler(
             SchedulerContext(
@@ -282,6 +283,7 @@ class Rig:
                 log_stats=log_stats,
                 sleep_levels=sleep_levels,
                 idle_method=idle_method,
+                cache_changes=cache_changes,
             )
         )
         self.tokens = {}
@@ -349,7 +351,7 @@ class LoopRig(Rig):
     def send(self, *messages):
         for message in messages:
             if isinstance(message, list):
-                self.queues.abort(message)
+                self.queues.abort(message, 0)
             elif isinstance(message, EngineCoreRequest):
                 self.queues.input.put(Prepared(message, [], time.monotonic()))
             else:

@@ -17,10 +17,12 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import (
     LoRARequest,
     MultiModalFeature,
+    ResumedOutputs,
     Retention,
     TokenLogprobs,
     WeightRun,
@@ -168,6 +170,18 @@ REQUESTS = whole(
     prompt_embeds=PLAIN,
     prompt_is_token_ids=st.none() | st.lists(st.booleans(), max_size=9),
     reasoning_parser_kwargs=TABLE,
+    resumed=st.none()
+    | whole(
+        ResumedOutputs,
+        output_token_ids=TOKENS,
+        observed_logprobs=st.none() | st.lists(FLOATS, max_size=3),
+        num_prompt_logprobs=st.integers(0, 2**20),
+        num_routed_positions=st.integers(0, 2**20),
+        num_resumes=st.integers(1, 9),
+        part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
+        weight_runs=st.none()
+        | st.lists(whole(WeightRun, start=COUNT, version=TEXT, kv_version=TEXT), max_size=2),
+    ),
 )
 LOGPROBS = whole(
     TokenLogprobs,
@@ -199,6 +213,7 @@ OUTPUTS = whole(
     routed_experts=PLAIN,
     trace_headers=HEADERS,
     part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
+    observed_logprobs=st.none() | st.lists(FLOATS, max_size=3),
     weight_runs=st.none()
     | st.lists(whole(WeightRun, start=COUNT, version=TEXT, kv_version=TEXT), max_size=2),
 )
@@ -239,6 +254,23 @@ STATS = whole(
     num_retained_hits=COUNT,
     num_retained_evictions=COUNT,
 )
+LOADS = whole(
+    EngineLoad,
+    num_running=COUNT,
+    num_waiting=COUNT,
+    kv_cache_usage=FLOATS,
+    num_steps=COUNT,
+    adapters=st.lists(TEXT, max_size=2),
+    last_request=st.none() | TEXT,
+)
+CACHE_CHANGES = whole(
+    KVCacheChanges,
+    first=COUNT,
+    last=st.integers(-1, 1 << 40),
+    cleared=st.booleans(),
+    stored=st.sets(st.binary(min_size=8, max_size=8), max_size=4),
+    removed=st.sets(st.binary(min_size=8, max_size=8), max_size=4),
+)
 BATCHES = whole(
     EngineCoreOutputs,
     outputs=st.lists(OUTPUTS, max_size=4),
@@ -246,4 +278,6 @@ BATCHES = whole(
     finished_requests=st.none() | st.sets(TEXT, max_size=3),
     engine_index=COUNT,
     scheduler_stats=st.none() | STATS,
+    load=st.none() | LOADS,
+    cache_changes=st.none() | CACHE_CHANGES,
 )

@@ -55,6 +55,17 @@ class Follows(LogitsProcessor):
         raise ZeroDivisionError("broken observe")
 
 
+class Exact(Follows):
+    """The same by every bit of the sum."""
+
+    contract = 1
+
+    def apply(self, logits, rows):
+        shifts = [hash(state.total) % 251 for state in rows.states()]
+        columns = torch.arange(logits.shape[1])
+        return logits + torch.stack([(columns + shift) % 7 for shift in shifts]).float()
+
+
 class Bytes(LogitsProcessor):
     """Keeps the number of tokens as bytes, and lets no token follow after five."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import (
@@ -17,8 +19,6 @@ from hardpoint.plugins import (
     HardpointError,
     SchedulerStats,
 )
-
-from .process_client import EngineStart, ProcessClient, Sink
 
 _MOST_SESSIONS = 65_536
 
@@ -133,6 +133,7 @@ class Replicas:
         self._sink_of, self._changed = sink_of, changed
         self._replicas = [Replica(n, self.sessions) for n in range(start.config.parallel.data)]
         self._clients: list[ProcessClient] = []
+        self._starting: list[EngineProcess] = []
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -204,18 +205,34 @@ class Replicas:
         """
         rank = replica.rank
         start = dataclasses.replace(self.start, engine_index=rank, num_sharing=num_sharing)
-        client = ProcessClient(start, self._sink_of(replica), process)
+        process = process or EngineProcess.spawn(start.interpreter)
+        try:
+            with self._changed:
+                self._check_open()
+                self._starting.append(process)
+            client = ProcessClient(start, self._sink_of(replica), process)
+        except BaseException:
+            process.close(0)
+            self._check_open()
+            raise
+        finally:
+            with self._changed, contextlib.suppress(ValueError):
+                self._starting.remove(process)
         with self._changed:
             failure = replica.failure
-            if self._is_closed:
-                failure = EngineClosedError("the engine was closed while it was started")
-            if failure is None:
+            if failure is None and not self._is_closed:
                 replica.client, replica.is_serving = client, True
                 self._clients.append(client)
                 self._refresh()
                 return client
         client.close()
+        self._check_open()
+        assert failure is not None
         raise failure
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine was closed while it was started")
 
     def succeed(self, replica: Replica) -> Replica:
         """Put another engine, which is not started yet, in the place of one; return it."""
@@ -241,6 +258,9 @@ class Replicas:
                 return
             self._is_closed = True
             clients, self.serving = list(self._clients), []
+            starting = list(self._starting)
             self._changed.notify_all()
+        for process in starting:
+            process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
             list(pool.map(ProcessClient.close, clients))

@@ -8,15 +8,17 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.activity import Activity, PluginCall
+from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
+from hardpoint.core.client.base import Attempt, Death, DeathWatcher
+from hardpoint.core.client.output_queue import OutputQueue
+from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import (
@@ -25,42 +27,20 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     HardpointError,
+    SchedulerStats,
 )
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
 
-from .engine_choice import EngineChoice
+from .choice import EngineChoice
+from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
-from .merged_calls import JointCalls
-from .output_queue import OutputQueue
-from .process_client import EngineStart, ProcessClient, Sink
 from .recovery import Recovery
 from .replicas import Replica, Replicas
 from .restarts import RestartBudget
-from .sockets import Attempt
+from .statistics import Totals
 
 _log = logging.getLogger("hardpoint")
-
-
-@dataclass(frozen=True)
-class Death:
-    """The death of an engine.
-
-    Attributes:
-        error: the reason.
-        in_step: ids of the requests of the step in which it died; None is all.
-        call: the plugin method that ran; None if none did, or a signal ended the engine.
-        is_repeated: whether another engine has died in a method of that plugin a short while ago.
-    """
-
-    error: Exception
-    in_step: Collection[str] | None
-    call: PluginCall | None = None
-    is_repeated: bool = False
-
-
-DeathWatcher = Callable[[Death], EngineDeadError]
-"""Called for each death; returns the error that users get."""
 
 
 class EngineGroup:
@@ -79,8 +59,8 @@ class EngineGroup:
     # of what the sink gets; no message is sent and no engine started while it is held. `_changed`
     # is notified where an engine starts or stops serving.
     #
-    # An engine is dead once `_lost` has the lock: what it sends later, if it lives, is dropped,
-    # since another `Replica` is in its place. So each token is handed on once.
+    # An engine is dead once `_lost` has the lock: another `Replica` is in its place, so what it
+    # sends later is dropped.
 
     in_process = False
 
@@ -113,8 +93,10 @@ class EngineGroup:
         self._changed = threading.Condition(self._lock)
         self._ledger = Ledger()
         self._recovery = Recovery(start.config.engine)
+        self._totals = Totals()
         self._calls = JointCalls(choice, PluginSet(start.manifest))
         self._error: EngineDeadError | None = None
+        self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
         self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
@@ -131,7 +113,7 @@ class EngineGroup:
         return self._replicas.any_client.pid
 
     @property
-    def pids(self) -> dict[int, int]:
+    def pids(self) -> Mapping[int, int]:
         """The process ids of the engines that serve, by rank."""
         return {one.rank: one.open_client.pid for one in self._replicas.serving}
 
@@ -152,11 +134,11 @@ class EngineGroup:
 
     @property
     def is_serving(self) -> bool:
-        """Whether any engine accepts requests."""
+        """Whether an engine accepts requests."""
         return bool(self._replicas.serving)
 
     def watch_deaths(self, watcher: DeathWatcher) -> None:
-        """Call a bound method for each engine that dies, in another thread; it is held weakly."""
+        """Call a bound method for each engine whose death the client outlives; held weakly."""
         self._watcher = weakref.WeakMethod(watcher)
 
     # Requests
@@ -219,6 +201,10 @@ class EngineGroup:
         """Choose the engines of requests; those without one wait until an engine serves."""
         with self._lock:
             self._check()
+            for request in requests:
+                rank = request.data_parallel_rank
+                if rank is not None and rank not in self._replicas.coming:
+                    raise EngineDeadError(f"data_parallel_rank: engine {rank} is dead")
             parts: dict[Replica, list[EngineCoreRequest]] = {}
             for entry in self._ledger.open(requests):
                 if (replica := self._choose(entry)) is None:
@@ -282,9 +268,12 @@ class EngineGroup:
                     self._end(entry)
             item.outputs = outputs
             if item.scheduler_stats is not None:
-                item.scheduler_stats = self._calls.stats_of(self._replicas.serving)
+                item.scheduler_stats = self._stats()
             self._sink(item)
         self._send_waiting()
+
+    def _stats(self) -> SchedulerStats:
+        return self._totals.of([one.stats for one in self._replicas.serving])
 
     def _take(self, replica: Replica, output: EngineCoreOutput) -> bool:
         """Note an output; return whether it is of a request that runs there."""
@@ -333,6 +322,9 @@ class EngineGroup:
             entries = self._ledger.of(replica)
             for entry in entries:
                 entry.leave()
+            if replica.stats is not None:
+                self._totals.end(replica.stats)
+                self._sink(EngineCoreOutputs(scheduler_stats=self._stats()))
         blameless = client.was_killed
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
@@ -340,9 +332,13 @@ class EngineGroup:
             for entry, reason in self._recovery.lost(entries, in_step, blameless=blameless):
                 self._refuse(entry, reported, reason)
             self._end_hopeless(reported)
-        threading.Thread(
+        restart = threading.Thread(
             target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
-        ).start()
+        )
+        with self._lock:
+            self._restarts = [thread for thread in self._restarts if thread.is_alive()]
+            self._restarts.append(restart)
+            restart.start()
         self._send_waiting()
 
     def _reported(
@@ -351,11 +347,11 @@ class EngineGroup:
         """Return the error of a dead engine, and the requests of its last step."""
         last = client.activity.snapshot()
         call = None if blameless else last.call
-        is_repeated = call is not None and self._budget.died_in(call)
+        repeated = "" if call is None else self._budget.died_in(call)
         watcher = None if self._watcher is None else self._watcher()
         if watcher is None:
             return engine_dead(error), last.in_step
-        return watcher(Death(error, last.in_step, call, is_repeated)), last.in_step
+        return watcher(Death(error, last.in_step, call, repeated)), last.in_step
 
     def _refuse(self, entry: Entry, error: Exception, reason: str) -> None:
         """End a request of a dead engine with an error."""
@@ -422,8 +418,13 @@ class EngineGroup:
 
     # Control calls
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
         """Call a utility of all engines without waiting; one answer is made of theirs.
+
+        Args:
+            method: one of `utility_calls.UTILITIES`.
+            args: by position.
+            rank: the engine to call; None is all that serve.
 
         Raises:
             EngineDeadError: all engines are gone.
@@ -431,18 +432,20 @@ class EngineGroup:
         """
         with self._lock:
             self._check()
-            serving = self._replicas.serving
+            serving = [one for one in self._replicas.serving if rank in (None, one.rank)]
             owners = {entry.request.request_id: entry.replica for entry in self._ledger}
         return self._calls.call(serving, owners, method, args)
 
-    def call_utility(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
+    ) -> Any:
         """Call a utility of all engines and wait, as `ProcessClient.call_utility` does."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.is_serving or self._error or self._replicas.is_closed,
                 self.utility_timeout(method) if timeout is None else timeout,
             )
-        future = self.call(method, *args)
+        future = self.call(method, *args, rank=rank)
         try:
             return future.result(self.utility_timeout(method) if timeout is None else timeout)
         except TimeoutError:
@@ -468,6 +471,9 @@ class EngineGroup:
         """End all engines and release everything. Closing twice does nothing."""
         if not self._replicas.is_closed:
             self._replicas.close()
+            for restart in self._restarts:
+                if restart is not threading.current_thread():
+                    restart.join()
             self._choice.close()
 
 

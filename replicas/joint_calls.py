@@ -8,11 +8,9 @@ from operator import attrgetter
 from threading import Lock
 from typing import Any, cast
 
-import msgspec
-
 from hardpoint.boundary.errors import error_of, kind_of
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.plugins import HardpointError, SchedulerStats, StepPart, WaitReason
+from hardpoint.plugins import HardpointError, StepPart, WaitReason
 from hardpoint.plugins.stats import (
     Health,
     PluginMeter,
@@ -23,8 +21,9 @@ from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
-from .engine_choice import EngineChoice
+from .choice import EngineChoice
 from .replicas import Replica
+from .statistics import added_structs, merged_stats
 
 Merge = Callable[[list[Any]], Any]
 """Makes one answer of the engines' answers, in the order of their ranks, at least one."""
@@ -42,50 +41,12 @@ def _live_requests(answers: list[list[LiveRequest]]) -> list[LiveRequest]:
     return sorted(_joined(answers), key=attrgetter("age_seconds"), reverse=True)
 
 
-def _added(values: Iterable[Any]) -> Any:
-    """Return the sum of values that are numbers, counts by name, lists of counts, or None."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    if isinstance(known[0], Mapping):
-        names = dict.fromkeys(name for value in known for name in value)
-        return {name: _added(value.get(name) for value in known) for name in names}
-    if isinstance(known[0], list):
-        longest = max(map(len, known))
-        return [sum(one[i] for one in known if i < len(one)) for i in range(longest)]
-    if isinstance(known[0], msgspec.Struct):
-        return _added_structs(known)
-    return sum(known)
-
-
-def _added_structs(values: Sequence[Any]) -> Any:
-    names = values[0].__struct_fields__
-    return type(values[0])(
-        **{name: _added(getattr(value, name) for value in values) for name in names}
-    )
-
-
-def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Return the state of several schedulers as that of one: sums, and means of shares."""
-    if len(stats) == 1:
-        return stats[0]
-    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
-    versions = {one.weight_version for one in stats}
-    mean = sum(one.kv_cache_usage for one in stats) / len(stats)
-    without = [msgspec.structs.replace(one, weight_version=None) for one in stats]
-    merged: SchedulerStats = _added_structs(without)
-    merged.kv_cache_usage = mean
-    merged.step_cost_error = sum(errors) / len(errors) if errors else None
-    merged.weight_version = versions.pop() if len(versions) == 1 else None
-    return merged
-
-
 def _meters(answers: list[dict[str, PluginMeter]]) -> dict[str, PluginMeter]:
     names = dict.fromkeys(name for answer in answers for name in answer)
     merged = {}
     for name in names:
         meters = [answer[name] for answer in answers if name in answer]
-        merged[name] = _added_structs(meters)
+        merged[name] = added_structs(meters)
         merged[name].slowest_step = max(meter.slowest_step for meter in meters)
     return merged
 
@@ -144,10 +105,6 @@ class JointCalls:
         self._choice, self._plugins = choice, plugins
         self._answered: dict[Any, dict[int, Any]] = {}
 
-    def stats_of(self, replicas: Sequence[Replica]) -> SchedulerStats:
-        """Return the last statistics of engines as those of one."""
-        return merged_stats([one.stats for one in replicas if one.stats is not None])
-
     def call(
         self,
         replicas: Sequence[Replica],
@@ -168,7 +125,7 @@ class JointCalls:
         """
         if not replicas:
             none: Future[Any] = Future()
-            none.set_exception(EngineDeadError("no engine serves at the moment; try again later"))
+            none.set_exception(EngineDeadError("the engine does not serve at the moment"))
             return none
         if method == "why_waiting" and len(args) == 1:
             return self._why_waiting(replicas, owners, args[0])

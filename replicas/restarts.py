@@ -12,7 +12,7 @@ WINDOW_S = 60.0
 """In which restarts, and deaths of one cause, are counted."""
 
 DEADLY = 2
-"""So many deaths in a plugin's methods quarantine it."""
+"""So many deaths in a plugin's methods are too many."""
 
 
 class RestartBudget:
@@ -59,12 +59,13 @@ class RestartBudget:
         self._attempts.append(now)
         return True
 
-    def died_in(self, call: PluginCall) -> bool:
-        """Record a death in a plugin's method; return whether the plugin is to be quarantined."""
+    def died_in(self, call: PluginCall) -> str:
+        """Record a death in a plugin's method; return how often, if that is too often."""
         now, key = self._clock(), (call.kind, call.name)
         self._deaths = [d for d in self._deaths if now - d[0] < WINDOW_S]
         self._deaths.append((now, key))
-        return sum(died == key for _, died in self._deaths) >= DEADLY
+        times = sum(died == key for _, died in self._deaths)
+        return f"{times} times within {WINDOW_S:g} s" if times >= DEADLY else ""
 
     @property
     def limit_text(self) -> str:

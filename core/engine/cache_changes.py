@@ -1,0 +1,73 @@
+"""The changes of an engine's KV cache that its clients are to get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from hardpoint.plugins.engine_state import BLOCK_KEY_BYTES, KVCacheChanges
+from hardpoint.plugins.kv_cache import AllBlocksCleared, BlockStored, KVEvent
+
+MOST_BLOCKS = 262_144
+"""Most blocks that `CacheChangeLog.all_of` returns."""
+
+
+class CacheChangeLog:
+    """Collects the changes of the KV cache until they are read, of its first group alone."""
+
+    def __init__(self) -> None:
+        """Start with an empty cache."""
+        self._next = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._cleared = False
+        self._stored: set[bytes] = set()
+        self._removed: set[bytes] = set()
+
+    def add(self, events: Sequence[KVEvent]) -> None:
+        """Add events, in their order; those of tiers and of other groups are left out."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._reset()
+                self._cleared = True
+                continue
+            if event.group or event.medium is not None:
+                continue
+            keys = _keys(event.block_hashes)
+            gained, lost = self._stored, self._removed
+            if not isinstance(event, BlockStored):
+                gained, lost = lost, gained
+            gained |= keys
+            lost -= keys
+
+    def pop(self) -> KVCacheChanges | None:
+        """Return the changes since the last call, as those of one step; None if there are none."""
+        if not (self._cleared or self._stored or self._removed):
+            return None
+        number = self._next
+        self._next += 1
+        changes = KVCacheChanges(
+            first=number,
+            last=number,
+            cleared=self._cleared,
+            stored=self._stored,
+            removed=set() if self._cleared else self._removed,
+        )
+        self._reset()
+        return changes
+
+    def all_of(self, hashes: Iterable[bytes]) -> KVCacheChanges:
+        """Return all blocks as one change, which those that `pop` returns from now on continue.
+
+        Args:
+            hashes: those of the blocks that can be found, in the order in which they were cached;
+                of more than `MOST_BLOCKS`, the later ones are left out, since a block is of no use
+                without those before it.
+        """
+        stored = _keys(islice(hashes, MOST_BLOCKS))
+        return KVCacheChanges(first=0, last=self._next - 1, cleared=True, stored=stored)
+
+
+def _keys(hashes: Iterable[bytes]) -> set[bytes]:
+    return {block_hash[:BLOCK_KEY_BYTES] for block_hash in hashes}

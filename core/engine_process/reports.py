@@ -1,0 +1,100 @@
+"""Reports of an engine to its clients: its load, and the changes of its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.plugins.engine_state import EngineLoad
+
+_INTERVAL_S = 0.1
+"""The least time between two reports of the load."""
+
+
+class ClientReports:
+    """Adds reports to the outputs of a loop: what has changed since the last ones.
+
+    Every client gets them, whether or not it has requests.
+    """
+
+    # The load is looked at once per interval, and once more after the last thing that happened, for
+    # which a loop without work waits (`wait_s`): so the last report is right, however old it is.
+
+    def __init__(
+        self,
+        core: EngineCore,
+        num_clients: int,
+        clock: Callable[[], float],
+        *,
+        load: bool,
+        cache: bool,
+    ) -> None:
+        """Begin with nothing reported.
+
+        Args:
+            core: the engine.
+            num_clients: number of its clients.
+            clock: seconds.
+            load: whether to report the load.
+            cache: whether to report changes of the KV cache.
+        """
+        self._core = core
+        self._clock = clock
+        self._reports_load, self._reports_cache = load, cache
+        self._num_steps = 0
+        self._last_requests: list[str | None] = [None] * num_clients
+        self._sent: list[EngineLoad] = []
+        self._due = 0.0  # when the load is looked at again, on the clock
+        self._is_late = False  # whether it may have changed since it was looked at
+
+    def read_request(self, client: int, request_id: str) -> None:
+        """Note that the loop has read a request of a client."""
+        if 0 <= client < len(self._last_requests):
+            self._last_requests[client] = request_id
+
+    def with_reports(
+        self, outputs: Mapping[int, EngineCoreOutputs], *, executed: bool = False
+    ) -> dict[int, EngineCoreOutputs]:
+        """Return outputs with the reports that are due.
+
+        Args:
+            outputs: by client index.
+            executed: whether they are those of a step that computed any token.
+
+        Raises:
+            PluginFaultError: a publisher of KV cache events whose faults end the engine failed.
+        """
+        self._num_steps += executed
+        messages = dict(outputs)
+        changes = self._core.take_cache_changes() if self._reports_cache else None
+        loads = self._changed_loads() if self._reports_load else []
+        if changes is None and not loads:
+            return messages
+        for client in range(len(self._last_requests)):
+            message = messages.setdefault(client, EngineCoreOutputs())
+            message.cache_changes = changes
+            if loads:
+                message.load = loads[client]
+        return messages
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until a report may be due though nothing happens; None if none will be."""
+        return max(self._due - self._clock(), 0.0) if self._is_late else None
+
+    def _changed_loads(self) -> list[EngineLoad]:
+        """Return the load as each client gets it; nothing if it is not due, or has not changed."""
+        now = self._clock()
+        self._is_late = now < self._due
+        if self._is_late:
+            return []
+        self._due = now + _INTERVAL_S
+        load = self._core.load(self._num_steps)
+        loads = [msgspec.structs.replace(load, last_request=last) for last in self._last_requests]
+        if loads == self._sent:
+            return []
+        self._sent = loads
+        return loads

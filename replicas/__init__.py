@@ -1,0 +1,8 @@
+"""Several engines behind one client: divided requests, one answer to calls, deaths outlived.
+
+Above core, which knows one engine: `open_engines` opens a client in the place of core's own.
+"""
+
+from .opening import open_engines
+
+__all__ = ["open_engines"]

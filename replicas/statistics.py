@@ -1,0 +1,92 @@
+"""Statistics of several schedulers as those of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import PrefixCacheStats, SchedulerStats
+
+
+def _added(values: Iterable[Any]) -> Any:
+    """Return the sum of values that are numbers, counts by name, lists of counts, or None."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], Mapping):
+        names = dict.fromkeys(name for value in known for name in value)
+        return {name: _added(value.get(name) for value in known) for name in names}
+    if isinstance(known[0], list):
+        longest = max(map(len, known))
+        return [sum(one[i] for one in known if i < len(one)) for i in range(longest)]
+    if isinstance(known[0], msgspec.Struct):
+        return added_structs(known)
+    return sum(known)
+
+
+def added_structs(values: Sequence[Any]) -> Any:
+    """Return the field by field sum of structs of one type."""
+    names = values[0].__struct_fields__
+    return type(values[0])(
+        **{name: _added(getattr(value, name) for value in values) for name in names}
+    )
+
+
+def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Return the state of several schedulers as that of one: sums, and means of shares."""
+    if len(stats) == 1:
+        return stats[0]
+    if not stats:
+        return ended_stats(None)
+    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
+    versions = {one.weight_version for one in stats}
+    without = [msgspec.structs.replace(one, weight_version=None) for one in stats]
+    merged: SchedulerStats = added_structs(without)
+    merged.kv_cache_usage /= len(stats)
+    merged.step_cost_error = sum(errors) / len(errors) if errors else None
+    merged.weight_version = versions.pop() if len(versions) == 1 else None
+    return merged
+
+
+def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
+    """Return the statistics of an engine after its end: its totals, and nothing that it holds."""
+    held = {
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_deferred": 0,
+        "kv_cache_usage": 0.0,
+        "num_requests_by_adapter": {},
+        "num_retained_blocks": 0,
+    }
+    if stats is None:
+        return SchedulerStats(prefix_cache=PrefixCacheStats(), **held)
+    return msgspec.structs.replace(stats, **held)
+
+
+class Totals:
+    """Statistics of several engines, whose totals do not fall when one is started anew."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._ended: SchedulerStats | None = None
+
+    def end(self, stats: SchedulerStats | None) -> None:
+        """Keep the totals of an engine that has died."""
+        if stats is not None:
+            known = [] if self._ended is None else [self._ended]
+            self._ended = ended_stats(merged_stats([*known, stats]))
+
+    def of(self, stats: Sequence[SchedulerStats | None]) -> SchedulerStats:
+        """Return the statistics of the engines that serve, with those totals."""
+        live = merged_stats([one for one in stats if one is not None])
+        if self._ended is None:
+            return live
+        with_ended = merged_stats([live, self._ended])
+        return msgspec.structs.replace(
+            with_ended,
+            kv_cache_usage=live.kv_cache_usage,
+            step_cost_error=live.step_cost_error,
+            weight_version=live.weight_version,
+        )

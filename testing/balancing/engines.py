@@ -130,7 +130,7 @@ class ScriptedEngines:
         engine, name = self._engines[rank], request.request_id
         tokens = len(request.prompt_token_ids) - engine.cached_prefix_tokens(request)
         self._sent[name] = request, rank
-        self._pending[name] = max(1, tokens)
+        self._pending[name] = tokens
         engine.in_flight += 1
         engine.pending_prompt_tokens += self._pending[name]
         if request.retention is not None:
@@ -171,11 +171,15 @@ class ScriptedEngines:
             engine.kv_cache_usage = min(1.0, engine.in_flight / 256)
 
     def cached_prefixes(self, request: EngineCoreRequest) -> dict[int, int]:
-        """Return the number of leading tokens of a prompt that are cached, by rank."""
+        """Return the number of leading tokens of a prompt that are cached, by rank.
+
+        As in an engine, one token at least is left to compute.
+        """
         found = self._found.get(request.request_id)
         if found is None:
             found = {}
-            for number, key in enumerate(self._keys(request), 1):
+            most = (len(request.prompt_token_ids) - 1) // self.block_size
+            for number, key in enumerate(self._keys(request)[:most], 1):
                 if not (ranks := self._cached.get(key)):
                     break
                 found.update(dict.fromkeys(ranks, number * self.block_size))

@@ -143,12 +143,12 @@ class ScriptedEngines:
         Args:
             tokens: maximum for each engine; None computes all.
         """
-        left = dict.fromkeys(self._engines, tokens)
+        most = sum(self._pending.values()) if tokens is None else tokens
+        left = dict.fromkeys(self._engines, most)
         for name in list(self._pending):
             request, rank = self._sent[name]
-            limit = left[rank]
-            step = self._pending[name] if limit is None else min(self._pending[name], limit)
-            left[rank] = None if limit is None else limit - step
+            step = min(self._pending[name], left[rank])
+            left[rank] -= step
             self._pending[name] -= step
             self._engines[rank].pending_prompt_tokens -= step
             if not self._pending[name]:

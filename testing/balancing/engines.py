@@ -143,8 +143,8 @@ class ScriptedEngines:
         Args:
             tokens: maximum for each engine; None computes all.
         """
-        most = sum(self._pending.values()) if tokens is None else tokens
-        left = dict.fromkeys(self._engines, most)
+        limit = sum(self._pending.values()) if tokens is None else tokens
+        left = dict.fromkeys(self._engines, limit)
         for name in list(self._pending):
             request, rank = self._sent[name]
             step = min(self._pending[name], left[rank])
@@ -178,8 +178,8 @@ class ScriptedEngines:
         found = self._found.get(request.request_id)
         if found is None:
             found = {}
-            most = (len(request.prompt_token_ids) - 1) // self.block_size
-            for number, key in enumerate(self._keys(request)[:most], 1):
+            limit = (len(request.prompt_token_ids) - 1) // self.block_size
+            for number, key in enumerate(self._keys(request)[:limit], 1):
                 if not (ranks := self._cached.get(key)):
                     break
                 found.update(dict.fromkeys(ranks, number * self.block_size))

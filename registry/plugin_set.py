@@ -302,8 +302,7 @@ def resolve_plugins(
 ) -> PluginSet:
     """Resolve a configuration's plugins; import and check those that are certain to run.
 
-    Built-ins that are loaded by name are imported when a model or request names them; so is a
-    default component that has no work, when it gets some.
+    Built-ins that are named by models or requests, and idle defaults, are imported when needed.
 
     Args:
         config: the configuration.

@@ -130,7 +130,7 @@ class ScriptedEngines:
         engine, name = self._engines[rank], request.request_id
         tokens = len(request.prompt_token_ids) - engine.cached_prefix_tokens(request)
         self._sent[name] = request, rank
-        self._pending[name] = max(1, tokens)
+        self._pending[name] = tokens
         engine.in_flight += 1
         engine.pending_prompt_tokens += self._pending[name]
         if request.retention is not None:
@@ -143,12 +143,12 @@ class ScriptedEngines:
         Args:
             tokens: maximum for each engine; None computes all.
         """
-        left = dict.fromkeys(self._engines, tokens)
+        limit = sum(self._pending.values()) if tokens is None else tokens
+        left = dict.fromkeys(self._engines, limit)
         for name in list(self._pending):
             request, rank = self._sent[name]
-            limit = left[rank]
-            step = self._pending[name] if limit is None else min(self._pending[name], limit)
-            left[rank] = None if limit is None else limit - step
+            step = min(self._pending[name], left[rank])
+            left[rank] -= step
             self._pending[name] -= step
             self._engines[rank].pending_prompt_tokens -= step
             if not self._pending[name]:
@@ -171,11 +171,15 @@ class ScriptedEngines:
             engine.kv_cache_usage = min(1.0, engine.in_flight / 256)
 
     def cached_prefixes(self, request: EngineCoreRequest) -> dict[int, int]:
-        """Return the number of leading tokens of a prompt that are cached, by rank."""
+        """Return the number of leading tokens of a prompt that are cached, by rank.
+
+        As in an engine, one token at least is left to compute.
+        """
         found = self._found.get(request.request_id)
         if found is None:
             found = {}
-            for number, key in enumerate(self._keys(request), 1):
+            limit = (len(request.prompt_token_ids) - 1) // self.block_size
+            for number, key in enumerate(self._keys(request)[:limit], 1):
                 if not (ranks := self._cached.get(key)):
                     break
                 found.update(dict.fromkeys(ranks, number * self.block_size))

@@ -1,11 +1,19 @@
 """A load balancer for Hardpoint: each tenant has an engine of its own, as long as it has room."""
 
 from bisect import bisect
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import ceil
 
 from hardpoint import plugins
-from hardpoint.plugins import Annotated, LoadBalancer, Meta
+from hardpoint.plugins import (
+    Annotated,
+    BalancerContext,
+    EngineCoreRequest,
+    EngineView,
+    LoadBalancer,
+    Meta,
+)
 
 __all__ = ["TenantRing"]
 
@@ -28,12 +36,15 @@ class TenantRing(LoadBalancer):
         points: Annotated[int, Meta(ge=1, le=4096)] = 64
         spare: Annotated[float, Meta(gt=0, le=10)] = 0.25
 
-    def __init__(self, context):
+    options: Options
+
+    def __init__(self, context: BalancerContext) -> None:
         """Create a balancer whose ring is made with the first request."""
         super().__init__(context)
-        self.ranks, self.ring = [], []
+        self.ranks: list[int] = []
+        self.ring: list[tuple[bytes, int]] = []  # points, and indices of engines
 
-    def choose(self, request, engines):
+    def choose(self, request: EngineCoreRequest, engines: Sequence[EngineView]) -> int:
         """Return the index of the first engine with room, from the tenant's hash on."""
         ranks = [engine.rank for engine in engines]
         if ranks != self.ranks:
@@ -48,6 +59,6 @@ class TenantRing(LoadBalancer):
         return index
 
 
-def point(name):
+def point(name: str) -> bytes:
     """Return the place of a name on the ring."""
     return blake2b(name.encode(), digest_size=8).digest()

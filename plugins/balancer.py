@@ -18,27 +18,40 @@ __all__ = ["BalancerContext", "EngineView", "LoadBalancer"]
 class EngineView(Protocol):
     """An engine that a request may be sent to, as the client of several engines sees it.
 
-    What the client itself counts is exact. What comes from the engine's last statistics is up to
-    100 ms old, and older while the engine hangs.
-
-    Attributes:
-        rank: number of the engine, from 0. It stays the same; the place in `engines` does not, for
-            engines that start, drain or have died are left out.
-        in_flight: requests that this client has sent and that have not ended; exact.
-        pending_prompt_tokens: tokens to compute of those of them that have no output yet: of their
-            prompts, and of outputs that another engine gave; less what was cached; exact.
-        num_waiting: requests that wait, of all clients, by the engine's last statistics.
-        num_running: requests that run, of all clients, by the engine's last statistics.
-        kv_cache_usage: share of its KV blocks that requests reference, from 0 to 1, by its last
-            statistics.
+    What the client itself counts is exact. What comes from the engine's last report is up to 100 ms
+    old, and older while the engine hangs.
     """
 
-    rank: int
-    in_flight: int
-    pending_prompt_tokens: int
-    num_waiting: int
-    num_running: int
-    kv_cache_usage: float
+    @property
+    def rank(self) -> int:
+        """The number of the engine, from 0.
+
+        It stays the same; the place in `engines` does not, for engines that start, drain or have
+        died are left out.
+        """
+
+    @property
+    def in_flight(self) -> int:
+        """The requests that this client has sent and that have not ended; exact."""
+
+    @property
+    def pending_prompt_tokens(self) -> int:
+        """The tokens to compute of those of them that have no output yet; exact.
+
+        Those of their prompts, and of outputs that another engine gave, less what was cached.
+        """
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait, of all clients, by its last report, and those on their way."""
+
+    @property
+    def num_running(self) -> int:
+        """The requests that run, of all clients, by its last report."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of KV blocks that requests reference, from 0 to 1, by its last report."""
 
     def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
         """Return the length of the longest prefix of a prompt that the engine has cached.

@@ -52,7 +52,7 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
     """Return the statistics of an engine after its end: its totals, and nothing that it holds."""
-    held = {
+    held: dict[str, Any] = {
         "num_running": 0,
         "num_waiting": 0,
         "num_deferred": 0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from hardpoint.boundary.activity import Activity, PluginCall
 from hardpoint.boundary.errors import engine_dead
@@ -55,19 +56,29 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
-        ranks: numbers of the engines, for requests and calls that name one.
-        pids: process ids of the engines that serve in processes of their own, by rank.
-        activity: what the core is doing, or was doing when it ended.
-        is_serving: false while no engine accepts requests, as while one is restarted.
-        num_restarts: how often engines were restarted.
     """
 
     in_process: bool
-    ranks: Collection[int]
-    pids: Mapping[int, int]
-    activity: Activity
-    is_serving: bool
-    num_restarts: int
+
+    @property
+    def activity(self) -> Activity:
+        """What the core is doing, or was doing when it ended."""
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The numbers of the engines, for requests and calls that name one."""
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The process ids of the engines that serve in processes of their own, by rank."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether an engine accepts requests: not while the only one is restarted."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often engines were restarted."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request."""
@@ -130,20 +141,13 @@ class RemoteClient(EngineCoreClient, Protocol):
 
     Attributes:
         ready: the ready response; of several, the first one's.
-        pid: the process id; of several, that of the first one that serves.
-        was_killed: whether a signal that others send ended the engine, so that no plugin is to
-            blame.
     """
 
     ready: EngineCoreReadyResponse
 
     @property
     def pid(self) -> int:
-        """See the attribute."""
-
-    @property
-    def was_killed(self) -> bool:
-        """See the attribute."""
+        """The process id; of several, that of the first one that serves."""
 
     def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
         """Return a function that tries to send the requests of one call without waiting.
@@ -167,8 +171,8 @@ class InprocClient:
     """Calls a core in this process; `get_output` runs a step."""
 
     in_process = True
-    ranks = (0,)
-    pids: ClassVar[Mapping[int, int]] = {}
+    ranks: Collection[int] = (0,)
+    pids: Mapping[int, int] = MappingProxyType({})
     is_serving = True
     num_restarts = 0
 

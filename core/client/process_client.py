@@ -10,7 +10,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -134,11 +134,6 @@ class EngineMonitor:
     def pid(self) -> int:
         """The engine's process id."""
         return self._process.pid
-
-    @property
-    def pids(self) -> Mapping[int, int]:
-        """The engine's process id, by its rank."""
-        return {0: self.pid}
 
     @property
     def was_killed(self) -> bool:
@@ -276,7 +271,7 @@ class ProcessClient:
     """
 
     in_process = False
-    ranks = (0,)
+    ranks: Collection[int] = (0,)
     is_serving = True
     num_restarts = 0
 
@@ -326,6 +321,11 @@ class ProcessClient:
     def pid(self) -> int:
         """The engine's process id."""
         return self._monitor.pid
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The engine's process id, by its rank."""
+        return {0: self.pid}
 
     @property
     def was_killed(self) -> bool:

@@ -106,14 +106,6 @@ class Recovery:
             taken.append(self._tested)
         return taken
 
-    def take_all(self) -> list[Entry]:
-        """Remove and return all requests."""
-        taken = [*self._waiting, *self._suspects]
-        self._waiting.clear()
-        self._suspects.clear()
-        self._tested = None
-        return taken
-
     @property
     def has_more(self) -> bool:
         """Whether `take` would return any."""

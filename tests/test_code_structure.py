@@ -62,6 +62,7 @@ SMALL_MODULES = {
     "hardpoint.toolkit.images.decode_program": "run by its path, in a process of its own",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
+    "hardpoint.replicas.opening": "what programs open; the group knows no plugins",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",

@@ -222,7 +222,7 @@ def _open_plugins(
     """
     policy = PolicySlot(spec.plugins, faults, spec.model_config.vocab_size)
     close_if_failed(undo, policy.close)
-    rank = spec.engine_rank
+    rank = spec.place.rank
     publishers = create_all(
         spec.plugins,
         "kv_event_publishers",

@@ -9,7 +9,7 @@ import torch
 
 from hardpoint import typed
 from hardpoint.core.weights.updated_weights import UpdatedWeights
-from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace, WorkerSpec
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
@@ -141,7 +141,11 @@ def open_loader(config: EngineConfig, plugins: PluginSet, files: ModelFiles) -> 
 
 
 def prepare_worker(
-    config: EngineConfig, plugins: PluginSet, config_sources: ConfigSources, progress: Progress
+    config: EngineConfig,
+    plugins: PluginSet,
+    config_sources: ConfigSources,
+    progress: Progress,
+    place: EnginePlace = ONLY_ENGINE,
 ) -> WorkerSpec:
     """Find the model, read its configuration, and check what can be checked cheaply.
 
@@ -150,7 +154,7 @@ def prepare_worker(
         ModelError: the model is missing, damaged or unsupported.
     """
     loader = open_loader(config, plugins, find_files(config.model))
-    device = _device(config)
+    device = _device(config, place.rank)
     source = plugins.get("loaders", loader.name).source
     try:
         # Before the fields, which other architectures may call otherwise.
@@ -186,7 +190,8 @@ def prepare_worker(
         device=device,
         max_model_len=max_model_len,
         progress=progress,
-        prepare=lambda other: prepare_worker(other, plugins, config_sources, progress),
+        prepare=lambda other: prepare_worker(other, plugins, config_sources, progress, place),
+        place=place,
     )
 
 
@@ -298,10 +303,20 @@ def _dtype(config: EngineConfig, model_config: ModelConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _device(config: EngineConfig, rank: int) -> torch.device:
+    """Return the device of an engine; of several, each has a GPU or several of its own."""
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError(
             f"device: 'cuda' was asked for, but torch {torch.__version__} finds no CUDA device"
         )
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if not has_cuda or config.device == "cpu":
+        return torch.device("cpu")
+    parallel, count = config.parallel, torch.cuda.device_count()
+    if parallel.data > 1 and parallel.data * parallel.world_size > count:
+        raise ConfigError(
+            f"parallel.data: {parallel.data} engines of {parallel.world_size} ranks need as many "
+            f"CUDA devices, their processes may use {count} (CUDA_VISIBLE_DEVICES)"
+        )
+    alone = parallel.data > 1 and parallel.world_size == 1
+    return torch.device("cuda", rank) if alone else torch.device("cuda")

@@ -24,7 +24,7 @@ import torch
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import naming_plugin
-from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
@@ -60,7 +60,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where configuration values came from.
         placement: placement of all ranks.
-        num_draft_tokens, engine_rank, num_sharing: as in WorkerSpec.
+        num_draft_tokens, place: as in WorkerSpec.
     """
 
     manifest: Manifest
@@ -68,8 +68,7 @@ class _Data(msgspec.Struct, frozen=True, kw_only=True):
     config_sources: dict[str, str]
     placement: Placement
     num_draft_tokens: int
-    engine_rank: int
-    num_sharing: int
+    place: EnginePlace
 
 
 class _Versioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,8 +132,7 @@ class WorkerLauncher:
             config_sources=self._config_sources.by_path,
             placement=placement or self._on_this_host(),
             num_draft_tokens=spec.num_draft_tokens,
-            engine_rank=spec.engine_rank,
-            num_sharing=spec.num_sharing,
+            place=spec.place,
         )
         versioned = _Versioned(
             hardpoint=installed_version(),
@@ -329,10 +327,9 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         spec,
         rank=launch.rank,
         placement=data.placement,
-        device=_device_of(launch.rank, data.placement, spec.device, data.engine_rank),
+        device=_device_of(launch.rank, data.placement, spec.device, data.place.rank),
         num_draft_tokens=data.num_draft_tokens,
-        engine_rank=data.engine_rank,
-        num_sharing=data.num_sharing,
+        place=data.place,
     )
     activity = _recorded[-1] if _recorded else Activity()
     return _NamingWorker(LocalWorker(spec, activity), plugins, activity)
@@ -409,27 +406,10 @@ def _device_of(
         index = placement.devices[rank]
     else:
         index = local.index(rank) + engine_rank * len(local)
-    return _device(index, f"{len(local)} ranks run on", f"rank {rank}")
-
-
-def device_of_engine(spec: WorkerSpec) -> torch.device:
-    """Return the device of the only worker of one of several engines: each has one GPU.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
-    parallel = spec.config.parallel
-    if spec.device.type != "cuda" or parallel.data == 1 or parallel.world_size > 1:
-        return spec.device
-    rank = spec.engine_rank
-    return _device(rank, f"{parallel.data} engines run on", f"engine {rank}")
-
-
-def _device(index: int, who: str, needing: str) -> torch.device:
     if index >= (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"parallel: {who} {socket.gethostname()}, and {needing} needs CUDA device {index} of "
-            f"the {count} that its process may use (CUDA_VISIBLE_DEVICES)"
+            f"parallel: {len(local)} ranks run on {socket.gethostname()}, and rank {rank} needs "
+            f"CUDA device {index} of the {count} that its process may use (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", index)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import signal
@@ -24,10 +23,10 @@ from hardpoint.boundary.parts.bound_half import request_fields
 from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import prepare_worker
-from hardpoint.core.engine.worker_launch import check_versions, device_of_engine
+from hardpoint.core.engine.worker_launch import check_versions
 from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.protocol.request_check import RequestCheck
-from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
@@ -135,11 +134,8 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         with naming_plugin(plugins):
-            spec = prepare_worker(config, plugins, config_sources, lambda *_progress: None)
-            spec = dataclasses.replace(
-                spec, engine_rank=launch.engine_index, num_sharing=launch.num_sharing
-            )
-            spec = dataclasses.replace(spec, device=device_of_engine(spec))
+            place = EnginePlace(launch.engine_index, launch.num_sharing)
+            spec = prepare_worker(config, plugins, config_sources, _report_nothing, place)
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):
@@ -154,6 +150,10 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
+
+
+def _report_nothing(what: str, done: int, total: int) -> None:
+    """Show no progress; the parent does."""
 
 
 def _serve(

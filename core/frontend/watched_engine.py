@@ -7,6 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from enum import Enum
 from typing import cast
 
 from hardpoint.boundary.errors import attribute_error, death_of, engine_dead
@@ -23,18 +24,60 @@ from hardpoint.system.engine_lock import OwnerProcess
 
 from .engine_owner import EngineOwner
 from .engine_parts import EngineParts
-from .lifecycle import EngineLifecycle, EngineState
 from .requests.input_processor import AsyncTokenizer
 
 _POLL_INTERVAL_S = 0.01
+
+
+class EngineState(Enum):
+    """States of an AsyncEngine: how it treats requests.
+
+    Attributes:
+        SERVING: it sends them to the engine.
+        DEAD: it refuses them with the error that ended the engine.
+        CLOSED: it refuses them, since it was closed.
+    """
+
+    SERVING = "serving"
+    DEAD = "dead"
+    CLOSED = "closed"
+
+
+class EngineLifecycle:
+    """The state of an AsyncEngine. `close` may be called in any thread, so all of it may.
+
+    Attributes:
+        state: the current one.
+        dead_error: the error that ended the engine for good; None if it has not died.
+    """
+
+    def __init__(self) -> None:
+        """Start serving."""
+        self.state = EngineState.SERVING
+        self.dead_error: EngineDeadError | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> bool:
+        """Enter CLOSED; return whether it was not closed before."""
+        with self._lock:
+            was_open = self.state is not EngineState.CLOSED
+            self.state = EngineState.CLOSED
+            return was_open
+
+    def die(self, error: EngineDeadError) -> bool:
+        """Enter DEAD because of an error, unless it is dead or closed; return whether it did."""
+        with self._lock:
+            if self.state is not EngineState.SERVING:
+                return False
+            self.dead_error, self.state = error, EngineState.DEAD
+            return True
 
 
 class WatchedEngine(EngineOwner):
     """A frontend and its engine in an event loop; base of AsyncEngine, which has the calls.
 
     Everything but the constructor and `close` is for one loop: that of the first use. In a fork of
-    the process, every call raises HardpointError, and `close` does nothing. The states are in
-    `lifecycle`.
+    the process, every call raises HardpointError, and `close` does nothing.
     """
 
     def __init__(self, parts: EngineParts, bridge: EventLoopBridge) -> None:

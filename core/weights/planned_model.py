@@ -230,7 +230,7 @@ def load_weights(
             trim_memory()
         else:
             cache.save(key, model, description)
-    elif spec.config.parallel.data > 1 and spec.engine_rank == 0:
+    elif spec.config.parallel.data > 1 and spec.place.rank == 0:
         _log.info("packed weights: not kept (weight_cache), so each engine has a copy of its own")
 
 

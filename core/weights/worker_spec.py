@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from hardpoint.plugins import EngineConfig, ModelConfig, WeightLoader
@@ -14,6 +15,22 @@ from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.backends import check_device
 from hardpoint.registry.plugin_set import PluginSet
+
+
+class EnginePlace(msgspec.Struct, frozen=True):
+    """The place of an engine among several (`parallel.data`).
+
+    Attributes:
+        rank: number of the engine.
+        num_sharing: engines of this host that are loading, which share the memory that is free.
+    """
+
+    rank: int = 0
+    num_sharing: int = 1
+
+
+ONLY_ENGINE = EnginePlace()
+"""The place of an engine without others."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +45,7 @@ class WorkerSpec:
         placement: placement of all ranks; None if there is one.
         num_draft_tokens: most drafts of a request that a step verifies.
         prepare: returns the spec of a further model; None if the spec was made by hand.
-        engine_rank: number of the engine (`parallel.data`).
-        num_sharing: engines of this host that are loading, which share the memory that is free.
+        place: place of its engine among several.
     """
 
     config: EngineConfig
@@ -44,8 +60,7 @@ class WorkerSpec:
     placement: Placement | None = None
     num_draft_tokens: int = 0
     prepare: Callable[[EngineConfig], WorkerSpec] | None = None
-    engine_rank: int = 0
-    num_sharing: int = 1
+    place: EnginePlace = ONLY_ENGINE
 
     @property
     def for_parts(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
     So do engines of one host that are loading at the same time.
     """
     limit = memory_limit(spec.device)
-    shared = {"ranks": ranks.num_local, "engines": spec.num_sharing}
+    shared = {"ranks": ranks.num_local, "engines": spec.place.num_sharing}
     if spec.device.type != "cpu":
         return limit
     for what, count in shared.items():

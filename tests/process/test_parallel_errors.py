@@ -108,7 +108,7 @@ def test_experts_need_a_mixture_of_experts(llama):
         ({"communicator": "pigeon"}, "parallel.communicator: .*'pigeon'.*found: .*torch"),
         ({"tensor": 0}, "parallel.tensor: expected a whole number >= 1, got 0"),
         ({"start_seconds": 0}, "parallel.start_seconds: expected a number > 0, got 0"),
-        ({"data": 2}, "parallel.data: "),
+        ({"data": 0}, "parallel.data: expected a whole number >= 1, got 0"),
     ],
 )
 def test_settings(scripted, parallel, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.core.frontend.lifecycle import EngineLifecycle, EngineState
+from hardpoint.core.frontend.watched_engine import EngineLifecycle, EngineState
 from hardpoint.errors import EngineDeadError
 
 

@@ -66,6 +66,7 @@ class Recovery:
             else:
                 self._waiting.append(entry)
             entry.num_resumes += 1
+            entry.num_moves += 1
         return ended
 
     def _why_ended(self, entry: Entry, version: str, *, was_in_step: bool) -> str | None:

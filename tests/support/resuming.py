@@ -77,7 +77,7 @@ class MovingClient:
     Attributes:
         sent: requests by internal id.
         num_moves: how many there were.
-        num_preemptions: of all engines, once they have ended.
+        num_preemptions: sum over all engines, once they have ended.
         outputs: all outputs of the engines, by the user's id.
     """
 

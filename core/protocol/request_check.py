@@ -62,7 +62,15 @@ class RequestCheck:
                     f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
                     f"got {token}"
                 )
-        check_resumed(request, self._vocab_size, self._processors)
+        self.check_resumed(request)
+
+    def check_resumed(self, request: EngineCoreRequest) -> None:
+        """Check that a request may go on after the outputs that it has; one without any passes.
+
+        Raises:
+            RequestError: it may not; names the field.
+        """
+        _check_resumed(request, self._vocab_size, self._processors)
 
     def _check_pair(self, request: EngineCoreRequest) -> None:
         """Reject a pair of texts that no step part takes, or whose types begin outside of it."""
@@ -129,19 +137,9 @@ class RequestCheck:
             )
 
 
-def check_resumed(
+def _check_resumed(
     request: EngineCoreRequest, vocab_size: int, processors: Mapping[str, type[LogitsPlugin]]
 ) -> None:
-    """Check that a request may go on after the outputs that it has; one without any passes.
-
-    Args:
-        request: with the names of the logits processors that it uses in `plugin_args`.
-        vocab_size: one more than the largest token id.
-        processors: classes of the enabled logits processors, by name.
-
-    Raises:
-        RequestError: it may not; names the field.
-    """
     if (resumed := request.resumed) is None:
         return
     if request.pooling_params is not None:

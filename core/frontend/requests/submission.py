@@ -143,7 +143,7 @@ class Submitter:
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):
             given = self._input.outputs_of(prompt)
-            children = _with_outputs(children, given, self._prebuilt.check_as_engine)
+            children = _with_outputs(children, given, self._prebuilt.check_resumed)
             parent.n = len(children)
         return children
 

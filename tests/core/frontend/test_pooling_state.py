@@ -86,7 +86,7 @@ def test_through_a_frontend_it_is_one_request(scripted, monkeypatch):
     """As it will be once an engine takes them."""
     engine = scripted_engine(scripted)
     frontend = engine._frontend
-    monkeypatch.setattr(frontend.submitter._prebuilt, "check_as_engine", lambda request: None)
+    monkeypatch.setattr(frontend.submitter._prebuilt, "_check", lambda request: None)
     request = EngineCoreRequest(
         request_id="x", prompt_token_ids=[1], params=SamplingParams(n=3), **EMBED
     )

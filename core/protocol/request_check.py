@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
 from hardpoint.plugins.logits import LogitsPlugin
 
-from .resumed_check import check_resumed
-
 _LONGEST_MARKER = 64
+_OUTPUTS = "resumed.output_token_ids"
+_LOGPROBS = "resumed.observed_logprobs"
 
 
 class RequestCheck:
@@ -61,7 +62,15 @@ class RequestCheck:
                     f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
                     f"got {token}"
                 )
-        check_resumed(request, self._vocab_size, self._processors)
+        self.check_resumed(request)
+
+    def check_resumed(self, request: EngineCoreRequest) -> None:
+        """Check that a request may go on after the outputs that it has; one without any passes.
+
+        Raises:
+            RequestError: it may not; names the field.
+        """
+        _check_resumed(request, self._vocab_size, self._processors)
 
     def _check_pair(self, request: EngineCoreRequest) -> None:
         """Reject a pair of texts that no step part takes, or whose types begin outside of it."""
@@ -126,3 +135,68 @@ class RequestCheck:
                 f"data_parallel_rank: expected {self._engine_index}, the rank of this engine, or "
                 f"none, got {rank}"
             )
+
+
+def _check_resumed(
+    request: EngineCoreRequest, vocab_size: int, processors: Mapping[str, type[LogitsPlugin]]
+) -> None:
+    if (resumed := request.resumed) is None:
+        return
+    if request.pooling_params is not None:
+        raise RequestError(
+            "resumed: expected none with pooling_params, for such a request generates no tokens"
+        )
+    tokens, params = resumed.output_token_ids, request.params
+    if params.max_tokens is not None and len(tokens) >= params.max_tokens:
+        raise RequestError(
+            f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, for one is to come, "
+            f"got {len(tokens)}"
+        )
+    ends = frozenset(request.stop_token_ids)
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{_OUTPUTS}[{index}]: expected a token id from 0 to {vocab_size - 1}, got {token}"
+            )
+        if token in ends and index >= params.min_tokens:
+            raise RequestError(
+                f"{_OUTPUTS}[{index}]: expected no token that ends the request, got {token}"
+            )
+    for name in request.plugin_args.keys() & processors.keys():
+        _check_processor(name, processors[name], request)
+    _check_logprobs(resumed.observed_logprobs, len(tokens))
+    positions = len(request.prompt_token_ids)
+    for field, limit in (
+        ("num_prompt_logprobs", positions),
+        ("num_routed_positions", positions + len(tokens)),
+    ):
+        if (count := getattr(resumed, field)) > limit:
+            raise RequestError(f"resumed.{field}: expected at most {limit}, got {count}")
+
+
+def _check_processor(name: str, cls: type[LogitsPlugin], request: EngineCoreRequest) -> None:
+    """Reject a request with a processor whose state cannot be built again."""
+    if not cls.supports_resume:
+        raise RequestError(
+            f"resumed: expected none: logits processor {name!r} does not declare supports_resume"
+        )
+    resumed = request.resumed
+    if resumed is None or cls.observe is LogitsPlugin.observe:
+        return
+    if resumed.output_token_ids and resumed.observed_logprobs is None:
+        raise RequestError(
+            f"{_LOGPROBS}: expected that of each token, which logits processor {name!r} observes, "
+            "got none"
+        )
+
+
+def _check_logprobs(logprobs: list[float] | None, num_tokens: int) -> None:
+    if logprobs is None:
+        return
+    if len(logprobs) != num_tokens:
+        raise RequestError(
+            f"{_LOGPROBS}: expected one for each of the {num_tokens} tokens, got {len(logprobs)}"
+        )
+    for index, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob):
+            raise RequestError(f"{_LOGPROBS}[{index}]: expected a finite number, got {logprob}")

@@ -20,6 +20,7 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
+from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.requests import OutputStream, check_generates, with_output_kind
 
@@ -124,9 +125,16 @@ class _ConversationBase:
         """Return a part's text, or its checked token ids.
 
         Raises:
-            RequestError: it is no prompt, or has options of its own.
+            RequestError: it is no prompt, or has options of its own, media or a second text.
         """
         given = read_prompt(prompt)
+        if given.media is not None:
+            raise RequestError(
+                "multi_modal_data: expected none in a conversation, whose turns are tokens alone, "
+                f"got {', '.join(map(shown, given.media))}"
+            )
+        if given.pair is not None:
+            raise RequestError("text_pair: expected one text in a part of a conversation")
         for name in ("cache_salt", "arrival_time"):
             if (value := getattr(given, name)) is not None:
                 raise RequestError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -36,6 +36,15 @@ PAIRED = ("classify", "score")
 TASKS = ("embed", "token_embed")
 """Tasks of models without such a head."""
 
+_OF_ANSWERS = (
+    "logits_processors",
+    "samplers",
+    "speculators",
+    "reasoning_parsers",
+    "tool_parsers",
+)
+"""Kinds whose components do nothing for requests that pool."""
+
 
 class PooledRequests(FrontendHalf):
     """Checks the parameters of requests that pool, and fills in those of the model."""
@@ -48,14 +57,19 @@ class PooledRequests(FrontendHalf):
         """Complete a request that pools.
 
         Raises:
-            RequestError: its pooler is not enabled, or is not one for its task.
+            RequestError: its pooler is not enabled, or is not one for its task; or it gives
+                arguments to a component that it does not use.
         """
+        given = request.params.plugin_args
         if (params := request.pooling_params) is None:
+            for path, _ in self._named(given, KIND):
+                raise RequestError(f"{path}: expected none, for the request does not pool")
             return
         self._check_pair(request, params)
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
+        self._check_arguments(given, name)
         if params.task in PAIRED and params.dimensions is not None:
             raise RequestError(
                 f'dimensions: expected none for the task "{params.task}", got {params.dimensions}'
@@ -71,6 +85,29 @@ class PooledRequests(FrontendHalf):
         request.params = msgspec.structs.replace(
             request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
         )
+
+    def _check_arguments(self, given: Mapping[str, Any], pooler: str) -> None:
+        """Check that a request that pools gives arguments to nothing but what it uses.
+
+        Raises:
+            RequestError: they are for another pooler, or for what makes or reads an answer.
+        """
+        for path, name in self._named(given, KIND):
+            if name != pooler:
+                raise RequestError(f"{path}: expected none, for the request's pooler is {pooler!r}")
+        for kind in _OF_ANSWERS:
+            for path, _ in self._named(given, kind):
+                raise RequestError(
+                    f"{path}: expected none, for the request pools, and {kind} are for those that "
+                    f"generate"
+                )
+
+    def _named(self, given: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+        """Yield the paths of arguments for components of a kind, and the names of these."""
+        for name in self._components.enabled(kind):
+            for key in (name, f"{kind}/{name}"):
+                if key in given:
+                    yield f"plugin_args.{key}", name
 
     def _check_pair(self, request: EngineCoreRequest, params: PoolingParams) -> None:
         """Check whether a request has two texts or one; drop types of tokens that no model reads.

@@ -298,6 +298,15 @@ class TestTurns:
                 {"type": "token", "prompt_token_ids": [1], "cache_salt": "a"},
                 "prompt.cache_salt: expected none in a part",
             ),
+            (
+                {"prompt": "see", "multi_modal_data": {"image": [b"png"]}},
+                "multi_modal_data: expected none in a conversation, whose .* got 'image'",
+            ),
+            ({"text": "a", "text_pair": "b"}, "text_pair: expected one text in a part"),
+            (
+                {"prompt_embeds": [[0.5]]},
+                r"prompt: expected a mapping .* got the keys \['prompt_embeds'\]",
+            ),
             ([1] * LENGTH, "the conversation has 0 tokens and this part 512"),
         ],
     )

@@ -48,7 +48,9 @@ class EmbeddedPrompts(EngineHalf):
         check_together(request)
         rows, name = request.prompt_embeds, "prompt_embeds"
         if type(rows) is not np.ndarray or rows.dtype != np.float32:
-            raise RequestError(f"{name}: expected a float32 array, got {shown(rows)}")
+            is_array = isinstance(rows, np.ndarray)
+            found = f"{rows.dtype} {list(rows.shape)}" if is_array else shown(rows)
+            raise RequestError(f"{name}: expected a float32 array, got {found}")
         if self._width is None:
             self._width = next(map(int, self._call_workers(b"")), None)
         check_shape(rows, name, self._width, self._max_bytes)
@@ -66,7 +68,9 @@ class EmbeddedPrompts(EngineHalf):
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:
         """Return the positions of embeddings in a span, and a hash of their numbers."""
         rows = request.prompt_embeds
-        if rows is None or span.start >= len(request.prompt_token_ids):
+        if type(rows) is not np.ndarray or rows.ndim != 2:  # `check`, which comes later, refuses it
+            return None
+        if span.start >= len(request.prompt_token_ids):
             return None
         positions = self._positions(request)
         first, end = np.searchsorted(positions, (span.start, span.stop))

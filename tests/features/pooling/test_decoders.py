@@ -220,7 +220,7 @@ WRONG = [
     ([1], PoolingParams(plugin_args={"step": {"step_tag_id": 1}}),
      r"prompts\[0\]: plugin_args.step: expected none, for the request's pooler is 'last'"),
     ([1], PoolingParams(plugin_args={"min_p": {"min_p": 0.5}}),
-     r"prompts\[0\]: plugin_args.min_p: expected none, for the request pools, and logits_processors are for those that generate"),
+     r"\[0\]: plugin_args.min_p: expected none, for the request pools, and logits_processors are"),
     ([1], PoolingParams(plugin_args={"logits_processors/min_p": {"min_p": 0.5}}),
      "plugin_args.logits_processors/min_p: expected none"),
     ([1], SamplingParams(), r"^pooling_params: expected PoolingParams, got SamplingParams$"),

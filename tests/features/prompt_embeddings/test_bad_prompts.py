@@ -12,6 +12,7 @@ from support.embedded import prompt_of
 
 from hardpoint import LLM, PluginError, PoolingParams, RequestError, SamplingParams
 from hardpoint.errors import PromptTooLongError
+from hardpoint.features.prompt_embeddings.engine_half import EmbeddedPrompts
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -197,6 +198,25 @@ def test_ready_made_requests(llm, fields, message):
 def refuse_ready(llm, request, message):
     with pytest.raises(RequestError, match=message):
         llm.llm_engine.add_request("r", request)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("text", "prompt_embeds: expected a float32 array, got 'text'"),
+        ([[0.5]], r"prompt_embeds: expected a float32 array, got \[\[0.5\]\]"),
+        (ROWS.astype("float64"), r"prompt_embeds: expected .*, got float64 \[3, 64\]$"),
+        (np.array(0.5, np.float32), r"prompt_embeds: expected two dimensions, .*, got \[\]"),
+        (ROWS[:2], "prompt_embeds: expected a row for each of 3 positions"),
+    ],
+)
+def test_what_another_program_sends_is_no_fault_of_the_part(rows, message):
+    """Blocks are keyed before a request is checked."""
+    half = EmbeddedPrompts(64, MAX_BYTES, lambda message: [])
+    request = prebuilt(prompt_embeds=rows)
+    half.block_key(request, range(3))
+    with pytest.raises(RequestError, match=f"^{message}"):
+        half.check(request)
 
 
 def test_a_ready_made_request_has_what_its_prompt_has(llm, embedded):

@@ -101,6 +101,8 @@ class TestTokenInputs:
                 "prompt.salt: unknown field; known here: type, ",
             ),
             ({"prompt_token_ids": [1], "type": "embeds"}, "prompt.type: expected .*token.*embeds"),
+            ({"prompt_token_ids": [1], "type": "multimodal"}, "prompt.type: expected .*multimodal"),
+            ({"type": "enc_dec", "decoder_prompt": "a"}, "prompt.type: expected .*token.*enc_dec"),
         ],
     )
     def test_it_is_checked(self, engine, fields, words):
@@ -118,6 +120,22 @@ class TestTokenInputs:
             RequestError, match="^prompt_token_ids: expected a list of token ids, go"
         ):
             engine.add_request("r", {"prompt_token_ids": "text"}, GREEDY)
+
+    @pytest.mark.parametrize(
+        "others",
+        [
+            {"cache_salt": "s"},
+            {"mm_processor_kwargs": {}},
+            {"multi_modal_uuids": {}, "multi_modal_data": {}},
+            {"encoder_prompt": "a", "decoder_prompt": "b"},
+        ],
+    )
+    def test_a_text_has_no_other_fields(self, engine, others):
+        name = next(iter(others))
+        words = f"^prompt: expected a mapping with either .*, got the keys .*'{name}'"
+        with pytest.raises(RequestError, match=words):
+            engine.add_request("r", {"prompt": "x", **others}, GREEDY)
+        assert not engine.has_unfinished_requests()
 
     @pytest.mark.parametrize(
         ("several", "what"),

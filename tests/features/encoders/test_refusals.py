@@ -117,7 +117,9 @@ def test_all_forms_of_an_image_are_the_same(llm):
         {"prompt": f"see {IMAGE}", "multi_modal_data": {"image": form}} for form in forms
     ]
     ids = llm.tokenizer.encode(f"see {IMAGE}", add_special_tokens=False)
-    prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": array}})
+    typed = {"type": "token", "prompt_token_ids": ids, "cache_salt": "its own"}
+    for given in ({"prompt_token_ids": ids}, typed):
+        prompts.append({**given, "multi_modal_data": {"image": array}})
     found = llm.generate(prompts, GREEDY)
     assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
     assert len({tuple(output.prompt_token_ids) for output in found}) == 1

@@ -257,7 +257,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             raise RequestError(
                 f"pooling_params: expected PoolingParams, got {type(params).__name__}"
             )
-        return self._outputs(prompt, params, request_id, make_extras(**options))
+        return self._generate(prompt, params, request_id, options)
 
     @takes_options
     async def chat(
@@ -292,10 +292,10 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     def _generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         options: Mapping[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         if options.get("lora_request") is None:
             return self._outputs(prompt, params, request_id, make_extras(**options))
         return self._generate_adapted(prompt, params, request_id, options)
@@ -303,11 +303,11 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     async def _generate_adapted(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         options: Mapping[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate with an adapter, which is found, or loaded, first."""
+    ) -> AsyncGenerator[Any, None]:
+        """Generate, or pool, with an adapter, which is found, or loaded, first."""
         extras = make_extras(**await self._with_adapters(options))
         outputs = self._outputs(prompt, params, request_id, extras)
         async with contextlib.aclosing(outputs):

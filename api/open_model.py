@@ -105,7 +105,7 @@ class OpenModel(Generic[Engine]):
         return self._engine.default_sampling_params()
 
 
-class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
+class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls, SyncAdapterCalls):
     """The calls of a program that waits for vectors and scores."""
 
     _calls: OpenCalls
@@ -146,7 +146,8 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
             for index, prompt in enumerate(listed)
         ]
         calls = self._calls
-        ids = calls.add_at_once(make_pooling_requests(listed, params, **options), "prompts")
+        requests = make_pooling_requests(listed, params, **self._with_adapters(options))
+        ids = calls.add_at_once(requests, "prompts")
         try:
             places = {request_id: index for index, request_id in enumerate(ids)}
             found: dict[str, PoolingRequestOutput] = {}
@@ -298,7 +299,7 @@ def similarity(
         yield msgspec.structs.replace(output, outputs=float(a @ b) / max(lengths, 1e-24))
 
 
-class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
+class ProcessorCalls(PoolingCalls):
     """The calls of IO processors of a program that waits for them."""
 
     @takes_options
@@ -398,7 +399,7 @@ class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapte
         def named(error: HardpointError, index: int) -> HardpointError:
             return with_place(error, names[index])
 
-        extras = make_extras(**options)
+        extras = make_extras(**await self._with_adapters(options))
         return await self._engine.generate_all(listed, params, request_id, extras, named)
 
     @takes_options

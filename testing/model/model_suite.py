@@ -32,7 +32,8 @@ from hardpoint.testing.suite import Violation, checks, short_repr
 
 from . import model_rules as rules
 from .divided_model import DividedModel
-from .media_checks import MEDIA, MediaChecks, encoded
+from .media.checks import MediaChecks, encoded
+from .media.rules import MEDIA
 from .model_sequences import ModelSequences, relative_difference, summary
 from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
 from .sequences import ordered, softmax_attention

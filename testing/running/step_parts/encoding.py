@@ -1,4 +1,4 @@
-"""What a scheduler does with the encoder cache of a step part, with checks of what it answers."""
+"""The calls of a step part's encoder cache by a scheduler, and the checks of its answers."""
 
 from __future__ import annotations
 

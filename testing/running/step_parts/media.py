@@ -88,7 +88,7 @@ def _is_token(value: Any, vocab_size: int) -> bool:
 def _placed(
     half: FrontendHalf, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
 ) -> PlacedMedia:
-    """Return what a half makes of a prompt, each time, without a change of what it is given."""
+    """Return a prompt with its media placed: the same each time, and nothing given changes."""
     found = []
     for _ in range(2):
         given = (list(token_ids), copy.deepcopy(dict(media)))
@@ -113,7 +113,7 @@ def _placed(
 
 
 def _answer(half: FrontendHalf, token_ids: Any, media: Any) -> PlacedMedia | str:
-    """Return what a half makes of a prompt, or the text with which it refuses it."""
+    """Return a prompt with its media placed, or the text of its refusal."""
 
     def place_media() -> PlacedMedia | str:
         try:

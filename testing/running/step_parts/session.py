@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     Request,
     RequestError,
-    SamplingParams,
     SchedulerOutput,
     WaitReason,
 )
@@ -486,10 +485,6 @@ def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
     """Return a request as the engine queues it."""
     features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
     return msgspec.structs.replace(request, features=features)
-
-
-def _other_request() -> EngineCoreRequest:
-    return EngineCoreRequest(request_id=_OTHER, prompt_token_ids=[1], params=SamplingParams())
 
 
 def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:

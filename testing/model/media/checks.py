@@ -1,4 +1,4 @@
-"""The checks of models whose prompts have images: their format, and what the encoder makes."""
+"""The checks of models whose prompts have images: of their format, and of embeddings."""
 
 from __future__ import annotations
 
@@ -13,43 +13,19 @@ import torch
 from hardpoint.plugins import Model, ModelConfig, ModelFiles
 from hardpoint.plugins.media import Image
 from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.testing.model.model_sequences import relative_difference, summary
 from hardpoint.testing.reporting.calls import call
-from hardpoint.testing.suite import Rule, short_repr
+from hardpoint.testing.suite import short_repr
 
-from .model_sequences import relative_difference, summary
+from .rules import EMBEDDED, ENCODE, FORMAT, IDENTIFIERS, PROCESS
 
-__all__ = ["MEDIA", "MediaChecks", "encoded", "examples_of"]
-
-FORMAT = Rule(
-    "media format: media_format has tokens of the vocabulary, and says what the encoder gets",
-    "return a MediaFormat with all of its attributes, made of the configuration and the files "
-    "alone: the frontend, the engine and each worker make their own",
-)
-PROCESS = Rule(
-    "process: an image of any size becomes the same uint8 numbers of item_shape each time",
-    "resize each image, take no part of the result from anything but the image and `settings`, and "
-    "return an array of its own",
-)
-IDENTIFIERS = Rule(
-    "identifiers: equal images have one, other images another",
-    "hash the content of the image and `settings`; MediaFormat.identifier does",
-)
-ENCODE = Rule(
-    "encode: encode_media gives [num_tokens, hidden_size] of each item, alone as among others",
-    "compute each item from its own numbers, and keep nothing of it",
-)
-EMBEDDED = Rule(
-    "embedded: what hooks.embedded returns enters the first layer instead of the embedded tokens",
-    "call context.hooks.embedded with the embedded tokens, where it is set, and go on with what it "
-    "returns; Embedding.changed of hardpoint.toolkit.layers does",
-)
-MEDIA = "; ".join(rule.text for rule in (FORMAT, PROCESS, IDENTIFIERS, ENCODE, EMBEDDED))
+__all__ = ["MediaChecks", "encoded"]
 
 _SIZES = ((1, 1), (40, 3), (9, 64), (64, 9))
 """Widths and heights of images."""
 
 
-def examples_of(media: MediaFormat) -> list[Image]:
+def _examples_of(media: MediaFormat) -> list[Image]:
     """Return images of several sizes."""
     drawn = np.random.default_rng(len(media.modalities))
     return [
@@ -60,7 +36,7 @@ def examples_of(media: MediaFormat) -> list[Image]:
 
 def encoded(model: Model, media: MediaFormat) -> list[torch.Tensor]:
     """Return the embeddings of one image, encoded by a loaded model."""
-    image = examples_of(media)[1]
+    image = _examples_of(media)[1]
     number = torch.from_numpy(media.process(image).copy()).to(model.context.device)
     return list(model.encode_media(media.modalities[0], [number]))
 
@@ -132,7 +108,7 @@ class MediaChecks:
             Violation: it is wrong.
         """
         seen: dict[str, Image] = {}
-        for image in examples_of(media):
+        for image in _examples_of(media):
             again = copy.deepcopy(image)
             one, other = (call(PROCESS, media.process, given) for given in (image, again))
             what = f"process() of an image of {image.width} x {image.height}"
@@ -172,7 +148,7 @@ class MediaChecks:
             Violation: they are wrong.
         """
         modality, device = media.modalities[0], model.context.device
-        arrays = [media.process(image) for image in examples_of(media)]
+        arrays = [media.process(image) for image in _examples_of(media)]
         items = [torch.from_numpy(array.copy()).to(device) for array in arrays]
         together = self._embeddings(model, media, modality, items)
         for index, (item, array, found) in enumerate(zip(items, arrays, together, strict=True)):
@@ -225,17 +201,17 @@ class MediaChecks:
         hooks, taken = model.context.hooks, list[torch.Tensor]()
         one, other = tokens
 
-        def take(x: torch.Tensor) -> torch.Tensor:
+        def note(x: torch.Tensor) -> torch.Tensor:
             taken.append(x.clone())
             return x
 
-        def put(x: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        def replace(x: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
             return taken[0]
 
         try:
-            hooks.embedded = take
+            hooks.embedded = note
             expected = hidden(one)
-            hooks.embedded = put
+            hooks.embedded = replace
             found = hidden(other) if taken else None
         finally:
             hooks.embedded = None

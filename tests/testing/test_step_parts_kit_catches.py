@@ -29,6 +29,7 @@ STEP_PARTS = [
     (broken.AlwaysData, "steps", "data", "0 bytes for a plan without requests that use"),
     (broken.TextAsData, "steps", "data", "expected bytes or None"),
     (broken.EndsOthers, "steps", "result", "result.. ends 'other'"),
+    (broken.UpdatedRaises, "steps", "result", "updated.. raised KeyError: 1"),
     (broken.FaultAsText, "steps", "result", "returned 'it is over' for 'r.'"),
     (broken.DraftsForOthers, "steps", "drafts", "names 'other', of the live requests only"),
     (broken.TooManyDrafts, "steps", "drafts", r"\[1, 2, 3\] for 'r.', expected at most 2 tokens"),

@@ -152,9 +152,10 @@ class StepPartSuite(ComponentSuite):
         ends. `cost` gives the same amounts each time, of resources in `capacity`. `begin` returns
         bytes, and None for a plan without its requests. A mask is int32
         `[rows, ceil(vocab_size / 32)]`, with 1 + drafts rows, each of which allows a token, of
-        planned requests that use the part. `result` ends only these. `drafts` gives at most
-        `num_draft_tokens` tokens of the vocabulary for each of these, `limit_drafts` numbers from
-        0 to that of the drafts that it got. `figures` gives numbers, lists of them, or texts.
+        planned requests that use the part. `result` ends only these, `updated` raises nothing.
+        `drafts` gives at most `num_draft_tokens` tokens of the vocabulary for each of these,
+        `limit_drafts` numbers from 0 to that of the drafts that it got. `figures` gives numbers,
+        lists of them, or texts.
 
         Methods of the worker half raise nothing. `embedded`, `linear`, `hidden` and `logits` give
         None or a finite tensor of the shape that they got, logits perhaps -inf, and write to no

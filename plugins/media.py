@@ -41,8 +41,9 @@ class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         modality: what it is: "image".
         sees_itself: whether its tokens see those after them, up to its last one. They are computed
             in one step then, and no cached prefix ends between them.
-        data: what the encoder gets, an array; for the engine's half of the part that encodes,
-            which takes it off: workers get it with the plan of the step that encodes it.
+        data: what the encoder gets, an array; for `EngineHalf.check` of the part that encodes. The
+            engine takes it off then: schedulers and workers get None, and the part sends it with
+            the plan of the step that encodes it.
     """
 
     identifier: str

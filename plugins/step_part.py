@@ -172,7 +172,7 @@ class EngineHalf:
         return True
 
     def check(self, request: EngineCoreRequest) -> None:
-        """Check a new request.
+        """Check a new request; its features alone have their data here, see `MultiModalFeature`.
 
         Raises:
             RequestError: it is refused.

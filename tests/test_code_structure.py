@@ -55,6 +55,7 @@ SMALL_MODULES = {
     "hardpoint.core.worker.sampling.edits": "an algorithm with tests of its own",
     "hardpoint.system.weight_key": "what a key is made of; the cache knows its text alone",
     "hardpoint.testing.model.quantized_model": "a check of its own; the suite of models is large",
+    "hardpoint.testing.running.step_parts.compared": "traces; the suite of step parts is large",
     "hardpoint.testing.ops.code_matrices": "samples of codes; the suite of operations is large",
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,6 +134,9 @@ class Gemma3WithImages(Gemma3):
             ModelError: a field of the config is missing, invalid or not supported.
         """
         super().__init__(context)
+        matrices = context.hooks.matrices
+        for name, matrix in matrices.items():
+            matrices[name] = replace(matrix, stored_as=_stored(matrix.stored_as))
         self._images = Gemma3Images(context.config, {})
         vision = self._fields.table("vision_config")
         tower = self._tower = SiglipTower("vision_tower", vision, context)

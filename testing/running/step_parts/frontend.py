@@ -6,8 +6,6 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreRequest,
@@ -28,6 +26,7 @@ from hardpoint.testing.engine_access import (
     installed_components,
 )
 from hardpoint.testing.reporting.calls import call
+from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
 FRONTEND = Rule(
@@ -137,7 +136,7 @@ def check_prepare(
     once = copy.deepcopy(given)
     refused = _refusal(half, given, reasoning)
     for name in given.__struct_fields__:
-        if refused is not None or _differ(getattr(once, name), getattr(given, name)):
+        if refused is not None or snapshot(getattr(once, name)) != snapshot(getattr(given, name)):
             first, found = short_repr(getattr(once, name)), short_repr(getattr(given, name))
             raise FRONTEND.violation(
                 f"prepare() gave {name} {first}, and when called again {refused or found}"
@@ -189,12 +188,6 @@ def check_prompt(
     )
     if (refused := _refusal(half, request, None)) is not None:
         raise PROMPTS.violation(f"prepare() refused what read_prompt() gave: {refused}")
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return not np.array_equal(one, other)
-    return bool(one != other)
 
 
 def _refusal(

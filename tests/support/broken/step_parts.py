@@ -314,6 +314,11 @@ class _EndsOthersHalf(GoodHalf):
         return {name: RequestFault("it is over") for name in names}
 
 
+class _UpdatedRaisesHalf(GoodHalf):
+    def updated(self, plan):
+        raise KeyError(plan.step)
+
+
 class _FaultAsTextHalf(GoodHalf):
     def result(self, plan, result):
         return dict.fromkeys(self.planned(plan), "it is over")
@@ -540,6 +545,7 @@ TextAsData = part_of(_TextAsDataHalf)
 RaisesInLost = part_of(_RaisesInLostHalf)
 CountsPlans = part_of(_CountsPlansHalf)
 EndsOthers = part_of(_EndsOthersHalf)
+UpdatedRaises = part_of(_UpdatedRaisesHalf)
 FaultAsText = part_of(_FaultAsTextHalf)
 Remembers = part_of(_RemembersHalf)
 ForgetsLate = part_of(_ForgetsLateHalf)

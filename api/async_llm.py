@@ -357,11 +357,8 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         Raises:
             RequestError: they cannot be placed.
         """
-        ids, media = list(prompt["prompt_token_ids"]), prompt.get("multi_modal_data")
-        if not media:
-            return ids
-        place = self._engine.parts.step_parts.place_media
-        return list((await asyncio.to_thread(place, ids, media)).token_ids)
+        ids = list(prompt["prompt_token_ids"])
+        return await self._engine.prompt_tokens(prompt) if ids else ids
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
 from hardpoint.plugins import (
     ConfigError,
@@ -29,6 +29,7 @@ from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
+from hardpoint.typed import copied, is_list
 
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls

@@ -17,7 +17,7 @@ from hardpoint.core.frontend.io_processors import OpenIOProcessor, ProcessorCall
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt, copied, is_list
+from hardpoint.core.frontend.requests.prompts import Params, Prompt
 from hardpoint.errors import PluginFaultError, RequestEndedError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -31,6 +31,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.typed import copied, is_list
 
 from .calls.adapters import AsyncAdapterCalls, SyncAdapterCalls
 from .conversations.states import OpenConversations

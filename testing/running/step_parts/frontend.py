@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hardpoint.plugins import (
+    EncodedPair,
     EngineConfig,
     EngineCoreRequest,
     FrontendHalf,
@@ -19,7 +20,9 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.requests import Prompt
 from hardpoint.testing.engine_access import (
     FaultReporter,
     call_declared,
@@ -28,6 +31,7 @@ from hardpoint.testing.engine_access import (
     installed_components,
 )
 from hardpoint.testing.reporting.calls import call
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 from hardpoint.testing.suite import Rule, short_repr
 
 FRONTEND = Rule(
@@ -145,8 +149,42 @@ def check_prepare(
     return given
 
 
+class _Bytes(ByteTokenizer):
+    """Reads pairs of texts, too."""
+
+    contract = 1
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        ids = [self.encode(text) for text in (first, second)]
+        places = range(len(ids[0])), range(len(ids[0]), len(ids[0]) + len(ids[1]))
+        return EncodedPair([*ids[0], *ids[1]], *places, len(ids[0]))
+
+
+class _Reader:
+    """Reads prompts of bytes."""
+
+    tokenizer = _Bytes()
+
+    def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def read(self, prompt: Prompt) -> GivenPrompt:
+        given = prompt
+        if isinstance(given, Mapping):
+            if set(given) not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(f"prompt: expected text or token ids, got {sorted(given)}")
+            (given,) = given.values()
+        if isinstance(given, str):
+            return GivenPrompt(token_ids=self.tokenise(given), text=given)
+        return GivenPrompt(token_ids=list(given))
+
+
 def check_prompt(
-    half: FrontendHalf, prompt: Mapping[str, Any], fields: Collection[str], vocab_size: int
+    half: FrontendHalf,
+    prompt: Mapping[str, Any],
+    fields: Collection[str],
+    vocab_size: int,
+    pooling: PoolingParams | None,
 ) -> None:
     """Check that a half reads a prompt of its own form, and takes the request that it becomes.
 
@@ -155,6 +193,7 @@ def check_prompt(
         prompt: prompt of the suite.
         fields: those that the part makes use of.
         vocab_size: vocabulary size of the model.
+        pooling: parameters of a request that pools; None is one that generates.
 
     Raises:
         Violation: the half breaks a rule.
@@ -165,7 +204,7 @@ def check_prompt(
 
     def read() -> GivenPrompt | str:
         try:
-            return half.read_prompt(prompt, lambda text, **_options: list(text.encode()))
+            return half.read_prompt(prompt, _Reader())
         except RequestError as refused:
             return str(refused)
 
@@ -185,6 +224,7 @@ def check_prompt(
         request_id="r0",
         prompt_token_ids=list(found.token_ids),
         params=SamplingParams(),
+        pooling_params=pooling,
         **found.fields,
     )
     if (refused := _refusal(half, request, None)) is not None:

@@ -34,6 +34,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import REQUEST_FIELDS, EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
@@ -80,6 +81,7 @@ class StepPartSuite(ComponentSuite):
         vocab_size: vocabulary size of the model.
         calls: calls of programs that the part answers: method and arguments.
         prompts: prompts of the part's own forms, which it reads.
+        prompt_pooling: parameters of their requests, if these pool.
         shares: whether the part divides something among requests, so that what one gets depends
             on the others.
         ready_steps: calls of a gate after which, and
@@ -96,6 +98,7 @@ class StepPartSuite(ComponentSuite):
     vocab_size: ClassVar[int] = 300
     calls: ClassVar[Sequence[tuple[str, Mapping[str, Any]]]] = ()
     prompts: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    prompt_pooling: ClassVar[PoolingParams | None] = None
     shares: ClassVar[bool] = False
     ready_steps: ClassVar[int] = 100
     ready_seconds: ClassVar[float] = 10.0
@@ -200,7 +203,7 @@ class StepPartSuite(ComponentSuite):
         fields = type(part).request_fields(engine_config(self.config))
         if half is not None:
             for prompt in self.prompts:
-                check_prompt(half, prompt, fields, self.vocab_size)
+                check_prompt(half, prompt, fields, self.vocab_size, self.prompt_pooling)
         for closed in (half, part):
             if closed is not None:
                 call(CLOSE, closed.close)
@@ -430,7 +433,7 @@ class StepPartSuite(ComponentSuite):
             )
         _Halves(part, half, *self._build_worker_half()).close()
         fields = type(part).request_fields(engine_config(self.config))
-        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS:
+        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS.keys():
             raise _CONTRACT_RULE.violation(
                 f"request_fields() returned {short_repr(fields)}, expected some of "
                 f"{', '.join(sorted(REQUEST_FIELDS))}"

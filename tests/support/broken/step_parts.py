@@ -591,7 +591,7 @@ class ReadsLetters(Good):
     class Requests(GoodRequests):
         prompt_keys = ("letters",)
 
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97] * prompt["letters"])
 
     contract = 1
@@ -599,7 +599,7 @@ class ReadsLetters(Good):
 
 class ReadsIntoList(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return [97] * prompt["letters"]
 
     contract = 1
@@ -607,7 +607,7 @@ class ReadsIntoList(Good):
 
 class ReadsNoToken(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[-1])
 
     contract = 1
@@ -615,7 +615,7 @@ class ReadsNoToken(Good):
 
 class ReadsFieldsOfOthers(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97], fields={"resumable": True})
 
     contract = 1
@@ -631,7 +631,7 @@ class RefusesWhatItReads(Good):
 
 class ReadPromptRaises(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             raise KeyError("letter")
 
     contract = 1

@@ -35,7 +35,7 @@ from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
 from .conversations.turns import Conversation, check_options
-from .open_model import ProcessorCalls
+from .open_model import COMPANIONS, ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
@@ -127,7 +127,13 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
-            built = build_engine(config, config_sources, progress=display.report, handed=handed)
+            built = build_engine(
+                config,
+                config_sources,
+                progress=display.report,
+                handed=handed,
+                companions=COMPANIONS,
+            )
         self._begin(built)
         self._calls = OpenCalls(self._engine)
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hardpoint.boundary.errors import RefusedInCallError, engine_dead
@@ -18,7 +17,6 @@ from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     FinishReason,
     HardpointError,
-    LoRARequest,
     RequestError,
     SamplingParams,
     SchedulingPolicy,
@@ -166,16 +164,6 @@ class AsyncEngine(WatchedEngine):
             PluginFaultError, PluginContractError: a plugin failed, or returned something else.
         """
         return self.parts.hooks.server_extensions(server)
-
-    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
-
-        Raises:
-            RequestError: one refuses the name.
-            PluginFaultError: one failed, or took too long.
-        """
-        resolvers = self.parts.adapter_resolvers
-        return None if resolvers is None else await resolvers.resolve(name)
 
     async def abort(self, ids: str | Iterable[str]) -> None:
         """End requests, by the user's or internal ids; they yield their outputs so far, and end."""

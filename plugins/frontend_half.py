@@ -116,6 +116,8 @@ class PromptReader(Protocol):
 class FrontendHalf:
     """The half of a step part in the frontend; called by one thread at a time.
 
+    But `read_prompt` may be called in another one at the same time, as prompts may take long.
+
     Every method is optional, and should be fast: other requests wait. A fault ends the request that
     it is about, whatever the `fault_scope` of the part.
 

@@ -106,9 +106,17 @@ class FrontendParts:
         return self._given(half, "read_prompt", half.half.read_prompt, dict(prompt), reader)
 
     def _given(
-        self, half: BoundFrontendHalf, name: str, read: Callable[..., GivenPrompt], *args: Any
+        self,
+        half: BoundFrontendHalf,
+        name: str,
+        read: Callable[..., GivenPrompt],
+        *args: Any,
+        limit: int | None = None,
     ) -> GivenPrompt:
         """Return the prompt that a half reads or cuts.
+
+        Args:
+            limit: most tokens of one that is cut.
 
         Raises:
             RequestError: it refuses it, or failed.
@@ -117,6 +125,8 @@ class FrontendParts:
             found = read(*args)
             if not isinstance(found, GivenPrompt) or not isinstance(found.token_ids, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(found)}")
+            if limit is not None and (count := len(found.token_ids)) > limit:
+                raise ValueError(f"expected at most {limit} token ids, got {count}")
             if not found.fields.keys() <= REQUEST_FIELDS.keys():
                 names = shown(sorted(found.fields))
                 raise TypeError(f"expected fields that parts make use of alone, got {names}")
@@ -124,10 +134,11 @@ class FrontendParts:
             raise
         except BaseException as cause:
             raise self._refusal(half, name, "", cause) from cause
-        if found.cut is None:
+        if (cut := found.cut) is None:
             return found
-        cut = functools.partial(self._given, half, "cut", found.cut)
-        return dataclasses.replace(found, cut=cut)
+        return dataclasses.replace(
+            found, cut=lambda limit: self._given(half, "cut", cut, limit, limit=limit)
+        )
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
         """Check and complete a request by each half.

@@ -123,7 +123,7 @@ class LettersHalf(Half):
     def cut(self, limit):
         if limit == 1:
             raise RequestError("truncate_prompt_tokens: expected more than 1, got 1")
-        return GivenPrompt(token_ids=[0] * limit if limit > 2 else None)
+        return GivenPrompt(token_ids=[0] * max(limit, 4) if limit > 2 else None)
 
 
 class OtherLetters(Letters):
@@ -231,7 +231,7 @@ def test_a_part_reads_prompts_with_its_keys_and_no_others():
     found = parts.read_prompt(given, lambda rest: list(rest["prompt"].encode()))
     assert found.token_ids == list(b"ab")
     assert given == {"letters": "b", "prompt": "a"}
-    assert found.cut(3).token_ids == [0, 0, 0]
+    assert found.cut(4).token_ids == [0, 0, 0, 0]
     with pytest.raises(RequestError, match="^truncate_prompt_tokens: expected more than 1, got 1$"):
         found.cut(1)
 
@@ -251,6 +251,10 @@ def test_a_part_reads_prompts_with_its_keys_and_no_others():
         (
             lambda parts: parts.read_prompt({"letters": "ab"}, None).cut(2),
             r"its cut\(\) failed: TypeError: expected a GivenPrompt with token ids, got Given",
+        ),
+        (
+            lambda parts: parts.read_prompt({"letters": "ab"}, None).cut(3),
+            r"its cut\(\) failed: ValueError: expected at most 3 token ids, got 4",
         ),
     ],
 )

@@ -70,6 +70,7 @@ STEP_PARTS = [
     (broken.ValidateRaises, "frontend", "answers", "raised ValueError: no JSON"),
     (broken.Good, "prompts", "prompts", r"prompt_keys are \(\), and the suite has 1 prompts"),
     (broken.ReadsIntoList, "prompts", "prompts", r"read_prompt.. returned \[97, 97, 97\]"),
+    (broken.CutsNothing, "prompts", "prompts", r"cut\(2\) returned 3 ids"),
     (broken.ReadsNoToken, "prompts", "prompts", r"read_prompt.. returned GivenPrompt.*\[-1\]"),
     (broken.ReadsFieldsOfOthers, "prompts", "prompts", r"gave the fields \['resumable'\]"),
     (broken.RefusesWhatItReads, "prompts", "prompts", "prepare.. refused .*: not this one"),

@@ -322,9 +322,10 @@ class InputProcessor:
             if len(given.token_ids) > last:
                 if given.cut is not None:
                     given = given.cut(last)
+                    ids = checked_ids(given.token_ids, self._model_config.vocab_size)
                 else:
                     ids = given.token_ids[-last:]
-                    given = dataclasses.replace(given, token_ids=ids, text=None)
+                given = dataclasses.replace(given, token_ids=ids, text=None)
         count = len(given.token_ids)
         if count + min(room, 1) > self._max_model_len:
             raise PromptTooLongError.of(count, self._max_model_len, generates=room > 0)

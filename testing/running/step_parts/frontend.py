@@ -211,15 +211,8 @@ def check_prompt(
     found = call(PROMPTS, read)
     if isinstance(found, str):
         raise PROMPTS.violation(f"read_prompt() refused a prompt of the suite: {found}")
-    if not isinstance(found, GivenPrompt) or not all(
-        type(token) is int and 0 <= token < vocab_size for token in found.token_ids
-    ):
-        raise PROMPTS.violation(f"read_prompt() returned {short_repr(found)}")
-    if not set(found.fields) <= set(fields):
-        raise PROMPTS.violation(
-            f"read_prompt() gave the fields {sorted(found.fields)}, and request_fields() is "
-            f"{sorted(fields)}"
-        )
+    _check_given("read_prompt()", found, fields, vocab_size)
+    _check_cut(found, fields, vocab_size)
     request = EngineCoreRequest(
         request_id="r0",
         prompt_token_ids=list(found.token_ids),
@@ -229,6 +222,46 @@ def check_prompt(
     )
     if (refused := _refusal(half, request, None)) is not None:
         raise PROMPTS.violation(f"prepare() refused what read_prompt() gave: {refused}")
+
+
+def _check_given(name: str, found: Any, fields: Collection[str], vocab_size: int) -> None:
+    """Check what a half has read or cut.
+
+    Raises:
+        Violation: it has something else than ids of the vocabulary and fields of its part.
+    """
+    if not isinstance(found, GivenPrompt) or not all(
+        type(token) is int and 0 <= token < vocab_size for token in found.token_ids
+    ):
+        raise PROMPTS.violation(f"{name} returned {short_repr(found)}")
+    if not set(found.fields) <= set(fields):
+        raise PROMPTS.violation(
+            f"{name} gave the fields {sorted(found.fields)}, and request_fields() is "
+            f"{sorted(fields)}"
+        )
+
+
+def _check_cut(given: GivenPrompt, fields: Collection[str], vocab_size: int) -> None:
+    """Check that a prompt which can be cut gets no longer than it is to be.
+
+    Raises:
+        Violation: the half breaks a rule.
+    """
+    cut, limit = given.cut, len(given.token_ids) - 1
+    if cut is None or limit < 1:
+        return
+
+    def shorter() -> GivenPrompt | None:
+        try:
+            return cut(limit)
+        except RequestError:
+            return None
+
+    if (found := call(PROMPTS, shorter)) is None:
+        return
+    _check_given("cut()", found, fields, vocab_size)
+    if (count := len(found.token_ids)) > limit:
+        raise PROMPTS.violation(f"cut({limit}) returned {count} ids")
 
 
 def _differ(one: Any, other: Any) -> bool:

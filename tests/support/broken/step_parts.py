@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from hardpoint.plugins import (
@@ -601,6 +603,15 @@ class ReadsIntoList(Good):
     class Requests(ReadsLetters.Requests):
         def read_prompt(self, prompt, reader):
             return [97] * prompt["letters"]
+
+    contract = 1
+
+
+class CutsNothing(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, reader):
+            given = GivenPrompt(token_ids=[97] * prompt["letters"])
+            return dataclasses.replace(given, cut=lambda limit: given)
 
     contract = 1
 

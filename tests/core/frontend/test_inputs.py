@@ -113,6 +113,16 @@ class TestTokenInputs:
         assert input_processor_of(engine).length_of(prompt) == 0
         assert input_processor_of(engine).length_of({"prompt": "xy"}) == 2
 
+    def test_a_prompt_of_more_than_texts_is_long(self, engine):
+        length_of = input_processor_of(engine).length_of
+        assert length_of({"text": "ab", "text_pair": "c"}) == 4
+        assert length_of({"prompt": "x", "multi_modal_data": {}}) >= 2000
+        assert [length_of(prompt) for prompt in ("xyz", [1, 2], {"prompt_token_ids": [1]})] == [
+            3,
+            0,
+            0,
+        ]
+
     def test_ids_of_a_mapping_are_a_list(self, engine):
         with pytest.raises(
             RequestError, match="^prompt_token_ids: expected a list of token ids, go"

@@ -298,6 +298,10 @@ class TestTurns:
                 {"type": "token", "prompt_token_ids": [1], "cache_salt": "a"},
                 "prompt.cache_salt: expected none in a part",
             ),
+            (
+                {"prompt": "a", "multi_modal_data": {"image": [b"x"]}},
+                "prompt: expected a mapping with either .* got the keys",
+            ),
             ([1] * LENGTH, "the conversation has 0 tokens and this part 512"),
         ],
     )

@@ -38,12 +38,13 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
+from .calls.adapter_resolvers import AdapterResolvers
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
 from .conversations.turns import AsyncConversation, PromptPart, check_options
 from .images import has_unread_images
-from .open_model import AsyncProcessorCalls
+from .open_model import COMPANIONS, AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 
@@ -144,6 +145,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
                 restart=restart == "on_failure",
                 progress=display.report,
                 handed=handed,
+                companions=COMPANIONS,
             )
         self._begin(built)
 
@@ -357,11 +359,8 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         Raises:
             RequestError: they cannot be placed.
         """
-        ids, media = list(prompt["prompt_token_ids"]), prompt.get("multi_modal_data")
-        if not media:
-            return ids
-        place = self._engine.parts.step_parts.place_media
-        return list((await asyncio.to_thread(place, ids, media)).token_ids)
+        ids = list(prompt["prompt_token_ids"])
+        return await self._engine.prompt_tokens(prompt) if ids else ids
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.
@@ -390,7 +389,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             RequestError: one refuses the name.
             PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
         """
-        return await self._engine.resolve_adapter(name)
+        return await self._engine.parts.companion(AdapterResolvers).resolve(name)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".

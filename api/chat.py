@@ -13,12 +13,12 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
-from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer
 from hardpoint.plugins.image_input import ImageSource
 from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.toolkit.user_text import UserText
+from hardpoint.typed import copied, is_list
 from hardpoint.typed.schema_check import check_schema
 
 from . import typed

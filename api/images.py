@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.core.frontend.engine_parts import EngineParts
-from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.plugins.media import Image
 from hardpoint.toolkit.images import ImageReader
+from hardpoint.typed import copied, is_list
 
 __all__ = ["PromptImages", "has_unread_images"]
 

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
 from hardpoint.plugins import (
     ConfigError,
@@ -29,12 +29,13 @@ from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
+from hardpoint.typed import copied, is_list
 
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
 from .conversations.turns import Conversation, check_options
-from .open_model import ProcessorCalls
+from .open_model import COMPANIONS, ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
@@ -126,7 +127,13 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     ) -> None:
         self._draws_progress = shows_progress(sys.stderr) if progress is None else progress
         with ProgressDisplay(self._draws_progress) as display:
-            built = build_engine(config, config_sources, progress=display.report, handed=handed)
+            built = build_engine(
+                config,
+                config_sources,
+                progress=display.report,
+                handed=handed,
+                companions=COMPANIONS,
+            )
         self._begin(built)
         self._calls = OpenCalls(self._engine)
 

@@ -7,26 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
-
-from .media import Image, MultiModalFeature
+from .media import Image
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MediaFormat", "PlacedMedia"]
-
-
-class PlacedMedia(msgspec.Struct, frozen=True):
-    """A prompt with the tokens of its media.
-
-    Attributes:
-        token_ids: the prompt.
-        features: its media, by offset.
-    """
-
-    token_ids: list[int]
-    features: Sequence[MultiModalFeature]
+__all__ = ["MediaFormat"]
 
 
 class MediaFormat(ABC):

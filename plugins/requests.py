@@ -39,8 +39,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads; a
-mapping may have media, too."""
+"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads."""
 
 
 def ids_after_embeddings(known_ids: Sequence[int | None]) -> list[int]:

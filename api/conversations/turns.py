@@ -20,7 +20,6 @@ import msgspec
 
 from hardpoint import typed
 from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
-from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.requests import OutputStream, check_generates, with_output_kind
 
@@ -44,6 +43,7 @@ class PromptPart(msgspec.Struct, frozen=True):
     commit: bool = True
 
 
+_PARTS = "parts of a conversation that stays open are texts and token ids"
 _CLOSED = "it was closed"
 _LOST = ("abort", "error")
 """Finish reasons after which `generate` of parts goes no further."""
@@ -125,16 +125,14 @@ class _ConversationBase:
         """Return a part's text, or its checked token ids.
 
         Raises:
-            RequestError: it is no prompt, or has options of its own, media or a second text.
+            RequestError: it is no prompt, has more than text or token ids, or options of its own.
         """
-        given = read_prompt(prompt)
-        if given.media is not None:
-            raise RequestError(
-                "multi_modal_data: expected none in a conversation, whose turns are tokens alone, "
-                f"got {', '.join(map(shown, given.media))}"
-            )
-        if given.pair is not None:
-            raise RequestError("text_pair: expected one text in a part of a conversation")
+        try:
+            given = read_prompt(prompt)
+        except RequestError as error:
+            if isinstance(prompt, Mapping):
+                raise type(error)(f"{error}; {_PARTS}") from error
+            raise
         for name in ("cache_salt", "arrival_time"):
             if (value := getattr(given, name)) is not None:
                 raise RequestError(

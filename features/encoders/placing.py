@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +12,11 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import FrontendHalf
+from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
 from hardpoint.plugins.media import Image
-from hardpoint.plugins.media_format import MediaFormat, PlacedMedia
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.typed import copied, is_list
 
 _FIELD = "multi_modal_data"
 _LONGEST_RUN = 64  # newlines of a token
@@ -20,6 +24,8 @@ _LONGEST_RUN = 64  # newlines of a token
 
 class MediaPrompts(FrontendHalf):
     """Places media in prompts, in the order of their placeholders."""
+
+    prompt_keys = (_FIELD,)
 
     def __init__(
         self,
@@ -45,15 +51,33 @@ class MediaPrompts(FrontendHalf):
             self.media_tokens = {modality: tuple(tokens) for modality in media.modalities}
         self._runs: dict[int, int] | None = None
 
-    def place_media(
-        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
-    ) -> PlacedMedia:
+    def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:
         """Return a prompt with the tokens of its media, the i-th one at the i-th placeholder.
 
+        Without media no token is a placeholder.
+
         Raises:
-            RequestError: the model does not take them, one is no image, or there are more or fewer
-                than placeholders.
+            RequestError: the model does not take them, one is no image, there are more or fewer
+                than placeholders, or the prompt has something else besides tokens.
         """
+        media = _listed(prompt[_FIELD])
+        rest = {key: value for key, value in prompt.items() if key != _FIELD}
+        given = reader.read(rest)
+        if not media:
+            return given
+        if given.fields:
+            raise RequestError(f"{_FIELD}: expected none with {', '.join(sorted(rest))}")
+        token_ids, features = self._with_media(given.token_ids, media)
+        return dataclasses.replace(
+            given,
+            token_ids=token_ids,
+            fields={"features": features},
+            cut=functools.partial(_refuse_cut, len(token_ids)),
+        )
+
+    def _with_media(
+        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
+    ) -> tuple[list[int], list[MultiModalFeature]]:
         images = self._checked(media)
         found = self._media
         assert found is not None, "others are refused"
@@ -93,7 +117,7 @@ class MediaPrompts(FrontendHalf):
 
     def _placed(
         self, token_ids: Sequence[int], places: Sequence[int], images: Sequence[Image]
-    ) -> PlacedMedia:
+    ) -> tuple[list[int], list[MultiModalFeature]]:
         media = self._media
         assert media is not None
         result: list[int] = []
@@ -119,7 +143,7 @@ class MediaPrompts(FrontendHalf):
             result += [media.token_id] * media.num_tokens
             result += media.end_ids
             position = self._add_around(result, media.around, token_ids, place + 1)
-        return PlacedMedia(result + list(token_ids[position:]), features)
+        return result + list(token_ids[position:]), features
 
     def _processed(self, image: Image, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         media = self._media
@@ -160,6 +184,33 @@ class MediaPrompts(FrontendHalf):
                 if len(ids) == 1:
                     self._runs.setdefault(ids[0], count)
         return self._runs
+
+
+def _listed(value: Any) -> dict[str, list[Any]]:
+    """Return media by modality, each as a list; one item alone is a list of it.
+
+    Raises:
+        RequestError: they are no mapping.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"{_FIELD}: expected a mapping such as {{'image': [...]}}, got {type(value).__name__}"
+        )
+    media: dict[str, list[Any]] = {}
+    for modality, items in copied(value, _FIELD).items():
+        if not isinstance(modality, str):
+            raise RequestError(f"{_FIELD}: expected modalities as strings, got {shown(modality)}")
+        media[modality] = copied(items, f"{_FIELD}.{modality}") if is_list(items) else [items]
+    return {modality: list(items) for modality, items in media.items() if items}
+
+
+def _refuse_cut(length: int, limit: int) -> GivenPrompt:
+    raise RequestError(
+        f"truncate_prompt_tokens: expected at least {length}, the tokens of the prompt with its "
+        f"media, which is not cut, got {limit}"
+    )
 
 
 def read_image(value: Any, path: str) -> Image:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
-from hardpoint.plugins.frontend_half import GivenPrompt
+from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
 
 from .rows import Rows, check_mask, rows_of
 
@@ -20,15 +20,13 @@ _OFF = f"expected token ids, this engine takes no embeddings (plugin.{NAME}.enab
 _PARTS = "prompt_parts"
 _MIXED = {"prompt_token_ids", *FIELDS}
 
-Tokenise = Callable[..., list[int]]
-
 
 class RefusedEmbeddings(FrontendHalf):
     """Refuses prompts with embeddings, of an engine that takes none."""
 
     prompt_keys = (*FIELDS, _PARTS)
 
-    def read_prompt(self, prompt: Mapping[str, Any], tokenise: Tokenise) -> GivenPrompt:  # noqa: ARG002
+    def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:  # noqa: ARG002
         """Refuse a prompt.
 
         Raises:
@@ -51,7 +49,7 @@ class EmbeddedRequests(FrontendHalf):
         """
         self._width, self._max_bytes = width, max_bytes
 
-    def read_prompt(self, prompt: Mapping[str, Any], tokenise: Tokenise) -> GivenPrompt:
+    def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:
         """Return ids and rows of a prompt.
 
         Raises:
@@ -59,7 +57,7 @@ class EmbeddedRequests(FrontendHalf):
         """
         keys = set(prompt)
         if keys == {_PARTS}:
-            return self._of_parts(prompt[_PARTS], tokenise)
+            return self._of_parts(prompt[_PARTS], reader)
         if keys not in ({"prompt_embeds"}, _MIXED):
             raise RequestError(
                 "prompt: expected a mapping with 'prompt_embeds' alone, with 'prompt_embeds', "
@@ -82,7 +80,7 @@ class EmbeddedRequests(FrontendHalf):
         ids = [token if known else 0 for token, known in zip(ids, mask, strict=True)]
         return _given(ids, mask, rows)
 
-    def _of_parts(self, parts: Any, tokenise: Tokenise) -> GivenPrompt:
+    def _of_parts(self, parts: Any, reader: PromptReader) -> GivenPrompt:
         """Return the prompt of pieces: texts, lists of token ids, and rows."""
         if not _is_list(parts) or not parts:
             raise RequestError(f"{_PARTS}: expected a list of parts, got {shown(parts)}")
@@ -91,7 +89,7 @@ class EmbeddedRequests(FrontendHalf):
         found: list[Rows] = []
         for index, part in enumerate(parts):
             if isinstance(part, str):
-                new = tokenise(part, add_special_tokens=index == 0)
+                new = reader.tokenise(part, add_special_tokens=index == 0)
             elif _is_list(part):
                 new = _checked_ids(part, f"{_PARTS}[{index}]")
             else:

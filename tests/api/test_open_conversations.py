@@ -300,12 +300,15 @@ class TestTurns:
             ),
             (
                 {"prompt": "see", "multi_modal_data": {"image": [b"png"]}},
-                "multi_modal_data: expected none in a conversation, whose .* got 'image'",
+                r"got the keys \['multi_modal_data', 'prompt'\]; parts of a conversation",
             ),
-            ({"text": "a", "text_pair": "b"}, "text_pair: expected one text in a part"),
+            (
+                {"text": "a", "text_pair": "b"},
+                r"got the keys \['text', 'text_pair'\]; parts of a conversation",
+            ),
             (
                 {"prompt_embeds": [[0.5]]},
-                r"prompt: expected a mapping .* got the keys \['prompt_embeds'\]",
+                r"expected a mapping .* got the keys \['prompt_embeds'\]; parts of a conversation",
             ),
             ([1] * LENGTH, "the conversation has 0 tokens and this part 512"),
         ],

@@ -146,6 +146,8 @@ class TestPooling(StepPartSuite):
     examples = kit_examples()
     part = Pooling
     components = {"poolers": {"largest": Largest, "newest": Newest}}
+    prompts = [{"text": "ab", "text_pair": "c"}]
+    prompt_pooling = PoolingParams(task="score", pooler="largest")
 
     def requests(self):
         return st.builds(

@@ -15,7 +15,7 @@ from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
-from hardpoint.plugins.media_format import PlacedMedia
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
@@ -23,7 +23,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import Params, Prompt, Tokens
+from .prompts import Params, Prompt
 from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
@@ -80,7 +80,7 @@ class Submitter:
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
-        token_ids: Tokens | PlacedMedia | None = None,
+        given: GivenPrompt | None = None,
         arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
@@ -88,7 +88,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: those of a prompt given as text or with media, if they were found already.
+            given: the prompt as `InputProcessor.read` returned it, if it was read already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
@@ -112,7 +112,7 @@ class Submitter:
                 self._input.default_params() if params is None else params,
                 extras,
                 arrival_time=arrived,
-                token_ids=token_ids,
+                given=given,
             )
         held = [parsers]
         try:

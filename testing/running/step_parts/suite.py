@@ -33,6 +33,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import REQUEST_FIELDS, EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
@@ -52,7 +53,7 @@ from .frontend import (
     check_prepare,
     check_prompt,
 )
-from .media import PLACED, MediaPrompt, check_media, check_taken
+from .media import PLACED, MediaPrompt, check_media, check_taken, prompt_of
 from .session import RequestScript, StepPartSession, with_id, without_features
 from .worker import HIDDEN_SIZE, WorkerSteps, overrides
 
@@ -82,7 +83,8 @@ class StepPartSuite(ComponentSuite):
         vocab_size: vocabulary size of the model.
         calls: calls of programs that the part answers: method and arguments.
         prompts: prompts of the part's own forms, which it reads.
-        media: prompts with media, which it places: token ids with placeholders, and items by
+        prompt_pooling: parameters of their requests, if these pool.
+        media: prompts with media, which it reads, too: token ids with placeholders, and items by
             modality.
         model_config: configuration of the model, `StepPartContext.model_config`.
         shares: whether the part divides something among requests, so that what one gets depends
@@ -103,6 +105,7 @@ class StepPartSuite(ComponentSuite):
     prompts: ClassVar[Sequence[Mapping[str, Any]]] = ()
     media: ClassVar[Sequence[MediaPrompt]] = ()
     model_config: ClassVar[ModelConfig | None] = None
+    prompt_pooling: ClassVar[PoolingParams | None] = None
     shares: ClassVar[bool] = False
     ready_steps: ClassVar[int] = 100
     ready_seconds: ClassVar[float] = 10.0
@@ -202,13 +205,15 @@ class StepPartSuite(ComponentSuite):
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
 
     def test_prompts(self) -> None:
-        """`read_prompt` gives ids and fields of each of `prompts`, of which `prepare` takes all."""
+        """`read_prompt` gives ids and fields of each of `prompts` and `media`, of which `prepare`
+        takes all. `cut` gives no more tokens than it is asked for.
+        """
         if self.part.frontend_half is StepPart.frontend_half:
             pytest.skip("the part has no half in the frontend")
         self._run_checks(PROMPTS.text, self._check_prompts)
 
     def test_media(self) -> None:
-        """`place_media` gives tokens of each of `media`, the same each time, and features that
+        """`read_prompt` gives tokens of each of `media`, the same each time, and features that
         cover them in order, with an identifier for each content, which `prepare` and the engine
         half take. It refuses other numbers of items, other modalities, and what is no media.
         """
@@ -231,13 +236,14 @@ class StepPartSuite(ComponentSuite):
 
     def _check_prompts(self) -> None:
         part, half = self._build_frontend_half()
-        if half is not None and bool(half.prompt_keys) != bool(self.prompts):
-            keys, given = short_repr(half.prompt_keys), len(self.prompts)
+        prompts = [*self.prompts, *map(prompt_of, self.media)]
+        if half is not None and bool(half.prompt_keys) != bool(prompts):
+            keys, given = short_repr(half.prompt_keys), len(prompts)
             raise PROMPTS.violation(f"prompt_keys are {keys}, and the suite has {given} prompts")
         fields = type(part).request_fields(engine_config(self.config))
         if half is not None:
-            for prompt in self.prompts:
-                check_prompt(half, prompt, fields, self.vocab_size)
+            for prompt in prompts:
+                check_prompt(half, prompt, fields, self.vocab_size, self.prompt_pooling)
         for closed in (half, part):
             if closed is not None:
                 call(CLOSE, closed.close)
@@ -501,7 +507,7 @@ class StepPartSuite(ComponentSuite):
             check_encoder_cache(half, worker)
         _Halves(part, half, worker_part, worker).close()
         fields = type(part).request_fields(engine_config(self.config))
-        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS:
+        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS.keys():
             raise _CONTRACT_RULE.violation(
                 f"request_fields() returned {short_repr(fields)}, expected some of "
                 f"{', '.join(sorted(REQUEST_FIELDS))}"

@@ -112,8 +112,18 @@ class TestTokenInputs:
 
     def test_its_text_is_not_tokenised(self, engine):
         prompt = {"type": "token", "prompt_token_ids": [1], "prompt": "x" * 5000}
-        assert input_processor_of(engine).texts_of(prompt) == []
-        assert input_processor_of(engine).texts_of({"prompt": "x"}) == ["x"]
+        assert input_processor_of(engine).length_of(prompt) == 0
+        assert input_processor_of(engine).length_of({"prompt": "xy"}) == 2
+
+    def test_a_prompt_of_more_than_texts_is_long(self, engine):
+        length_of = input_processor_of(engine).length_of
+        assert length_of({"text": "ab", "text_pair": "c"}) == 4
+        assert length_of({"prompt": "x", "multi_modal_data": {}}) >= 2000
+        assert [length_of(prompt) for prompt in ("xyz", [1, 2], {"prompt_token_ids": [1]})] == [
+            3,
+            0,
+            0,
+        ]
 
     def test_ids_of_a_mapping_are_a_list(self, engine):
         with pytest.raises(

@@ -81,6 +81,22 @@ REFUSED = {
 }
 
 
+def test_media_stand_in_texts_and_token_ids_alone(folder):
+    config = settings(plugin={"prompt_embeddings": {"enabled": True}})
+    with LLM(str(folder), config=config) as llm:
+        width = llm.llm_engine.parts.model_config.hf["text_config"]["hidden_size"]
+        rows = np.zeros((2, width), "float32")
+        for others in ({"text": "a", "text_pair": "b"}, {"prompt_embeds": rows}):
+            words = f"multi_modal_data: expected none with {', '.join(others)}$"
+            with pytest.raises(RequestError, match=words):
+                llm.generate([others | {"multi_modal_data": {"image": IMAGES[:1]}}], GREEDY)
+        words = r"prompt: expected a mapping with either .*, got the keys \[\]"
+        with pytest.raises(RequestError, match=words):
+            llm.generate([{"multi_modal_data": {"image": IMAGES[:1]}}], GREEDY)
+        with pytest.raises(RequestError, match="text_pair: expected one prompt: texts are read in"):
+            llm.generate([{"text": "a", "text_pair": "b"}], GREEDY)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(folder, name):
     given, words = REFUSED[name]

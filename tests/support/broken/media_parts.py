@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from hardpoint.plugins import (
     StepPart,
     WorkerHalf,
 )
-from hardpoint.plugins.media_format import PlacedMedia
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
 
@@ -32,9 +33,11 @@ def number_as_data(number):
 class GoodPlaces(FrontendHalf):
     """Images are numbers."""
 
+    prompt_keys = ("multi_modal_data",)
     media_tokens = {"image": (PLACE,)}
 
-    def place_media(self, token_ids, media):
+    def read_prompt(self, prompt, reader):
+        token_ids, media = prompt["prompt_token_ids"], prompt["multi_modal_data"]
         if others := media.keys() - {"image"}:
             raise RequestError(f"multi_modal_data: {min(others)!r}: expected image")
         images = self.checked(token_ids, media.get("image", ()))
@@ -46,7 +49,7 @@ class GoodPlaces(FrontendHalf):
                 ids += self.covered()
             else:
                 ids.append(token)
-        return PlacedMedia(ids, features)
+        return GivenPrompt(token_ids=ids, fields={"features": features})
 
     def checked(self, token_ids, images):
         if len(images) != list(token_ids).count(PLACE):
@@ -218,23 +221,24 @@ def encodes(name, **methods):
 # Placed media
 
 
-def _as_list(self, token_ids, media):
-    return GoodPlaces.place_media(self, token_ids, media).token_ids
+def _as_list(self, prompt, reader):
+    return GoodPlaces.read_prompt(self, prompt, reader).token_ids
 
 
-def _without_last(self, token_ids, media):
-    placed = GoodPlaces.place_media(self, token_ids, media)
-    return PlacedMedia(placed.token_ids, placed.features[:-1])
+def _without_last(self, prompt, reader):
+    given = GoodPlaces.read_prompt(self, prompt, reader)
+    return dataclasses.replace(given, fields={"features": given.fields["features"][:-1]})
 
 
-def _pops(self, token_ids, media):
-    placed = GoodPlaces.place_media(self, token_ids, media)
-    media["image"].pop()
-    return placed
+def _pops(self, prompt, reader):
+    given = GoodPlaces.read_prompt(self, prompt, reader)
+    prompt["multi_modal_data"]["image"].pop()
+    return given
 
 
-def _any_modality(self, token_ids, media):
-    return GoodPlaces.place_media(self, token_ids, {"image": media.get("image", ())})
+def _any_modality(self, prompt, reader):
+    media = {"image": prompt["multi_modal_data"].get("image", ())}
+    return GoodPlaces.read_prompt(self, {**prompt, "multi_modal_data": media}, reader)
 
 
 def _any_number(self, token_ids, images):
@@ -261,10 +265,10 @@ def _from_the_end(self, index, image, offset):
     return MultiModalFeature(feature.identifier, offset + 9, LENGTH, data=feature.data)
 
 
-GivesTokens = places("GivesTokens", place_media=_as_list)
-LeavesOneOut = places("LeavesOneOut", place_media=_without_last)
-TakesItems = places("TakesItems", place_media=_pops)
-TakesSmells = places("TakesSmells", place_media=_any_modality)
+GivesTokens = places("GivesTokens", read_prompt=_as_list)
+LeavesOneOut = places("LeavesOneOut", read_prompt=_without_last)
+TakesItems = places("TakesItems", read_prompt=_pops)
+TakesSmells = places("TakesSmells", read_prompt=_any_modality)
 TakesAnyNumber = places("TakesAnyNumber", checked=_any_number)
 AddsItems = places("AddsItems", checked=_numbers_alone)
 NamesByIndex = places("NamesByIndex", named=lambda self, index, image: f"x{index}")
@@ -273,7 +277,8 @@ CountsItems = places("CountsItems", named=_counted)
 CoversOthers = places("CoversOthers", covered=lambda self: [PLACE, 7, PLACE])
 TokenBeyond = places("TokenBeyond", covered=lambda self: [PLACE] * LENGTH + [300])
 PastTheEnd = places("PastTheEnd", feature=_from_the_end)
-TokensAlone = places("TokensAlone", place_media=FrontendHalf.place_media)
+TokensAlone = places("TokensAlone", read_prompt=FrontendHalf.read_prompt)
+TokensWithoutKey = places("TokensWithoutKey", prompt_keys=("letters",))
 TokensOfNothing = places("TokensOfNothing", media_tokens={"image": ()})
 
 

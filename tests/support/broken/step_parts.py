@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from hardpoint.plugins import (
@@ -597,7 +599,7 @@ class ReadsLetters(Good):
     class Requests(GoodRequests):
         prompt_keys = ("letters",)
 
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97] * prompt["letters"])
 
     contract = 1
@@ -605,15 +607,24 @@ class ReadsLetters(Good):
 
 class ReadsIntoList(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return [97] * prompt["letters"]
+
+    contract = 1
+
+
+class CutsNothing(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, reader):
+            given = GivenPrompt(token_ids=[97] * prompt["letters"])
+            return dataclasses.replace(given, cut=lambda limit: given)
 
     contract = 1
 
 
 class ReadsNoToken(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[-1])
 
     contract = 1
@@ -621,7 +632,7 @@ class ReadsNoToken(Good):
 
 class ReadsFieldsOfOthers(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97], fields={"resumable": True})
 
     contract = 1
@@ -637,7 +648,7 @@ class RefusesWhatItReads(Good):
 
 class ReadPromptRaises(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             raise KeyError("letter")
 
     contract = 1

@@ -201,7 +201,7 @@ def _check_refusals(
         ("with media of an unknown modality", unknown),
     ]
     if any(fewer.values()):  # without media no token is a placeholder
-        cases.append(("with an item less than placeholders", fewer))
+        cases.insert(0, ("with an item less than placeholders", fewer))
     for what, given in cases:
         _check_refusal(half, what, token_ids, given)
 

@@ -45,7 +45,7 @@ from .conversations.turns import AsyncConversation, PromptPart, check_options
 from .images import has_unread_images
 from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
-from .requests import check_generates, make_extras, takes_options
+from .requests import ConversationOptions, check_generates, make_extras, takes_options
 
 __all__ = ["AsyncLLM"]
 
@@ -188,7 +188,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         request_id: str | None = None,
         *,
         keep_last: bool = True,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ConversationOptions],
     ) -> AsyncConversation:
         """Open a conversation, whose prompt goes on after each answer.
 
@@ -198,20 +198,21 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             request_id: id of its turns; None numbers them. `abort` ends the conversation by it.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.
-            options: `RequestOptions` of each turn.
+            options: `ConversationOptions`: `RequestOptions` of each turn, and tools.
 
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
         """
         check_options(options)
+        _, of_turns = Chat.taken_from(options)
         return AsyncConversation(
             functools.partial(self._conversations.open, request_id, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
             self.default_sampling_params(),
             sampling_params,
             encode=self._encode,
-            generate=lambda name, prompt, params: self._generate(prompt, params, name, options),
+            generate=lambda name, prompt, params: self._generate(prompt, params, name, of_turns),
             abort=self._engine.abort,
         )
 

@@ -45,6 +45,7 @@ class PromptPart(msgspec.Struct, frozen=True):
 
 
 _CLOSED = "it was closed"
+_PARTS = "parts of a conversation that stays open are texts and token ids"
 _LOST = ("abort", "error")
 """Finish reasons after which `generate` of parts goes no further."""
 
@@ -148,9 +149,19 @@ class _ConversationBase:
         """Return a part's text, or its checked token ids.
 
         Raises:
-            RequestError: it is no prompt, or has options of its own.
+            RequestError: it is no prompt, or has media or options of its own.
         """
-        given = read_prompt(prompt)
+        try:
+            given = read_prompt(prompt)
+        except RequestError as error:
+            if isinstance(prompt, Mapping):
+                raise type(error)(f"{error}; {_PARTS}") from error
+            raise
+        if given.media is not None:
+            counts = ", ".join(f"{len(items)} of {name}" for name, items in given.media.items())
+            raise RequestError(f"prompt.multi_modal_data: expected none, got {counts}; {_PARTS}")
+        if given.pair is not None:
+            raise RequestError(f"prompt.text_pair: expected none, got a pair of texts; {_PARTS}")
         for name in ("cache_salt", "arrival_time"):
             if (value := getattr(given, name)) is not None:
                 raise RequestError(

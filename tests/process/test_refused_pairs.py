@@ -29,11 +29,21 @@ def test_what_does_not_go_together_is_refused_at_the_start_by_name(scripted, pai
     assert all(name in str(caught.value) for name in pair.names), caught.value
 
 
+def ask(llm, pair, params):
+    """Send the request of a pair, or the part of a conversation."""
+    if pair.part is None:
+        llm.generate(["say"], params)
+        return
+    with llm.open_conversation() as talk:
+        list(talk.send(pair.part, params))
+
+
 @pytest.mark.parametrize("pair", [p for p in PAIRS if p.request is not None], ids=names)
 def test_a_request_of_what_does_not_go_together_is_refused_by_name(scripted, pair):
     with LLM(config=config_of(pair, scripted)) as llm:
+        params = SamplingParams(**pair.request)
         with pytest.raises(HardpointError) as caught:
-            llm.generate(["say"], SamplingParams(**pair.request))
+            ask(llm, pair, params)
         assert all(name in str(caught.value) for name in pair.names), caught.value
         assert llm.generate(["say"], SamplingParams(max_tokens=1))[0].finished
 

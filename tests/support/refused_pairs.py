@@ -34,6 +34,8 @@ class RefusedPair:
         config: configuration of an engine of the scripted model.
         request: parameters of a request; None if the engine is refused when it starts.
         windows: whether the model has a layer with a sliding window.
+        part: part of a conversation with those parameters, which has to be refused; None if it is
+            a request of its own.
     """
 
     one: str
@@ -42,6 +44,7 @@ class RefusedPair:
     config: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] | None = None
     windows: bool = False
+    part: Any = None
 
 
 PAIRS = [
@@ -161,6 +164,30 @@ PAIRS = [
         ("include", "speculation"),
         {},
         {"include": ["speculation"]},
+    ),
+    RefusedPair(
+        "images",
+        "a conversation that stays open",
+        ("multi_modal_data", "conversation that stays open"),
+        {},
+        {},
+        part={"prompt": "say", "multi_modal_data": {"image": [b"an image"]}},
+    ),
+    RefusedPair(
+        "prompt embeddings",
+        "a conversation that stays open",
+        ("prompt_embeds", "conversation that stays open"),
+        {"plugin": {"prompt_embeddings": {"enabled": True}}},
+        {},
+        part={"prompt_embeds": [[0.0, 0.0]]},
+    ),
+    RefusedPair(
+        "`n` above 1",
+        "a conversation that stays open",
+        ("n: expected 1", "a conversation"),
+        {},
+        {"n": 2},
+        part="say",
     ),
 ]
 

@@ -349,8 +349,8 @@ def opened_in_time(server):
             try:
                 talk = stack.enter_context(talking(server))
             except InvalidStatus as error:
-                assert error.response.status_code == 429
-                assert time.monotonic() < deadline
+                if error.response.status_code != 429 or time.monotonic() > deadline:
+                    raise
                 time.sleep(0.01)
         yield talk
 

@@ -754,3 +754,22 @@ def test_the_levels_of_reasoning_and_tools_show_in_results(models, model):
     ((reasoning, _, calls),) = models.alone(row, jobs)["s0"].parts
     assert reasoning
     assert [name for name, _ in calls] == ["f"]
+
+
+def test_the_image_of_a_prompt_shows_in_results(models):
+    needs_kernels()
+    row = completed({"prompt": "with an image", "logprobs": "of the output"})
+    found = models.alone(row, requests_of(row, 0))
+    assert found["s0"].prompt == found["s1"].prompt
+    assert found["s0"].prompt.count(IMAGE + 2) == 16
+    assert found["s0"] == found["s2"]
+    assert found["s0"].outputs != found["s1"].outputs
+
+
+def test_turns_are_those_of_one_conversation(models):
+    row = completed({"turns": "two"})
+    jobs = requests_of(row, 0)
+    first, second = models.alone(row, jobs)["s0"]
+    (parts,) = (prompt for request_id, prompt, _ in jobs if request_id == "s0")
+    assert first.prompt == parts[0]
+    assert second.prompt == [*first.prompt, *first.outputs[0][1], *parts[1]]

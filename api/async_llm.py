@@ -41,11 +41,12 @@ from hardpoint.registry.references import handed_over
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.turns import AsyncConversation, PromptPart, check_options
+from .conversations.parts import ConversationOptions, PromptPart, check_options
+from .conversations.turns import AsyncConversation
 from .images import has_unread_images
 from .open_model import AsyncProcessorCalls
 from .progress import ProgressDisplay
-from .requests import ConversationOptions, check_generates, make_extras, takes_options
+from .requests import check_generates, make_extras, takes_options
 
 __all__ = ["AsyncLLM"]
 

@@ -33,13 +33,13 @@ from hardpoint.registry.references import handed_over
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.turns import Conversation, check_options
+from .conversations.parts import ConversationOptions, check_options
+from .conversations.turns import Conversation
 from .open_model import ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
     ChatBatchOptions,
-    ConversationOptions,
     OpenCalls,
     OutputStream,
     Request,

@@ -38,7 +38,6 @@ from hardpoint.typed.describing import attribute_docs
 __all__ = [
     "BatchOptions",
     "ChatBatchOptions",
-    "ConversationOptions",
     "OpenCalls",
     "OutputStream",
     "UnorderedCall",
@@ -72,19 +71,6 @@ class BatchOptions(TypedDict, total=False):
 
 class ChatBatchOptions(ChatOptions, BatchOptions, total=False):
     """ChatOptions of all conversations, and the options of their requests."""
-
-
-class ConversationOptions(RequestOptions, total=False):
-    """RequestOptions of each turn of a conversation that stays open, and its tools.
-
-    Attributes:
-        tools, tool_choice, parallel_tool_calls: as in ChatOptions; the parts have to show the tools
-            to the model, for no chat template does.
-    """
-
-    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
-    tool_choice: t.Literal["none", "auto", "required"] | Mapping[str, str]
-    parallel_tool_calls: bool
 
 
 class _Unstated:

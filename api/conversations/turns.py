@@ -17,50 +17,19 @@ from collections.abc import (
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
-from hardpoint import typed
-from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.requests import OutputStream, check_generates, with_output_kind
 
+from .parts import PromptPart, read_part
 from .states import ConversationState, History
 
-__all__ = ["AsyncConversation", "Conversation", "PromptPart"]
-
-
-class PromptPart(msgspec.Struct, frozen=True):
-    """A part of a prompt that goes on.
-
-    Attributes:
-        prompt: what `generate` takes; of no tokens, it begins no turn.
-        sampling_params: parameters of this turn and later ones; None keeps those of the turn
-            before.
-        commit: whether it begins a turn; if not, it is computed with the parts after it.
-    """
-
-    prompt: Prompt
-    sampling_params: SamplingParams | None = None
-    commit: bool = True
+__all__ = ["AsyncConversation", "Conversation"]
 
 
 _CLOSED = "it was closed"
-_PARTS = "parts of a conversation that stays open are texts and token ids"
 _LOST = ("abort", "error")
 """Finish reasons after which `generate` of parts goes no further."""
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of a conversation's turns.
-
-    Raises:
-        RequestError: one would change the prompt of earlier turns.
-    """
-    if (last := options.get("truncate_prompt_tokens")) is not None:
-        raise RequestError(
-            "truncate_prompt_tokens: expected none in a conversation, which keeps all its tokens, "
-            f"got {last!r}"
-        )
 
 
 class _ConversationBase:
@@ -144,34 +113,6 @@ class _ConversationBase:
     def _keep(self, params: SamplingParams) -> None:
         """Let parameters hold for later turns."""
         self._params = params
-
-    def _read(self, prompt: Prompt) -> str | list[int]:
-        """Return a part's text, or its checked token ids.
-
-        Raises:
-            RequestError: it is no prompt, or has media or options of its own.
-        """
-        try:
-            given = read_prompt(prompt)
-        except RequestError as error:
-            if isinstance(prompt, Mapping):
-                raise type(error)(f"{error}; {_PARTS}") from error
-            raise
-        if given.media is not None:
-            counts = ", ".join(f"{len(items)} of {name}" for name, items in given.media.items())
-            raise RequestError(f"prompt.multi_modal_data: expected none, got {counts}; {_PARTS}")
-        if given.pair is not None:
-            raise RequestError(f"prompt.text_pair: expected none, got a pair of texts; {_PARTS}")
-        for name in ("cache_salt", "arrival_time"):
-            if (value := getattr(given, name)) is not None:
-                raise RequestError(
-                    f"prompt.{name}: expected none in a part, for the conversation has its own, "
-                    f"got {value!r}"
-                )
-        if given.token_ids is not None or given.text is None:
-            return checked_ids(given.token_ids, self._vocab_size)
-        typed.check_text(given.text, "prompt", RequestError)
-        return given.text
 
 
 class _Turn:
@@ -282,7 +223,7 @@ class Conversation(_ConversationBase):
             ConversationEndedError: the conversation has ended.
         """
         self._history.check_open()
-        if isinstance(part := self._read(prompt), str):
+        if isinstance(part := read_part(prompt, self._vocab_size), str):
             part = self._encode(part, self._history.is_empty) if part else []
         self._history.append(part)
 
@@ -378,7 +319,7 @@ class AsyncConversation(_ConversationBase):
             ConversationEndedError: the conversation has ended.
         """
         self._history.check_open()
-        part = self._read(prompt)
+        part = read_part(prompt, self._vocab_size)
         async with self._appending:  # a long text is tokenised while others come
             if isinstance(part, str):
                 part = await self._encode(part, self._history.is_empty) if part else []

@@ -1,4 +1,4 @@
-"""What divides or ends an answer begins again in each turn of a conversation that stays open."""
+"""Parsers, stop strings and grammars in the turns of a conversation that stays open."""
 
 from __future__ import annotations
 

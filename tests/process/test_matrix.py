@@ -617,11 +617,11 @@ def interfere(engine: Any, what: str, step: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What a request came to.
+    """Results of a request.
 
     Attributes:
         outputs: tokens and more of its completions.
-        logprobs: of the prompt.
+        logprobs: log-probabilities of the prompt.
         parts: reasoning, content and calls of its completions.
         prompt: tokens of the prompt, as outputs have them: None stands for an embedding.
     """

@@ -222,11 +222,11 @@ class ConversationRoutes:
         """
         name, limit = client.name, self._service.settings.limits.conversations
         if self._open[name] >= limit:
-            whose = "this key" if self._service.has_keys else "all clients together"
+            owner = "this key" if self._service.has_keys else "all clients together"
             raise AnswerError(
                 429,
                 f"server.limits.conversations: expected at most {limit} open conversations of "
-                f"{whose}, and {self._open[name]} are open; close one first",
+                f"{owner}, and {self._open[name]} are open; close one first",
                 kind="rate_limit_error",
                 code="too_many_conversations",
             )

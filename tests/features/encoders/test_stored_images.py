@@ -72,7 +72,7 @@ OTHERS = {  # the same text and placeholders
 
 @pytest.fixture(scope="module")
 def alone(folder) -> dict[str, Any]:
-    """Return what each prompt comes to without stores and without a prefix cache."""
+    """Return the results of each prompt without stores and without a prefix cache."""
     config = {"dtype": "float32", "max_model_len": 256}
     cache = {"block_size": 8, "window_groups": False, "prefix_caching": False}
     with LLM(str(folder), config=config | {"kv_cache": cache}) as llm:

@@ -42,7 +42,8 @@ from .calls.adapter_resolvers import AdapterResolvers
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.turns import AsyncConversation, PromptPart, check_options
+from .conversations.parts import ConversationOptions, PromptPart, check_options
+from .conversations.turns import AsyncConversation
 from .images import has_unread_images
 from .open_model import COMPANIONS, AsyncProcessorCalls
 from .progress import ProgressDisplay
@@ -190,7 +191,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         request_id: str | None = None,
         *,
         keep_last: bool = True,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ConversationOptions],
     ) -> AsyncConversation:
         """Open a conversation, whose prompt goes on after each answer.
 
@@ -200,20 +201,21 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             request_id: id of its turns; None numbers them. `abort` ends the conversation by it.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.
-            options: `RequestOptions` of each turn.
+            options: `ConversationOptions`: `RequestOptions` of each turn, and tools.
 
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
         """
         check_options(options)
+        _, of_turns = Chat.taken_from(options)
         return AsyncConversation(
             functools.partial(self._conversations.open, request_id, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
             self.default_sampling_params(),
             sampling_params,
             encode=self._encode,
-            generate=lambda name, prompt, params: self._generate(prompt, params, name, options),
+            generate=lambda name, prompt, params: self._generate(prompt, params, name, of_turns),
             abort=self._engine.abort,
         )
 

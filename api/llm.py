@@ -34,7 +34,8 @@ from hardpoint.typed import copied, is_list
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.turns import Conversation, check_options
+from .conversations.parts import ConversationOptions, check_options
+from .conversations.turns import Conversation
 from .open_model import COMPANIONS, ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
@@ -278,7 +279,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         sampling_params: SamplingParams | None = None,
         *,
         keep_last: bool = True,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ConversationOptions],
     ) -> Conversation:
         """Open a conversation, whose prompt goes on after each answer.
 
@@ -287,20 +288,21 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
                 files recommend.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.
-            options: `RequestOptions` of each turn.
+            options: `ConversationOptions`: `RequestOptions` of each turn, and tools.
 
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
         """
         check_options(options)
+        _, of_turns = Chat.taken_from(options)
         return Conversation(
             functools.partial(self._conversations.open, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
             self.default_sampling_params(),
             sampling_params,
             encode=self._encode,
-            stream=lambda prompt, params: self._stream(prompt, params, options),
+            stream=lambda prompt, params: self._stream(prompt, params, of_turns),
         )
 
     def _encode(self, text: str, is_first: bool) -> list[int]:

@@ -29,6 +29,8 @@ class ServerLimits(Strict):
         connections: connections that are open at once; further ones are answered with 503.
         depth: levels of arrays and objects in one another, in a body.
         requests: requests that are being answered at once; further ones are answered with 429.
+        conversations: conversations that a key has open at once on `/v1/conversations`, or all
+            clients together where no key is needed; further ones are answered with 429.
         prompts: prompts in one request.
         prompt_characters: length of all texts of a request; None is 32 for each token of
             `max_model_len`.
@@ -51,6 +53,7 @@ class ServerLimits(Strict):
     connections: Count = 4096
     depth: Annotated[int, Meta(ge=1, le=200)] = 128
     requests: Count = 1024
+    conversations: Count = 1024
     prompts: Count = 1024
     prompt_characters: Count | None = None
     n: Count = 128

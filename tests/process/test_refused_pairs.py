@@ -31,7 +31,8 @@ def config_of(pair, folders):
 def ask(llm, pair):
     params = SamplingParams(**pair.request)
     if pair.conversation:
-        llm.open_conversation(params).append(pair.prompt)
+        with llm.open_conversation(params) as talk:
+            list(talk.send(pair.prompt))
     else:
         llm.generate([pair.prompt], params, **pair.options)
 

@@ -239,6 +239,15 @@ PAIRS = [
     ),
     RefusedPair(
         "a conversation that stays open",
+        "prompt embeddings",
+        ("conversation", "prompt_embeds"),
+        _EMBEDDINGS,
+        {},
+        prompt={"prompt_embeds": _ROWS},
+        conversation=True,
+    ),
+    RefusedPair(
+        "a conversation that stays open",
         "`n` above 1",
         ("conversation", "n: expected 1"),
         {},

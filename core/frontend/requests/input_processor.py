@@ -208,8 +208,8 @@ class InputProcessor:
         """
         given: GivenPrompt | None = None
         if isinstance(prompt, Mapping):
-            prompt = copied(prompt, "prompt")
-            given = self._parts.read_prompt(prompt, self)
+            own: Mapping[Any, Any] = copied(prompt, "prompt")
+            prompt, given = own, self._parts.read_prompt(own, self)
         if given is None:
             given = read_prompt(prompt)
         if given.token_ids is not None or given.text is None:
@@ -223,9 +223,10 @@ class InputProcessor:
     def length_of(self, prompt: Prompt) -> int:
         """Return the length of a prompt's texts to tokenise; large, if it is more than texts."""
         if isinstance(prompt, Mapping):
-            prompt = copied(prompt, "prompt")
-            if self._parts.reads_prompt(prompt):
-                texts = (value if isinstance(value, str) else None for value in prompt.values())
+            own: Mapping[Any, Any] = copied(prompt, "prompt")
+            prompt = own
+            if self._parts.reads_prompt(own):
+                texts = (value if isinstance(value, str) else None for value in own.values())
                 return 1 + sum(_LONG_TEXT if text is None else len(text) for text in texts)
         given = read_prompt(prompt)
         return 0 if given.text is None or given.token_ids is not None else len(given.text)

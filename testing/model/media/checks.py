@@ -85,7 +85,8 @@ class MediaChecks:
                 "sees_itself is True, and the model's sees_ahead is False",
                 "set `sees_ahead = True` in the model's class body",
             )
-        return first
+        checked: MediaFormat = first
+        return checked
 
     def _check_format(self, media: MediaFormat) -> None:
         for name, (is_right, expected) in _ATTRIBUTES.items():

@@ -27,6 +27,9 @@ from .images import PromptImages
 _IMAGE = {"type": "image"}
 
 _IMAGE_PARTS = ("image_url", "input_image", "image")
+_DETAILS = (None, "auto")
+"""Values of `detail` that are taken: how large an image is read, the model's processor decides."""
+
 _OTHER_PARTS = frozenset(
     {
         "audio",
@@ -241,7 +244,6 @@ def _source(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
     names = ("image", "url", "path") if type_ == "image" else ("image_url",)
     given = [name for name in names if part.get(name) is not None]
     for name in part:
-        # What `detail` asks for, the model's own processor decides.
         if name not in ("type", "detail", *names) and part[name] is not None:
             raise RequestError(
                 f"{path}.{shown(name)[1:-1]}: not supported; a part of the type {type_!r} has "
@@ -250,12 +252,25 @@ def _source(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
     if len(given) != 1:
         raise RequestError(f"{path}: expected {' or '.join(names)}, got {len(given)} of them")
     (name,) = given
-    value, place = part[name], f"{path}.{name}"
+    value, place, details = part[name], f"{path}.{name}", [part.get("detail")]
     if name == "image_url" and isinstance(value, Mapping):
-        value, place = copied(value, place).get("url"), f"{place}.url"
+        fields, place = dict(copied(value, place)), f"{place}.url"
+        value = fields.pop("url", None)
+        details.append(fields.pop("detail", None))
+        if fields:
+            raise RequestError(
+                f"{path}.{name}: expected url and detail alone, got {shown(next(iter(fields)))}"
+            )
     if name != "image" and not isinstance(value, str | ImageSource):
         raise RequestError(f"{place}: expected a string, got {type(value).__name__}")
-    return (value.place if isinstance(value, ImageSource) else place), value
+    place = value.place if isinstance(value, ImageSource) else place
+    for detail in details:
+        if detail not in _DETAILS:
+            raise RequestError(
+                f'{place.rpartition(".")[0]}.detail: expected "auto", got {shown(detail)}; the '
+                f"model reads every image in its own size"
+            )
+    return place, value
 
 
 def read_messages(messages: Any, parts: PartReader | None = None) -> Any:

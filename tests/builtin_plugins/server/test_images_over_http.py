@@ -43,7 +43,7 @@ def test_chat_completions(server):
         TEXT,
         {
             "type": "image_url",
-            "image_url": ImageSource(URL, "messages[1].content[1].image_url.url"),
+            "image_url": {"url": ImageSource(URL, "messages[1].content[1].image_url.url")},
         },
     ]
 
@@ -68,7 +68,8 @@ def test_responses(server):
     _, messages = post(server, "/v1/responses", {"input": items})
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
     image = ImageSource(URL, "input[1].content[0].image_url")
-    assert messages[1]["content"] == [{"type": "image_url", "image_url": image}, TEXT]
+    part = {"type": "image_url", "image_url": image, "detail": "auto"}
+    assert messages[1]["content"] == [part, TEXT]
     result = ImageSource(URL, "input[3].output[0].image_url")
     assert messages[3]["content"] == [{"type": "image_url", "image_url": result}]
 
@@ -311,6 +312,29 @@ def test_images_are_answered_and_their_tokens_counted(real_server):
             "messages[0].content[0].source.data: expected",
         ),
         ("/tokenize", chat({"type": "image_url"}), "messages[0].content[0]: expected image_url"),
+        *(
+            (
+                path,
+                chat(TEXT, {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}),
+                "messages[0].content[1].image_url.detail: expected \"auto\", got 'high'; the model ",
+            )
+            for path in ("/v1/chat/completions", "/tokenize")
+        ),
+        (
+            "/v1/chat/completions",
+            chat({"type": "image_url", "image_url": {"url": URL, "format": "png"}}),
+            "messages[0].content[0].image_url: expected url and detail alone, got 'format'",
+        ),
+        (
+            "/v1/responses",
+            items({"type": "input_text", "text": "a"}, INPUT_IMAGE | {"detail": "low"}),
+            "input[0].content[1].detail: expected \"auto\", got 'low'; the model reads every image",
+        ),
+        (
+            "/v1/messages",
+            message(TEXT, IMAGE_BLOCK | {"detail": "high"}),
+            "messages[0].content[1].detail: unknown",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_image_names_its_part(real_server, path, body, words):

@@ -91,8 +91,8 @@ class GivenPrompt:
 class FrontendHalf:
     """The half of a step part in the frontend; called by one thread at a time.
 
-    Every method is optional, and should be fast: other requests wait. A fault ends the request that
-    it is about, whatever the `fault_scope` of the part.
+    Every method is optional, and should be fast: other requests wait, but for `read_media`. A
+    fault ends the request that it is about, whatever the `fault_scope` of the part.
 
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
@@ -123,6 +123,24 @@ class FrontendHalf:
         """
         raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
 
+    def read_media(
+        self,
+        modality: str,
+        items: Sequence[tuple[str, Any]],
+    ) -> Sequence[Any]:
+        """Return items of media as `place_media` takes them; of the part that places media.
+
+        Called in any thread, several times at once: it may wait, for other hosts too.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages; unchecked.
+
+        Raises:
+            RequestError: one is refused; names its place, its value and the expected one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no read_media")
+
     def place_media(
         self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
     ) -> PlacedMedia:
@@ -132,7 +150,8 @@ class FrontendHalf:
 
         Args:
             token_ids: the prompt, with a placeholder for each item.
-            media: items by modality, unchecked, each modality's in the order of placeholders.
+            media: items by modality, each modality's in the order of placeholders; what
+                `read_media` returned, or unchecked where it was not called.
 
         Raises:
             RequestError: they are refused; names the field, its value and the expected one.

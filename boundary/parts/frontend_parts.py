@@ -9,7 +9,13 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError, shown
+from hardpoint.errors import (
+    HardpointError,
+    PluginConflictError,
+    PluginFaultError,
+    RequestError,
+    shown,
+)
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import (
     FrontendHalf,
@@ -135,6 +141,30 @@ class FrontendParts:
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request.request_id, cause) from cause
 
+    def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
+        """Return items of media as `place_media` takes them, in any thread.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages.
+
+        Raises:
+            RequestError: the part refuses one, or failed.
+            HardpointError: it cannot do its work.
+        """
+        (half,) = self._placing
+        if not half.overrides("read_media"):
+            return [item for _, item in items]
+        try:
+            read = half.half.read_media(modality, items)
+            if not isinstance(read, Sequence) or len(read) != len(items):
+                raise TypeError(f"expected {len(items)} items, got {shown(read)}")
+        except HardpointError:
+            raise
+        except BaseException as cause:
+            raise self._refusal(half, "read_media", "", cause) from cause
+        return read
+
     def place_media(
         self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
     ) -> PlacedMedia:
@@ -156,9 +186,7 @@ class FrontendParts:
         except RequestError:
             raise
         except BaseException as cause:
-            message = half.fault("place_media", cause)
-            self._record(half.name, "", message)
-            raise RequestError(message) from cause
+            raise self._refusal(half, "place_media", "", cause) from cause
         return placed
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:

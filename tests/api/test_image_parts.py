@@ -137,8 +137,8 @@ REFUSED = {
                 r"content\[0\]: expected image or url or path, got 2 of them"),
     "more": (user(by_url() | {"file_id": "x"}), r"content\[0\].file_id: not supported"),
     "low": (user(text("a"), {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}),
-            r"^messages\[0\].content\[1\].image_url.detail: expected \"auto\", got 'low'; the model "
-            "reads every image in its own size"),
+            r"^messages\[0\].content\[1\].image_url.detail: expected \"auto\", got 'low'; the "
+            "model reads every image in its own size"),
     "high": (user({"type": "input_image", "image_url": URL, "detail": "high"}),
              r"^messages\[0\].content\[0\].detail: expected \"auto\", got 'high'"),
     "high of a path": (user({"type": "image", "path": "x", "detail": "high"}),

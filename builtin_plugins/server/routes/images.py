@@ -20,7 +20,7 @@ def image_part(url: str, place: str, detail: Any = None) -> Part:
 
     Args:
         place: names it in messages; the conversation that the engine gets may have other indices.
-        detail: how large it is to be read, unchecked; None does not say.
+        detail: how large it is to be read, unchecked; None leaves it open.
     """
     part = {"type": "image_url", "image_url": ImageSource(url, place)}
     return part if detail is None else {**part, "detail": detail}

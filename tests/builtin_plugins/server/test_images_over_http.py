@@ -316,7 +316,7 @@ def test_images_are_answered_and_their_tokens_counted(real_server):
             (
                 path,
                 chat(TEXT, {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}),
-                "messages[0].content[1].image_url.detail: expected \"auto\", got 'high'; the model ",
+                "messages[0].content[1].image_url.detail: expected \"auto\", got 'high'; the",
             )
             for path in ("/v1/chat/completions", "/tokenize")
         ),

@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 
-from .config import ServerConfig
+from hardpoint.plugins.image_input import ImagesConfig
+
+from .config import ServerConfig, ServerLimits
 from .errors import AnswerError, unavailable
 from .streaming import ClientGoneError
 
@@ -19,19 +21,34 @@ _SLOWEST_BYTES = 10_000
 _RETRY_SECONDS = 1.0
 
 
+_TEXT_BYTES = 8 << 20  # of a body without images
+
+
+def body_limit(limits: ServerLimits, images: ImagesConfig | None = None) -> int:
+    """Return the size that a body may have.
+
+    Args:
+        images: limits of the images that it may have; None if it may have none.
+    """
+    if limits.body_bytes is not None:
+        return limits.body_bytes
+    return _TEXT_BYTES + (0 if images is None else 4 * (-(-images.max_total_bytes // 3)))
+
+
 class BodyReceiver:
     """Receives bodies.
 
     Attributes:
         held: bytes of large bodies that are not yet used.
+        max_bytes: size that a body may have.
     """
 
-    def __init__(self, settings: ServerConfig) -> None:
-        """Receive within the limits of a configuration."""
+    def __init__(self, settings: ServerConfig, images: ImagesConfig | None = None) -> None:
+        """Receive within the limits of a configuration; `images` as for `body_limit`."""
         self.held = 0
-        self._size = settings.limits.body_bytes
+        self.max_bytes = body_limit(settings.limits, images)
         # One body that is allowed has room where nothing else is held.
-        self._room = max(settings.limits.buffered_bytes, self._size)
+        self._room = max(settings.limits.buffered_bytes, self.max_bytes)
         self._seconds = settings.body_seconds
 
     @contextlib.asynccontextmanager
@@ -43,7 +60,7 @@ class BodyReceiver:
             ClientGoneError: the client is gone.
         """
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self._size:
+        if declared.isdigit() and int(declared) > self.max_bytes:
             raise self._too_long()
         parts: list[bytes] = []
         size = held = 0
@@ -53,7 +70,7 @@ class BodyReceiver:
             while more:
                 part, more = await self._part(request, begun + size / _SLOWEST_BYTES)
                 size += len(part)
-                if size > self._size:
+                if size > self.max_bytes:
                     raise self._too_long()
                 parts.append(part)
                 if size > SMALL_BYTES:
@@ -97,6 +114,6 @@ class BodyReceiver:
     def _too_long(self) -> AnswerError:
         return AnswerError(
             413,
-            f"body: expected at most {self._size} bytes (server.limits.body_bytes)",
+            f"body: expected at most {self.max_bytes} bytes (server.limits.body_bytes)",
             headers={"connection": "close"},
         )

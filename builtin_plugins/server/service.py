@@ -204,7 +204,8 @@ class Service:
         self.phase = Phase.SERVING
         self.paused: str | None = None
         self.drain_asked = False
-        self.receiver = BodyReceiver(self.settings)
+        images = engine.config.images if engine.takes_images else None
+        self.receiver = BodyReceiver(self.settings, images)
         self._converting = asyncio.Lock()
         self.traffic = Traffic(self.settings.access_log)
         self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)

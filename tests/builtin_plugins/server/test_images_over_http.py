@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.gemma_images import SOFT_TOKENS
@@ -10,7 +13,7 @@ from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint import AsyncLLM
-from hardpoint.plugins.image_input import ImageSource
+from hardpoint.plugins.image_input import ImagesConfig, ImageSource
 
 DATA = encoded(gradient())
 URL = data_url(DATA)
@@ -217,8 +220,9 @@ def test_models_are_listed_with_what_they_take(server, text_server):
     assert model["images"] == {
         "max_items": limits.max_items,
         "max_bytes": limits.max_bytes,
+        "max_total_bytes": limits.max_total_bytes,
         "max_pixels": limits.max_pixels,
-        "max_body_bytes": 8 << 20,
+        "max_body_bytes": (8 << 20) + 44_739_244,
     }
     (model,) = text_server.client.get("/v1/models").json()["data"]
     assert (model["input_modalities"], model["images"]) == (["text"], None)
@@ -232,6 +236,27 @@ def test_the_characters_of_an_image_are_no_prompt():
         assert post(server, "/v1/chat/completions", chat(TEXT, image))[0].status_code == 200
         body = chat({"type": "text", "text": "x" * 101}, image)
         assert post(server, "/v1/chat/completions", body)[0].status_code == 400
+
+
+def test_a_body_may_have_all_images_that_a_prompt_may_have():
+    images = ImagesConfig(max_items=2, max_bytes=4_000_000, max_total_bytes=7_000_000)
+    part = {"type": "image_url", "image_url": {"url": data_url(bytes(3_400_000))}}
+    engine = FakeEngine(config=configured(), takes_images=True)
+    engine.config = msgspec.structs.replace(engine.config, images=images)
+    path, body = "/v1/chat/completions", chat(part, part)
+    assert len(json.dumps(body)) > 9_000_000
+    with running(engine) as server:
+        assert server.client.post(path, json=body).status_code == 200
+        (model,) = server.client.get("/v1/models").json()["data"]
+        assert model["images"]["max_body_bytes"] == 8_388_608 + 9_333_336
+    with running(FakeEngine(config=configured())) as server:
+        refused = server.client.post(path, json=body)
+        assert refused.status_code == 413
+        assert "at most 8388608 bytes (server.limits" in refused.json()["error"]["message"]
+    engine.config = configured(limits={"body_bytes": 1_000_000})
+    with running(engine) as server:
+        refused = server.client.post(path, json=body)
+        assert "at most 1000000 bytes (server.limits" in refused.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")

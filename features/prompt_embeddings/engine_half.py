@@ -10,6 +10,7 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, EngineHalf, SchedulerOutput
+from hardpoint.toolkit.half_floats import FLOATS, float32_of
 
 from .requests import check_together
 from .rows import Positions, check_mask, check_shape, positions_of
@@ -47,8 +48,11 @@ class EmbeddedPrompts(EngineHalf):
         """
         check_together(request)
         rows, name = request.prompt_embeds, "prompt_embeds"
-        if type(rows) is not np.ndarray or rows.dtype != np.float32:
-            raise RequestError(f"{name}: expected a float32 array, got {shown(rows)}")
+        if type(rows) is not np.ndarray or rows.dtype not in FLOATS:
+            raise RequestError(
+                f"{name}: expected an array of float32, float16 or, for bfloat16, uint16, got "
+                f"{shown(rows)}"
+            )
         if self._width is None:
             self._width = next(map(int, self._call_workers(b"")), None)
         check_shape(rows, name, self._width, self._max_bytes)
@@ -72,7 +76,7 @@ class EmbeddedPrompts(EngineHalf):
         first, end = np.searchsorted(positions, (span.start, span.stop))
         if first == end:
             return None
-        own = rows[first:end].tobytes()
+        own = float32_of(rows[first:end]).tobytes()
         places = (positions[first:end] - span.start).tolist()
         return msgspec.msgpack.encode((places, hashlib.sha256(own).digest()))
 

@@ -8,8 +8,6 @@ from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 
-from hardpoint.plugins.image_input import ImagesConfig
-
 from .config import ServerConfig, ServerLimits
 from .errors import AnswerError, unavailable
 from .streaming import ClientGoneError
@@ -24,15 +22,16 @@ _RETRY_SECONDS = 1.0
 _TEXT_BYTES = 8 << 20  # of a body without images
 
 
-def body_limit(limits: ServerLimits, images: ImagesConfig | None = None) -> int:
+def body_limit(limits: ServerLimits, image_bytes: int = 0) -> int:
     """Return the size that a body may have.
 
     Args:
-        images: limits of the images that it may have; None if it may have none.
+        limits: limits of the server.
+        image_bytes: size of the images that a prompt may have, before they are base64.
     """
     if limits.body_bytes is not None:
         return limits.body_bytes
-    return _TEXT_BYTES + (0 if images is None else 4 * (-(-images.max_total_bytes // 3)))
+    return _TEXT_BYTES + 4 * -(-image_bytes // 3)
 
 
 class BodyReceiver:
@@ -43,10 +42,10 @@ class BodyReceiver:
         max_bytes: size that a body may have.
     """
 
-    def __init__(self, settings: ServerConfig, images: ImagesConfig | None = None) -> None:
-        """Receive within the limits of a configuration; `images` as for `body_limit`."""
+    def __init__(self, settings: ServerConfig, image_bytes: int = 0) -> None:
+        """Receive within the limits of a configuration; `image_bytes` as for `body_limit`."""
         self.held = 0
-        self.max_bytes = body_limit(settings.limits, images)
+        self.max_bytes = body_limit(settings.limits, image_bytes)
         # One body that is allowed has room where nothing else is held.
         self._room = max(settings.limits.buffered_bytes, self.max_bytes)
         self._seconds = settings.body_seconds

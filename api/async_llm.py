@@ -469,7 +469,6 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         It blocks for a moment; `aclose` does not block the event loop.
         """
         self._conversations.end_all("the engine was closed")
-        self._images.close()
         self._engine.close()
         self._weight_files.keep(())
 

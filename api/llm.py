@@ -389,7 +389,6 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
         self._conversations.end_all("the engine was closed")
-        self._images.close()
         self._engine.close()
         self._weight_files.keep(())
 

@@ -116,10 +116,11 @@ class PromptReader(Protocol):
 class FrontendHalf:
     """The half of a step part in the frontend; called by one thread at a time.
 
-    But `read_prompt` may be called in another one at the same time, as prompts may take long.
+    But `read_prompt` may be called in another one at the same time, as prompts may take long, and
+    `read_media` in several.
 
-    Every method is optional, and should be fast: other requests wait. A fault ends the request that
-    it is about, whatever the `fault_scope` of the part.
+    Every method is optional, and should be fast: other requests wait, but for `read_media`. A
+    fault ends the request that it is about, whatever the `fault_scope` of the part.
 
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
@@ -150,6 +151,24 @@ class FrontendHalf:
             RequestError: it is refused; names the key, its value and the expected one.
         """
         raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
+
+    def read_media(
+        self,
+        modality: str,
+        items: Sequence[tuple[str, Any]],
+    ) -> Sequence[Any]:
+        """Return items of media as `read_prompt` takes them; of a part with `media_tokens`.
+
+        Called in any thread, several times at once: it may wait, for other hosts too.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages; unchecked.
+
+        Raises:
+            RequestError: one is refused; names its place, its value and the expected one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no read_media")
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a new request that has tools; called before `prepare`.

@@ -31,6 +31,23 @@ class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return digest.hexdigest()
 
 
+class ProcessedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """An image as the encoder of a model gets it.
+
+    Attributes:
+        width, height: size of the image itself.
+        content_hash: `Image.content_hash` of the image itself.
+        settings: `MediaFormat.settings` that it was processed with.
+        data: what the model's processor made of it.
+    """
+
+    width: int
+    height: int
+    content_hash: str
+    settings: str
+    data: bytes
+
+
 class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One image, sound or video of a prompt, which an encoder turns into embeddings.
 

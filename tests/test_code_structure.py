@@ -60,7 +60,7 @@ SMALL_MODULES = {
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
-    "hardpoint.toolkit.images.decode_program": "run by its path, in a process of its own",
+    "hardpoint.builtin_plugins.models.gemma_processor": "run by its path, in a limited process",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",

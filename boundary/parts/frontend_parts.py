@@ -10,7 +10,13 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError, shown
+from hardpoint.errors import (
+    HardpointError,
+    PluginConflictError,
+    PluginFaultError,
+    RequestError,
+    shown,
+)
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import (
     FrontendHalf,
@@ -67,10 +73,10 @@ class FrontendParts:
         self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
         self._readers = _readers(halves)
+        self._media = {modality: half for half in halves for modality in half.half.media_tokens}
         self.media_tokens: Mapping[str, Sequence[int]] = {
-            modality: tuple(tokens)
-            for half in halves
-            for modality, tokens in half.half.media_tokens.items()
+            modality: tuple(half.half.media_tokens[modality])
+            for modality, half in self._media.items()
         }
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
@@ -153,6 +159,30 @@ class FrontendParts:
                 raise
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request.request_id, cause) from cause
+
+    def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
+        """Return items of media as `read_prompt` takes them, in any thread.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages.
+
+        Raises:
+            RequestError: the part refuses one, or failed.
+            HardpointError: it cannot do its work.
+        """
+        half = self._media[modality]
+        if not half.overrides("read_media"):
+            return [item for _, item in items]
+        try:
+            read = half.half.read_media(modality, items)
+            if not isinstance(read, Sequence) or len(read) != len(items):
+                raise TypeError(f"expected {len(items)} items, got {shown(read)}")
+        except HardpointError:
+            raise
+        except BaseException as cause:
+            raise self._refusal(half, "read_media", "", cause) from cause
+        return read
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a request that has tools by each half.

@@ -20,7 +20,8 @@ class ServerLimits(Strict):
     """Limits of a request to the HTTP server; a larger one is answered with 400 or 413.
 
     Attributes:
-        body_bytes: size of a request's body.
+        body_bytes: size of a request's body; None is 8 MiB and, of a model that takes images,
+            `images.max_total_bytes` as base64 besides.
         buffered_bytes: size of all bodies above 64 KiB that are not yet used, together; further
             ones are answered with 503. One alone may have `body_bytes` in any case.
         items: commas of a body, and 8 for each opening bracket, those in its texts too.
@@ -46,7 +47,7 @@ class ServerLimits(Strict):
         timeout_seconds: for one request; None is no limit.
     """
 
-    body_bytes: Count = 8 << 20
+    body_bytes: Count | None = None
     buffered_bytes: Count = 128 << 20
     items: Count = 1 << 20
     header_bytes: Count = 64 << 10

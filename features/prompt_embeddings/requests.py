@@ -10,8 +10,9 @@ import numpy as np
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
 from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
+from hardpoint.toolkit.half_floats import float32_of
 
-from .rows import Rows, check_mask, rows_of
+from .rows import Rows, check_mask, rows_of, rows_of_request
 
 NAME = "prompt_embeddings"
 FIELDS = ("prompt_embeds", "prompt_is_token_ids")
@@ -64,7 +65,7 @@ class EmbeddedRequests(FrontendHalf):
                 "'prompt_token_ids' and 'prompt_is_token_ids', or with 'prompt_parts' alone, got "
                 f"the keys [{', '.join(sorted(map(shown, keys)))}]"
             )
-        rows = self._rows(prompt["prompt_embeds"], "prompt_embeds")
+        rows = rows_of(prompt["prompt_embeds"], "prompt_embeds", self._width, self._max_bytes)
         if keys == {"prompt_embeds"}:
             return GivenPrompt(token_ids=[0] * len(rows), fields={"prompt_embeds": rows})
         ids, mask = prompt["prompt_token_ids"], prompt["prompt_is_token_ids"]
@@ -93,7 +94,7 @@ class EmbeddedRequests(FrontendHalf):
             elif _is_list(part):
                 new = _checked_ids(part, f"{_PARTS}[{index}]")
             else:
-                left = self._max_bytes - sum(rows.nbytes for rows in found)
+                left = self._max_bytes - sum(4 * rows.size for rows in found)
                 found.append(rows_of(part, f"{_PARTS}[{index}]", self._width, left))
                 new = [0] * len(found[-1])
                 mask += [False] * len(new)
@@ -109,15 +110,14 @@ class EmbeddedRequests(FrontendHalf):
         widths = {rows.shape[1] for rows in found}
         if len(widths) > 1:
             raise RequestError(f"{_PARTS}: expected rows of one width, got {sorted(widths)}")
+        if len({rows.dtype for rows in found}) > 1:
+            found = list(map(float32_of, found))
         joined = np.concatenate(found)
         joined.flags.writeable = False
         return joined
 
-    def _rows(self, value: Any, path: str) -> Rows:
-        return rows_of(value, path, self._width, self._max_bytes)
-
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
-        """Check a request with embeddings; its rows become float32 of its own.
+        """Check a request with embeddings; its rows become an array of its own.
 
         Raises:
             RequestError: a value is wrong, or it asks for what needs ids.
@@ -125,7 +125,7 @@ class EmbeddedRequests(FrontendHalf):
         if request.prompt_embeds is None and request.prompt_is_token_ids is None:
             return
         check_together(request)
-        rows = self._rows(request.prompt_embeds, "prompt_embeds")
+        rows = rows_of_request(request.prompt_embeds, "prompt_embeds", self._width, self._max_bytes)
         check_mask(request.prompt_token_ids, request.prompt_is_token_ids, len(rows))
         request.prompt_embeds = rows
 

@@ -6,6 +6,7 @@ import pytest
 
 from hardpoint.boundary.parts.frontend_parts import frontend_parts
 from hardpoint.errors import (
+    HardpointError,
     PluginConflictError,
     PluginFaultError,
     PluginNotFoundError,
@@ -144,9 +145,40 @@ class CannotStart(Labels):
         raise OSError("no such file")
 
 
-def parts_of(*classes):
+class Placing(Labels):
+    contract = 1
+
+    def frontend_half(self, context):
+        return PlacingHalf(self.name, context)
+
+
+class PlacingHalf(Half):
+    media_tokens = {"image": (7,)}
+
+    prompt_keys = ("multi_modal_data",)
+
+    def read_prompt(self, prompt, reader):
+        return GivenPrompt(token_ids=prompt["prompt_token_ids"])
+
+
+class Reading(Placing):
+    contract = 1
+
+    def frontend_half(self, context):
+        return ReadingHalf(self.name, context)
+
+
+class ReadingHalf(PlacingHalf):
+    def read_media(self, modality, items):
+        found = items[0][1]
+        if isinstance(found, Exception):
+            raise found
+        return found if isinstance(found, list) else [f"{modality} {item}" for _, item in items]
+
+
+def parts_of(*classes, disable=()):
     enabled = [f"{__name__}:{cls.__name__}" for cls in classes]
-    config, sources = config_from({"plugins": {"enable": enabled}})
+    config, sources = config_from({"plugins": {"enable": enabled, "disable": list(disable)}})
     about = {"config": config}
     return frontend_parts(resolve_plugins(config, sources), about, _no_vocabulary, 9, list)
 
@@ -272,3 +304,28 @@ def test_two_parts_with_the_same_key_are_refused_and_closed():
     with pytest.raises(PluginConflictError, match=words):
         parts_of(Letters, OtherLetters)
     assert sorted(DONE) == ["letters", "other_letters"]
+
+
+def test_media_are_read_by_the_part_that_places_them():
+    parts, recorded = parts_of(Reading, disable=["encoders"]), []
+    parts.report_to(lambda *fault: recorded.append(fault))
+    assert parts.media_tokens == {"image": (7,)}
+    assert parts.read_media("image", [("x", "a"), ("y", "b")]) == ["image a", "image b"]
+    for error in (RequestError("x: expected an image"), HardpointError("no process")):
+        with pytest.raises(type(error), match=f"^{error}$"):
+            parts.read_media("image", [("x", error)])
+    assert recorded == []
+    with pytest.raises(
+        RequestError, match=r"'reading' .*: its read_media\(\) failed: KeyError: 3$"
+    ):
+        parts.read_media("image", [("x", KeyError(3))])
+    with pytest.raises(
+        RequestError, match=r"failed: TypeError: expected 1 items, got \['a', 'b'\]"
+    ):
+        parts.read_media("image", [("x", ["a", "b"])])
+    assert [name for name, _, _ in recorded] == ["reading", "reading"]
+
+
+def test_a_part_that_reads_no_media_gets_them_as_they_were_given():
+    parts = parts_of(Placing, disable=["encoders"])
+    assert parts.read_media("image", [("x", "a"), ("y", b"b")]) == ["a", b"b"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from support import square_images
 from support.adapters import write_tensors
 from support.broken.poolers import Largest, Newest
 from support.broken.speculators import LastPair
@@ -236,9 +237,7 @@ class Colours(MediaFormat):
     placeholder, placeholder_id, token_id = "<image>", 1, 2
     begin_ids, end_ids, num_tokens = (1,), (), 3
     item_shape, settings = (1, 1, 3), "colours"
-
-    def process(self, image):
-        return np.frombuffer(image.pixels, np.uint8)[:3].reshape(1, 1, 3)
+    processor, processor_settings = square_images.__file__, {"side": 1}
 
 
 class SeesColours(ScriptedModel):

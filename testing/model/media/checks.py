@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from hardpoint.plugins import Model, ModelConfig, ModelFiles
-from hardpoint.plugins.media import Image
+from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.media import Image, ProcessedImage
 from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.testing.model.model_sequences import relative_difference, summary
 from hardpoint.testing.reporting.calls import call
 from hardpoint.testing.suite import short_repr
+from hardpoint.toolkit.images import ImageReader
 
 from .rules import EMBEDDED, ENCODE, FORMAT, IDENTIFIERS, PROCESS
 
@@ -36,9 +38,22 @@ def _examples_of(media: MediaFormat) -> list[Image]:
 
 def encoded(model: Model, media: MediaFormat) -> list[torch.Tensor]:
     """Return the embeddings of one image, encoded by a loaded model."""
-    image = _examples_of(media)[1]
-    number = torch.from_numpy(media.process(image).copy()).to(model.context.device)
-    return list(model.encode_media(media.modalities[0], [number]))
+    (processed,) = _processed(media, _examples_of(media)[1:2])
+    return list(model.encode_media(media.modalities[0], [_item(model, media, processed)]))
+
+
+def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedImage]:
+    """Return what the program of a format makes of images, in a process of its own."""
+    with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
+        named = [(f"an image of {image.width} x {image.height}", image) for image in images]
+        found: list[ProcessedImage] = [call(PROCESS, reader.read, [one])[0] for one in named]
+    return found
+
+
+def _item(model: Model, media: MediaFormat, image: ProcessedImage) -> torch.Tensor:
+    """Return a processed image as the encoder gets it."""
+    numbers = torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
+    return numbers.view(media.item_shape).to(model.context.device)
 
 
 @dataclass(frozen=True)
@@ -108,39 +123,26 @@ class MediaChecks:
         Raises:
             Violation: it is wrong.
         """
-        seen: dict[str, Image] = {}
-        for image in _examples_of(media):
-            again = copy.deepcopy(image)
-            one, other = (call(PROCESS, media.process, given) for given in (image, again))
-            what = f"process() of an image of {image.width} x {image.height}"
-            self._check_item(media, what, one)
-            if not np.array_equal(one, other):
-                raise PROCESS.violation(f"{what} returned other numbers when it was called again")
-            if np.shares_memory(one, other):
-                raise PROCESS.violation(f"{what} returned the memory of an earlier result")
-            names = [call(IDENTIFIERS, media.identifier, given) for given in (image, again)]
+        images = _examples_of(media)
+        seen: dict[str, ProcessedImage] = {}
+        again = _processed(media, images)  # by a program that has started anew
+        for one, other in zip(_processed(media, images), again, strict=True):
+            if one.data != other.data:
+                raise PROCESS.violation(
+                    f"an image of {one.width} x {one.height}: the program made other numbers of it "
+                    f"when it was asked again"
+                )
+            names = [call(IDENTIFIERS, media.identifier, x.content_hash) for x in (one, other)]
             if names[0] != names[1] or not (isinstance(names[0], str) and names[0]):
                 raise IDENTIFIERS.violation(
                     f"identifier() returned {short_repr(names[0])}, and of an equal image "
                     f"{short_repr(names[1])}"
                 )
-            if (known := seen.setdefault(names[0], image)) is not image:
+            if (known := seen.setdefault(names[0], one)) is not one:
                 raise IDENTIFIERS.violation(
-                    f"images of {known.width} x {known.height} and {image.width} x {image.height} "
+                    f"images of {known.width} x {known.height} and {one.width} x {one.height} "
                     f"have the identifier {short_repr(names[0])}"
                 )
-
-    def _check_item(self, media: MediaFormat, what: str, found: Any) -> None:
-        if (
-            not isinstance(found, np.ndarray)
-            or found.dtype != np.uint8
-            or found.shape != tuple(media.item_shape)
-        ):
-            shape = list(found.shape) if isinstance(found, np.ndarray) else ""
-            kind = found.dtype if isinstance(found, np.ndarray) else short_repr(found)
-            raise PROCESS.violation(
-                f"{what} returned {kind} {shape}, expected uint8 {list(media.item_shape)}"
-            )
 
     def check_encode(self, model: Model, media: MediaFormat) -> None:
         """Check the embeddings of a loaded model.
@@ -148,12 +150,12 @@ class MediaChecks:
         Raises:
             Violation: they are wrong.
         """
-        modality, device = media.modalities[0], model.context.device
-        arrays = [media.process(image) for image in _examples_of(media)]
-        items = [torch.from_numpy(array.copy()).to(device) for array in arrays]
+        modality = media.modalities[0]
+        items = [_item(model, media, one) for one in _processed(media, _examples_of(media))]
+        given = [item.clone() for item in items]
         together = self._embeddings(model, media, modality, items)
-        for index, (item, array, found) in enumerate(zip(items, arrays, together, strict=True)):
-            if not np.array_equal(item.cpu().numpy(), array):
+        for index, (item, before, found) in enumerate(zip(items, given, together, strict=True)):
+            if not torch.equal(item, before):
                 raise ENCODE.violation("encode_media() changed the numbers that it was given")
             (alone,) = self._embeddings(model, media, modality, [item])
             if (difference := relative_difference(alone, found)) > self.tolerance:
@@ -261,6 +263,8 @@ _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "sees_itself": (lambda value: type(value) is bool, "a bool"),
     "item_shape": (_is_shape, "a tuple of sizes"),
     "encode_bytes": (lambda value: type(value) is int and value >= 0, "a number of bytes"),
-    "settings": (_is_text, "a text of all that process() depends on"),
+    "processor": (_is_text, "the path of the program that processes images"),
+    "processor_settings": (lambda value: isinstance(value, Mapping), "a mapping for it"),
+    "settings": (_is_text, "a text of all that the encoder's input depends on"),
 }
 """Attributes of a format, with what they are."""

@@ -11,8 +11,8 @@ FORMAT = Rule(
 )
 PROCESS = Rule(
     "process: an image of any size becomes the same uint8 numbers of item_shape each time",
-    "resize each image, take no part of the result from anything but the image and `settings`, and "
-    "return an array of its own",
+    "resize each image in the program that `processor` names, and take no part of the result from "
+    "anything but the image and `processor_settings`",
 )
 IDENTIFIERS = Rule(
     "identifiers: equal images have one, other images another",

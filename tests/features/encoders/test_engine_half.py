@@ -20,9 +20,6 @@ ITEM = EncoderItem("x", "image", (2, 2, 3), PIXELS.tobytes())
 class Four(MediaFormat):
     num_tokens, token_id, item_shape, sees_itself = 4, 6, (2, 2, 3), False
 
-    def process(self, image):
-        return PIXELS
-
 
 @pytest.fixture
 def half():

@@ -49,7 +49,8 @@ REFUSED = {
     "fewer images": (media(IMAGES[0], text=IMAGE * 3), r"got 1 images and 3 placeholders"),
     "too many": (
         media(*IMAGES * 2, text=IMAGE * 4),
-        r"multi_modal_data.image: expected at most 3 images \(plugin.encoders.max_items\), got 4",
+        r"multi_modal_data.image\[3\]: expected at most 3 images in a prompt \(images.max_items\), "
+        r"got 4",
     ),
     "audio": (
         media(IMAGES[0], audio=[b"sound"]),
@@ -100,7 +101,7 @@ def test_media_stand_in_texts_and_token_ids_alone(folder):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(folder, name):
     given, words = REFUSED[name]
-    config = settings(plugin={"encoders": {"max_items": 3}})
+    config = settings(images={"max_items": 3})
     with LLM(str(folder), config=config) as llm, pytest.raises(RequestError, match=words):
         llm.generate([given], GREEDY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -23,7 +24,8 @@ from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.gemma_images import Gemma3Images, Gemma3WithImages
 from hardpoint.plugins import ModelConfig
-from hardpoint.plugins.media import Image
+from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.toolkit.images import ImageReader
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)
 PROMPTS = [prompt("see ", 0, " and ", 1, "."), prompt("text alone"), prompt("again ", 0)]
@@ -229,5 +231,7 @@ def test_plain_torch_numbers_are_read_as_transformers_does(folder):
         {},
     )
     array = image(0)
-    found = media.process(Image(array.shape[1], array.shape[0], array.tobytes()))
-    assert torch.equal(media.numbers(torch.from_numpy(found.copy())), known)
+    with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
+        (found,) = reader.read([("x", array)])
+    pixels = torch.frombuffer(bytearray(found.data), dtype=torch.uint8).view(media.item_shape)
+    assert torch.equal(media.numbers(pixels), known)

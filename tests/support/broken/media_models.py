@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 
-import numpy as np
 import torch
 
 from hardpoint.plugins.media_format import MediaFormat
+from support import square_images
 
 from .models import HIDDEN, Tiny
 
@@ -20,11 +20,7 @@ class Squares(MediaFormat):
     placeholder, placeholder_id, token_id = "<image>", 1, 2
     begin_ids, end_ids, num_tokens = (1,), (3,), TOKENS
     item_shape, settings = (SIDE, SIDE, 3), "squares 1"
-
-    def process(self, image):
-        pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
-        rows, columns = np.arange(SIDE) % image.height, np.arange(SIDE) % image.width
-        return pixels[rows][:, columns].copy()
+    processor, processor_settings = square_images.__file__, {"side": SIDE}
 
 
 class Seeing(Tiny):
@@ -59,42 +55,24 @@ def with_format(name, **attributes):
     return type(name, (Seeing,), {**given, "__module__": __name__})
 
 
-def _as_float(self, image):
-    return Squares.process(self, image) / 255
+def with_mistake(name, mistake):
+    """Return a model whose program makes a mistake."""
+    return with_format(name, processor_settings={"side": SIDE, "mistake": mistake})
 
 
-def _of_its_size(self, image):
-    pixels = np.frombuffer(image.pixels, np.uint8)
-    return pixels.reshape(image.height, image.width, 3).copy()
-
-
-def _with_noise(self, image):
-    return Squares.process(self, image) ^ np.random.default_rng().integers(0, 255, dtype=np.uint8)
-
-
-_BUFFER = np.zeros(Squares.item_shape, np.uint8)
-
-
-def _in_one_buffer(self, image):
-    _BUFFER[:] = Squares.process(self, image)
-    return _BUFFER
-
-
-def _of_the_shape(self, image):
-    return hashlib.sha256(f"{image.width > image.height}".encode()).hexdigest()
-
+_NUMBERS = itertools.count()
 
 TokenBeyond = with_format("TokenBeyond", end_ids=(257,))
 NoTokens = with_format("NoTokens", num_tokens=0)
 OneTokenForAll = with_format("OneTokenForAll", token_id=3)
 SeesItself = with_format("SeesItself", sees_itself=True)
 NoSettings = with_format("NoSettings", settings="")
-GivesFloats = with_format("GivesFloats", process=_as_float)
-KeepsSizes = with_format("KeepsSizes", process=_of_its_size)
-AddsNoise = with_format("AddsNoise", process=_with_noise)
-OneBuffer = with_format("OneBuffer", process=_in_one_buffer)
-NamedByShape = with_format("NamedByShape", identifier=_of_the_shape)
-NamedById = with_format("NamedById", identifier=lambda self, image: str(id(image)))
+NoProgram = with_format("NoProgram", processor="")
+GivesText = with_mistake("GivesText", "text")
+KeepsSizes = with_mistake("KeepsSizes", "own size")
+AddsNoise = with_mistake("AddsNoise", "noise")
+NamedAlike = with_format("NamedAlike", identifier=lambda self, content_hash: "image")
+NamedAnew = with_format("NamedAnew", identifier=lambda self, content_hash: f"{next(_NUMBERS)}")
 
 
 class FormatAsMapping(Seeing):

@@ -43,7 +43,7 @@ def encoded(model: Model, media: MediaFormat) -> list[torch.Tensor]:
 
 
 def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedImage]:
-    """Return what the program of a format makes of images, in a process of its own."""
+    """Return images as the program of a format processes them, in a process of its own."""
     with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
         named = [(f"an image of {image.width} x {image.height}", image) for image in images]
         found: list[ProcessedImage] = [call(PROCESS, reader.read, [one])[0] for one in named]
@@ -125,7 +125,7 @@ class MediaChecks:
         """
         images = _examples_of(media)
         seen: dict[str, ProcessedImage] = {}
-        again = _processed(media, images)  # by a program that has started anew
+        again = _processed(media, images)  # by another process
         for one, other in zip(_processed(media, images), again, strict=True):
             if one.data != other.data:
                 raise PROCESS.violation(

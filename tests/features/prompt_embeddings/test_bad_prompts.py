@@ -217,8 +217,8 @@ def refuse_ready(llm, request, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("text", "prompt_embeds: expected a float32 array, got 'text'"),
-        ([[0.5]], r"prompt_embeds: expected a float32 array, got \[\[0.5\]\]"),
+        ("text", "prompt_embeds: expected an array of float32, .*, got 'text'"),
+        ([[0.5]], r"prompt_embeds: expected an array of float32, .*, got \[\[0.5\]\]"),
         (ROWS.astype("float64"), r"prompt_embeds: expected .*, got float64 \[3, 64\]$"),
         (np.array(0.5, np.float32), r"prompt_embeds: expected two dimensions, .*, got \[\]"),
         (ROWS[:2], "prompt_embeds: expected a row for each of 3 positions"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sized
 from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.step_part import REQUEST_FIELDS
 
 _LONGEST_MARKER = 64
 _OUTPUTS = "resumed.output_token_ids"
@@ -43,12 +44,7 @@ class RequestCheck:
         Raises:
             RequestError: the engine cannot run it; names the field.
         """
-        if request.pooling_params is not None and "pooling_params" not in self._used:
-            raise RequestError("pooling_params: no model of this engine pools")
-        self._check_pair(request)
-        if request.prompt_embeds is not None and "prompt_embeds" not in self._used:
-            raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
-        self._check_features(request)
+        self._check_fields(request)
         if request.reasoning_markers is not None:
             self._check_markers(request.reasoning_markers)
         if request.timeout is not None and not request.timeout > 0:
@@ -72,18 +68,6 @@ class RequestCheck:
         """
         _check_resumed(request, self._vocab_size, self._processors)
 
-    def _check_pair(self, request: EngineCoreRequest) -> None:
-        """Reject a pair of texts that no step part takes, or whose types begin outside of it."""
-        if (start := request.second_type_start) is None:
-            return
-        if "second_type_start" not in self._used:
-            raise RequestError("second_type_start: expected none, no model here reads pairs")
-        if not 0 <= start <= len(request.prompt_token_ids):
-            raise RequestError(
-                f"second_type_start: expected a position from 0 to "
-                f"{len(request.prompt_token_ids)}, got {start}"
-            )
-
     def _check_markers(self, markers: ReasoningMarkers) -> None:
         """Reject markers that are too long to look for, or of no tokens of the model."""
         prefixes = (markers.message_prefix, markers.content_prefix)
@@ -100,30 +84,25 @@ class RequestCheck:
                         f"got {token}"
                     )
 
-    def _check_features(self, request: EngineCoreRequest) -> None:
-        """Reject a request for features that this engine does not have."""
-        if request.features and "features" not in self._used:
-            raise RequestError(
-                f"features: expected none, no part of this engine encodes any, got "
-                f"{len(request.features)}"
-            )
-        if request.lora is not None and "lora" not in self._used:
-            raise RequestError(
-                f"lora: expected none, no worker of this engine holds adapters, got "
-                f"{request.lora.name!r}"
-            )
-        if request.retention is not None and "retention" not in self._used:
-            raise RequestError("retention: expected none, no part of this engine keeps blocks")
+    def _check_fields(self, request: EngineCoreRequest) -> None:
+        """Reject a request with a field that nothing in this engine makes use of."""
+        for name, reason in REQUEST_FIELDS.items():
+            value = getattr(request, name)
+            if value is None or name in self._used:
+                continue
+            count = len(value) if isinstance(value, Sized) else 1
+            if count:
+                raise RequestError(f"{name}: {reason.format(value=value, count=count)}")
         if request.resumable:
             raise RequestError(
                 "resumable: expected false, for each turn of a conversation is a request with all "
                 "tokens before it, got true"
             )
-        for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
-            if (value := getattr(request, name)) is not None and name not in self._used:
-                raise RequestError(
-                    f"{name}: expected none, this engine has no use for it, got {value!r}"
-                )
+        if (value := request.reasoning_parser_kwargs) is not None:
+            raise RequestError(
+                "reasoning_parser_kwargs: expected none, this engine has no use for it, got "
+                f"{value!r}"
+            )
         if request.params.plugin_args:
             raise RequestError(
                 "params.plugin_args: expected none, for plugin_args of the request has them "

@@ -16,7 +16,7 @@ from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
-from hardpoint.plugins.media_format import PlacedMedia
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.plugins.structured import StructuredOutputs
@@ -25,7 +25,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import OUTPUTS, Params, Prompt, Tokens
+from .prompts import OUTPUTS, Params, Prompt
 from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
@@ -84,7 +84,7 @@ class Submitter:
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
-        token_ids: Tokens | PlacedMedia | None = None,
+        given: GivenPrompt | None = None,
         arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
@@ -92,7 +92,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: those of a prompt given as text or with media, if they were found already.
+            given: the prompt as `InputProcessor.read` returned it, if it was read already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
@@ -116,7 +116,7 @@ class Submitter:
                 self._input.default_params() if params is None else params,
                 extras,
                 arrival_time=arrived,
-                token_ids=token_ids,
+                given=given,
             )
         held = [parsers]
         try:

@@ -39,7 +39,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .calls.adapter_resolvers import AdapterResolvers
-from .calls.engines import AsyncEngineHandle, Restart, engines_of
+from .calls.engines import AsyncEngineHandle, Restart, engines_of, with_restart
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
@@ -118,8 +118,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         """Open one from a configuration that was read elsewhere, with its config_sources."""
         llm = cls.__new__(cls)
         if restart is not None:
-            engine = msgspec.structs.replace(config.engine, restart=restart)
-            config = msgspec.structs.replace(config, engine=engine)
+            config = with_restart(config, restart)
         llm._open(config, config_sources)
         return llm
 
@@ -135,8 +134,8 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
                 "engine.in_process: expected false, for AsyncLLM always runs its engine in a "
                 f"process of its own, got true (from {origin})"
             )
-        engine = msgspec.structs.replace(config.engine, in_process=False)
-        scheduler = config.scheduler
+        engine, scheduler = config.engine, config.scheduler
+        engine = msgspec.structs.replace(engine, in_process=False)
         if scheduler.step_milliseconds is None:
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)

@@ -20,7 +20,6 @@ from hardpoint.core.client.base import (
     Attempt,
     Death,
     DeathWatcher,
-    EngineSet,
     UtilityCalls,
 )
 from hardpoint.core.client.output_queue import OutputQueue
@@ -108,7 +107,8 @@ class EngineGroup(UtilityCalls):
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
         self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
-        self._scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
+        scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
+        self.scale, self.retire = scaling.scale, scaling.retire
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self.ready = self._replicas.open_all(process).ready
@@ -133,7 +133,7 @@ class EngineGroup(UtilityCalls):
 
     @property
     def activity(self) -> Activity:
-        """What the first engine that serves is doing; of a dead group, what the last one did."""
+        """The record of the first engine that serves; of a dead group, that of the last one."""
         return self._replicas.any_client.activity
 
     @property
@@ -268,7 +268,7 @@ class EngineGroup(UtilityCalls):
             if not self._replicas.is_current(replica):
                 return
             replica.read(item)
-            outputs = [output for output in item.outputs if self._take(replica, output)]
+            outputs = [output for output in item.outputs if self._read(replica, output)]
             for output in [one for one in outputs if one.error_kind is not None]:
                 outputs += self._refuse_others(output)
             for request_id in item.finished_requests or ():
@@ -285,16 +285,16 @@ class EngineGroup(UtilityCalls):
     def _stats(self) -> SchedulerStats:
         return self._totals.of([one.stats for one in self._replicas.serving])
 
-    def _take(self, replica: Replica, output: EngineCoreOutput) -> bool:
+    def _read(self, replica: Replica, output: EngineCoreOutput) -> bool:
         """Note an output; return whether it is of a request that runs there."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.replica is not replica:
             return False
-        entry.take(output)
+        entry.read(output)
         if output.finish_reason is not None:
             self._end(entry)
         else:
-            self._recovery.took(entry)
+            self._recovery.record_output(entry)
         return True
 
     def _refuse_others(self, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
@@ -311,7 +311,7 @@ class EngineGroup(UtilityCalls):
 
     def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
         """Return the next batch of outputs of any engine, as `ProcessClient.get_output` does."""
-        return self._outputs.take(wait=wait, timeout_s=timeout)
+        return self._outputs.pop(wait=wait, timeout_s=timeout)
 
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
@@ -408,16 +408,6 @@ class EngineGroup(UtilityCalls):
                 _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
                 self._send_waiting()
 
-    # Changes of the number of engines
-
-    def scale(self, num_engines: int, drain_s: float) -> EngineSet:
-        """Start or retire engines, so that there are so many; those of the highest ranks go."""
-        return self._scaling.scale(num_engines, drain_s)
-
-    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
-        """End engines, once their requests have ended; those that are left go on elsewhere."""
-        return self._scaling.retire(ranks, drain_s)
-
     def _move(self, replica: Replica) -> None:
         """Let the requests of an engine that is about to end go on at others."""
         with self._lock:
@@ -436,7 +426,7 @@ class EngineGroup(UtilityCalls):
         while self._recovery.has_more and self._replicas.serving:
             with self._lock:
                 sent: list[tuple[Replica, Entry]] = []
-                taken = self._recovery.take()
+                taken = self._recovery.pop()
                 for entry in taken:
                     if (replica := self._choose(entry)) is not None:
                         sent.append((replica, entry))

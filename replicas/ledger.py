@@ -87,7 +87,7 @@ class Entry:
             replica.remove(self.request.request_id, self._pending)
             self.replica, self._pending = None, 0
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def read(self, output: EngineCoreOutput) -> None:
         """Add an output; its prompt is computed once it has a token."""
         self.has_output = True
         if output.new_token_ids:

@@ -137,9 +137,9 @@ class Replica:
 class Sessions:
     """The engine that each session's last request was sent to; the oldest are forgotten."""
 
-    def __init__(self, most: int = _MOST_SESSIONS) -> None:
-        """Remember `most` sessions at most."""
-        self._most = most
+    def __init__(self, limit: int = _MOST_SESSIONS) -> None:
+        """Remember `limit` sessions at most."""
+        self._limit = limit
         self._ranks: dict[tuple[str | None, str], int] = {}
 
     def rank_of(self, request: EngineCoreRequest) -> int | None:
@@ -152,7 +152,7 @@ class Sessions:
             return
         self._ranks.pop(key, None)
         self._ranks[key] = rank
-        if len(self._ranks) > self._most:
+        if len(self._ranks) > self._limit:
             del self._ranks[next(iter(self._ranks))]
 
 
@@ -318,7 +318,7 @@ class Replicas:
             num_sharing: engines that are going to take of the memory that is free now.
 
         Raises:
-            EngineClosedError: `close` was called meanwhile.
+            EngineClosedError: `close` was called in the meantime.
             HardpointError: the engine cannot be started.
         """
         rank = replica.rank

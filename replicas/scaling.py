@@ -93,7 +93,7 @@ class Scaling:
             while self._has_requests(replicas) and time.monotonic() < deadline:
                 self._changed.wait(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
         for replica in replicas:
-            current = self._replicas.of(replica.rank)  # another one, if it died meanwhile
+            current = self._replicas.of(replica.rank)  # another one, if it died in the meantime
             self._move(current)
             self._replicas.remove(current)
 

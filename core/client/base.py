@@ -75,7 +75,7 @@ class EngineCoreClient(Protocol):
 
     @property
     def activity(self) -> Activity:
-        """What the core is doing, or was doing when it ended."""
+        """The record of the core's work, or of what it did when it ended."""
 
     @property
     def ranks(self) -> Collection[int]:
@@ -149,7 +149,7 @@ class EngineCoreClient(Protocol):
         """Start or retire engines, so that there are so many; return those that there are.
 
         Raises:
-            RequestError: that number is not possible.
+            RequestError: the number is not possible.
             HardpointError: the client is of one engine alone, or changes its engines already; or an
                 engine cannot be started, then nothing has changed.
         """
@@ -258,7 +258,7 @@ class UtilityCalls:
 
 
 class OneEngine:
-    """What clients of one engine, which ends with its client, have in common."""
+    """Base of clients of one engine, which ends with its client."""
 
     ranks: Collection[int] = (0,)
     is_serving = True

@@ -377,7 +377,7 @@ class ProcessClient(OneEngine, UtilityCalls):
             EngineDeadError: the engine is gone.
             EngineClosedError: `end_waiting` was called.
         """
-        return self._outputs.take(wait=wait, timeout_s=timeout)
+        return self._outputs.pop(wait=wait, timeout_s=timeout)
 
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""

@@ -39,7 +39,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
 from .calls.adapter_resolvers import AdapterResolvers
-from .calls.engines import AsyncEngineHandle, Restart, engines_of, with_restart
+from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
@@ -53,7 +53,7 @@ from .requests import check_generates, make_extras, takes_options
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
+class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEngineCalls):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the
@@ -409,11 +409,6 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     def engine_pid(self) -> int:
         """The process id of the engine; another one after a restart."""
         return self._engine.engine_pid
-
-    @property
-    def engines(self) -> list[AsyncEngineHandle]:
-        """The engines by rank (`parallel.data`), for control calls to one of them."""
-        return [AsyncEngineHandle(self._engine, n) for n in self._engine.ranks]
 
     @property
     def is_running(self) -> bool:

@@ -31,7 +31,7 @@ from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
-from .calls.engines import EngineHandle, engines_of
+from .calls.engines import SyncEngineCalls, engines_of
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
@@ -57,7 +57,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
+class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls, SyncEngineCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
@@ -424,11 +424,6 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
             del outputs  # stops drawing
             self._calls.drop(ids)
         return [results[request_id] for request_id in ids]
-
-    @property
-    def engines(self) -> list[EngineHandle]:
-        """The engines by rank (`parallel.data`), for control calls to one of them."""
-        return [EngineHandle(self._engine, rank) for rank in self._engine.ranks]
 
     def _call_utility(self, method: str, *args: Any) -> Any:
         return self._engine.call_utility(method, *args)

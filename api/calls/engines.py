@@ -1,19 +1,30 @@
-"""The engines of LLM and AsyncLLM, one by one."""
+"""The engines of LLM and AsyncLLM: one by one, and how many there are."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from hardpoint.core.build import OpenClient, open_process_client
+from hardpoint.core.client.base import EngineSet
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
 
-__all__ = ["AsyncEngineHandle", "EngineHandle", "Restart", "engines_of", "with_restart"]
+__all__ = [
+    "AsyncEngineCalls",
+    "AsyncEngineHandle",
+    "EngineHandle",
+    "Restart",
+    "SyncEngineCalls",
+    "engines_of",
+    "with_restart",
+]
 
 Restart = Literal["never", "on_failure"]
 """Whether another engine is started in the place of one that died."""
@@ -86,3 +97,65 @@ class AsyncEngineHandle(AsyncControlCalls):
 
     async def _call_utility(self, method: str, *args: Any) -> Any:
         return await self._engine.call_utility(method, *args, rank=self.rank)
+
+
+class SyncEngineCalls:
+    """The calls about several engines of a program that waits for them."""
+
+    _engine: LLMEngine
+
+    @property
+    def engines(self) -> list[EngineHandle]:
+        """The engines by rank (`parallel.data`), for control calls to one of them."""
+        return [EngineHandle(self._engine, rank) for rank in self._engine.ranks]
+
+    def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
+        """Start or retire engines, so that there are so many, while requests go on.
+
+        New ones have the lowest ranks that are free; those of the highest ranks go.
+
+        Args:
+            num_engines: 1 or more.
+            drain_seconds: how long requests of engines that go may run on there; those that are
+                left go on at other engines, with the same tokens.
+
+        Returns:
+            The engines, with the number of changes so far.
+
+        Raises:
+            RequestError: an argument is wrong.
+            HardpointError: the engine was started alone, as without `parallel.data` or
+                `engine.restart`; or another change is under way; or an engine cannot be started:
+                then nothing has changed.
+        """
+        return self._engine.parts.client.scale(num_engines, drain_seconds)
+
+    def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
+        """End engines by rank, as `scale` does.
+
+        Raises:
+            RequestError: one is no engine, or none would be left.
+            HardpointError: as `scale`.
+        """
+        return self._engine.parts.client.retire(ranks, drain_seconds)
+
+
+class AsyncEngineCalls:
+    """The calls about several engines of a program that runs an event loop."""
+
+    _engine: AsyncEngine
+
+    @property
+    def engines(self) -> list[AsyncEngineHandle]:
+        """The engines by rank (`parallel.data`), for control calls to one of them."""
+        return [AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks]
+
+    async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
+        """Do what `LLM.scale` does."""
+        client = self._engine.parts.client
+        return await asyncio.to_thread(client.scale, num_engines, drain_seconds)
+
+    async def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
+        """Do what `LLM.retire` does."""
+        client = self._engine.parts.client
+        return await asyncio.to_thread(client.retire, ranks, drain_seconds)

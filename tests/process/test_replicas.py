@@ -20,6 +20,7 @@ from hardpoint import (
     AsyncLLM,
     ConfigError,
     EngineDeadError,
+    HardpointError,
     RequestError,
     RequestOutputKind,
     SamplingParams,
@@ -219,6 +220,28 @@ def test_a_restarted_engine_has_what_was_changed(scripted):
         output = llm.generate("say abc", GREEDY, priority=3, data_parallel_rank=1)[0]
         assert output.outputs[0].text == " abc abc abc"
         assert llm.health().restarts == 1
+
+
+def test_the_number_of_engines_changes_under_load(scripted, expected):
+    with LLM(config=config(scripted, 1, restart="on_failure")) as llm:
+        found = []
+        load = threading.Thread(target=lambda: found.extend(results(llm) for _ in range(6)))
+        load.start()
+        assert llm.scale(3).ranks == (0, 1, 2)
+        assert llm.scale(1, drain_seconds=0.0).ranks == (0,)
+        assert llm.scale(2).epoch == 3
+        assert llm.retire([0], drain_seconds=0.1).ranks == (1,)
+        load.join()
+        assert [one == expected for one in found] == [True] * 6
+        assert len(llm.engines) == 1
+
+
+def test_one_engine_alone_keeps_its_number(scripted):
+    with LLM(config=config(scripted, 1, in_process=False)) as llm:
+        with pytest.raises(HardpointError, match="^scale: expected 1, for the engine was"):
+            llm.scale(2)
+        with pytest.raises(HardpointError, match="^retire: there is one engine alone"):
+            llm.retire([0])
 
 
 def test_calls_go_to_all_engines_or_to_one(scripted):

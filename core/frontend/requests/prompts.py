@@ -74,9 +74,8 @@ def read_prompt(prompt: Prompt) -> GivenPrompt:
 
 def _with_outputs(given: dict[Any, Any]) -> GivenPrompt:
     """Return a prompt that comes with outputs, which are read elsewhere."""
-    outputs = given.pop(OUTPUTS)
-    read = read_prompt(given)
-    if outputs is not None and read.token_ids is None:
+    read = read_prompt({key: value for key, value in given.items() if key != OUTPUTS})
+    if given[OUTPUTS] is not None and read.token_ids is None:
         raise RequestError(f"{OUTPUTS}: expected prompt_token_ids with it, got a text")
     return read
 

@@ -1,0 +1,118 @@
+"""The number of engines changes while they serve."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.core.played_engines import World, loads, names, request
+from support.waiting import wait_until
+
+from hardpoint.core.client.base import EngineSet
+from hardpoint.plugins import FinishReason, HardpointError, ModelError, RequestError
+
+
+@pytest.fixture
+def world(monkeypatch):
+    world = World(monkeypatch)
+    yield world
+    for group in world.groups:
+        group.close()
+
+
+def test_engines_are_added_with_the_lowest_free_ranks(world):
+    group = world.group(2)
+    assert group.scale(4, 0.0) == EngineSet(1, (0, 1, 2, 3))
+    assert set(group.pids) == {0, 1, 2, 3}
+    group.add_requests(names("r", 4))
+    assert [load[0] for load in loads(group).values()] == [1, 1, 1, 1]
+    assert group.scale(4, 0.0) == EngineSet(1, (0, 1, 2, 3))
+    assert group.retire([1], 0.0) == EngineSet(2, (0, 2, 3))
+    assert group.scale(4, 0.0) == EngineSet(3, (0, 1, 2, 3))
+
+
+def test_engines_that_go_finish_what_they_have(world):
+    group = world.group(3)
+    group.add_requests(names("r", 3))
+    going, result = world.of(2), []
+    change = threading.Thread(target=lambda: result.append(group.scale(2, 20.0)))
+    change.start()
+    wait_until(lambda: len(group.pids) == 2, 10, "the draining")
+    group.add_requests(names("s", 4))
+    assert not any(name.startswith("s") for name in going.ids)
+    going.give("r2", 7, finish=FinishReason.STOP)
+    change.join(10)
+    assert result == [EngineSet(1, (0, 1))]
+    assert going.closed
+    assert world.tokens("r2") == [7]
+
+
+def test_what_is_left_at_the_deadline_goes_on_elsewhere(world):
+    group = world.group(2, max_resumes=0)
+    group.add_requests(names("r", 2))
+    group.add_request(request("pinned", data_parallel_rank=1))
+    going = world.of(1)
+    going.give("r1", 5)
+    assert group.retire([1], 0.05) == EngineSet(1, (0,))
+    assert going.closed
+    resumed = world.of(0).sent[-1]
+    assert (resumed.request_id, resumed.resumed.output_token_ids) == ("r1", [5])
+    going.give("r1", 6)  # too late
+    assert world.tokens("r1") == [5]
+    assert world.error("pinned") == (
+        "engine 1 was retired; the request names that engine (data_parallel_rank)"
+    )
+
+
+def test_engines_that_cannot_be_started_are_none_of_them(world):
+    group = world.group(2)
+    world.failing[3] = [ModelError("weights: memory is short")]
+    with pytest.raises(ModelError, match="^engine 3 of 4: weights: memory is short$"):
+        group.scale(4, 0.0)
+    assert tuple(group.ranks) == (0, 1)
+    assert all(engine.closed for engine in world.engines[2:])
+    assert group.scale(3, 0.0) == EngineSet(1, (0, 1, 2))
+
+
+def test_one_change_at_a_time(world):
+    group = world.group(2)
+    world.hold = threading.Event()
+    first = threading.Thread(target=lambda: group.scale(3, 0.0))
+    first.start()
+    wait_until(lambda: world.num_spawned == 3, 10, "the other process")
+    with pytest.raises(HardpointError, match="^scale: the engines are being changed already"):
+        group.scale(1, 0.0)
+    world.hold.set()
+    first.join(10)
+    assert tuple(group.ranks) == (0, 1, 2)
+
+
+def test_one_that_dies_while_it_drains_is_not_restarted(world):
+    group = world.group(2, restarts=5)
+    group.add_requests(names("r", 2))
+    change = threading.Thread(target=lambda: group.retire([1], 20.0))
+    change.start()
+    wait_until(lambda: len(group.pids) == 1, 10, "the draining")
+    world.of(1).die(killed=True)
+    change.join(10)
+    assert tuple(group.ranks) == (0,)
+    assert world.of(0).ids == ["r0", "r1"]
+    assert len(world.engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda group: group.scale(0, 0.0), "^scale: expected 1 to 1024 engines, got 0$"),
+        (lambda group: group.scale(True, 0.0), "^scale: expected 1 to 1024 engines, got True$"),
+        (lambda group: group.scale(2000, 0.0), "^scale: expected 1 to 1024 engines, got 2000$"),
+        (lambda group: group.retire([7], 0.0), "^retire: expected ranks of 0, 1, got 7$"),
+        (lambda group: group.retire([0, 1], 0.0), "^retire: expected that an engine is left, got"),
+        (lambda group: group.scale(1, -1.0), "^drain_seconds: expected seconds >= 0, got -1.0$"),
+    ],
+)
+def test_wrong_changes_change_nothing(world, change, error):
+    group = world.group(2)
+    with pytest.raises(RequestError, match=error):
+        change(group)
+    assert tuple(group.ranks) == (0, 1)

@@ -527,6 +527,6 @@ def test_where_it_matters_whose_a_plugin_is():
         "boundary/step_check.py",
         "core/frontend/frontend.py",
         "core/frontend/requests/submission.py",
-        "core/frontend/watched_engine.py",
+        "core/frontend/engine_owner.py",
     }
     assert asking == expected | {"registry/discovery.py"}

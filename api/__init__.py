@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hardpoint.core.frontend.llm_engine import LLMEngine
 
     from .async_llm import AsyncLLM
-    from .conversations.turns import PromptPart
+    from .conversations.parts import PromptPart
     from .llm import LLM
 
 __all__ = [
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> Any:
 
         return AsyncLLM
     if name == "PromptPart":
-        from .conversations.turns import PromptPart  # noqa: PLC0415
+        from .conversations.parts import PromptPart  # noqa: PLC0415
 
         return PromptPart
     if name == "__version__":

@@ -38,13 +38,15 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
 
-from .calls.engines import AsyncEngineHandle, Restart, engines_of
+from .calls.adapter_resolvers import AdapterResolvers
+from .calls.engines import AsyncEngineHandle, Restart, engines_of, with_restart
 from .calls.sessions import AsyncSessionCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.turns import AsyncConversation, PromptPart, check_options
+from .conversations.parts import ConversationOptions, PromptPart, check_options
+from .conversations.turns import AsyncConversation
 from .images import has_unread_images
-from .open_model import AsyncProcessorCalls
+from .open_model import COMPANIONS, AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
 
@@ -116,8 +118,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         """Open one from a configuration that was read elsewhere, with its config_sources."""
         llm = cls.__new__(cls)
         if restart is not None:
-            engine = msgspec.structs.replace(config.engine, restart=restart)
-            config = msgspec.structs.replace(config, engine=engine)
+            config = with_restart(config, restart)
         llm._open(config, config_sources)
         return llm
 
@@ -133,8 +134,8 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
                 "engine.in_process: expected false, for AsyncLLM always runs its engine in a "
                 f"process of its own, got true (from {origin})"
             )
-        engine = msgspec.structs.replace(config.engine, in_process=False)
-        scheduler = config.scheduler
+        engine, scheduler = config.engine, config.scheduler
+        engine = msgspec.structs.replace(engine, in_process=False)
         if scheduler.step_milliseconds is None:
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
@@ -147,6 +148,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
                 progress=display.report,
                 handed=handed,
                 open_client=open_client,
+                companions=COMPANIONS,
             )
         self._begin(built)
 
@@ -191,7 +193,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         request_id: str | None = None,
         *,
         keep_last: bool = True,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ConversationOptions],
     ) -> AsyncConversation:
         """Open a conversation, whose prompt goes on after each answer.
 
@@ -201,20 +203,21 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             request_id: id of its turns; None numbers them. `abort` ends the conversation by it.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.
-            options: `RequestOptions` of each turn.
+            options: `ConversationOptions`: `RequestOptions` of each turn, and tools.
 
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
         """
         check_options(options)
+        _, of_turns = Chat.taken_from(options)
         return AsyncConversation(
             functools.partial(self._conversations.open, request_id, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
             self.default_sampling_params(),
             sampling_params,
             encode=self._encode,
-            generate=lambda name, prompt, params: self._generate(prompt, params, name, options),
+            generate=lambda name, prompt, params: self._generate(prompt, params, name, of_turns),
             abort=self._engine.abort,
         )
 
@@ -260,7 +263,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             raise RequestError(
                 f"pooling_params: expected PoolingParams, got {type(params).__name__}"
             )
-        return self._outputs(prompt, params, request_id, make_extras(**options))
+        return self._generate(prompt, params, request_id, options)
 
     @takes_options
     async def chat(
@@ -295,10 +298,10 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     def _generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         options: Mapping[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Any, None]:
         if options.get("lora_request") is None:
             return self._outputs(prompt, params, request_id, make_extras(**options))
         return self._generate_adapted(prompt, params, request_id, options)
@@ -306,11 +309,11 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
     async def _generate_adapted(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         request_id: str | None,
         options: Mapping[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate with an adapter, which is found, or loaded, first."""
+    ) -> AsyncGenerator[Any, None]:
+        """Generate, or pool, with an adapter, which is found, or loaded, first."""
         extras = make_extras(**await self._with_adapters(options))
         outputs = self._outputs(prompt, params, request_id, extras)
         async with contextlib.aclosing(outputs):
@@ -360,11 +363,8 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         Raises:
             RequestError: they cannot be placed.
         """
-        ids, media = list(prompt["prompt_token_ids"]), prompt.get("multi_modal_data")
-        if not media:
-            return ids
-        place = self._engine.parts.step_parts.place_media
-        return list((await asyncio.to_thread(place, ids, media)).token_ids)
+        ids = list(prompt["prompt_token_ids"])
+        return await self._engine.prompt_tokens(prompt) if ids else ids
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.
@@ -393,7 +393,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
             RequestError: one refuses the name.
             PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
         """
-        return await self._engine.resolve_adapter(name)
+        return await self._engine.parts.companion(AdapterResolvers).resolve(name)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".
@@ -476,7 +476,6 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls):
         It blocks for a moment; `aclose` does not block the event loop.
         """
         self._conversations.end_all("the engine was closed")
-        self._images.close()
         self._engine.close()
         self._weight_files.keep(())
 

@@ -13,20 +13,18 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
-from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import RequestError, Tokenizer
-from hardpoint.plugins.image_input import ImageSource
 from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.toolkit.user_text import UserText
+from hardpoint.typed import copied, is_list
 from hardpoint.typed.schema_check import check_schema
 
 from . import typed
-from .images import PromptImages
+from .images import IMAGE_PARTS, PromptImages, image_of
 
 _IMAGE = {"type": "image"}
 
-_IMAGE_PARTS = ("image_url", "input_image", "image")
 _OTHER_PARTS = frozenset(
     {
         "audio",
@@ -215,8 +213,8 @@ class PartReader:
 
     def _part(self, part: Any, path: str) -> Any:
         type_ = part.get("type") if isinstance(part, Mapping) else None
-        if type_ in _IMAGE_PARTS and self._takes_images:
-            self.found.append(_source(copied(part, path), type_, path))
+        if type_ in IMAGE_PARTS and self._takes_images:
+            self.found.append(image_of(copied(part, path), type_, path))
             return dict(_IMAGE)
         if isinstance(type_, str) and type_ != "text":
             raise unreadable_part(type_, f"{path}.type", takes_images=self._takes_images)
@@ -227,35 +225,9 @@ def unreadable_part(type_: str, place: str, *, takes_images: bool) -> RequestErr
     """Return the error of a part of another type."""
     takes = "text and images alone" if takes_images else "text alone"
     expected = '"text" or "image_url"' if takes_images else '"text"'
-    known = type_ in _OTHER_PARTS or type_ in _IMAGE_PARTS
+    known = type_ in _OTHER_PARTS or type_ in IMAGE_PARTS
     reason = f"; the model reads {takes}" if known else ""
     return RequestError(f"{place}: expected {expected}, got {shown(type_)}{reason}")
-
-
-def _source(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:
-    """Return the image of a part, and its place.
-
-    Raises:
-        RequestError: it has none, or something else besides.
-    """
-    names = ("image", "url", "path") if type_ == "image" else ("image_url",)
-    given = [name for name in names if part.get(name) is not None]
-    for name in part:
-        # What `detail` asks for, the model's own processor decides.
-        if name not in ("type", "detail", *names) and part[name] is not None:
-            raise RequestError(
-                f"{path}.{shown(name)[1:-1]}: not supported; a part of the type {type_!r} has "
-                f"{' or '.join(names)}"
-            )
-    if len(given) != 1:
-        raise RequestError(f"{path}: expected {' or '.join(names)}, got {len(given)} of them")
-    (name,) = given
-    value, place = part[name], f"{path}.{name}"
-    if name == "image_url" and isinstance(value, Mapping):
-        value, place = copied(value, place).get("url"), f"{place}.url"
-    if name != "image" and not isinstance(value, str | ImageSource):
-        raise RequestError(f"{place}: expected a string, got {type(value).__name__}")
-    return (value.place if isinstance(value, ImageSource) else place), value
 
 
 def read_messages(messages: Any, parts: PartReader | None = None) -> Any:
@@ -412,7 +384,7 @@ class Chat:
         tokens = () if images is None else images.tokens
         parts = PartReader(takes_images=bool(tokens))
         read = read_messages(messages, parts)
-        pictures = [] if images is None else images.reader.read(parts.found)
+        pictures = [] if images is None else images.read(parts.found)
         with nullcontext() if lock is None else lock:
             text, ids = self._encoded(tokenizer, read, tokens)
         prompt = {"type": "token", "prompt_token_ids": ids, "prompt": text}

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Prompt, copied, is_list
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
 from hardpoint.plugins import (
     ConfigError,
@@ -29,13 +29,15 @@ from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import InstalledPlugin
 from hardpoint.registry.references import handed_over
+from hardpoint.typed import copied, is_list
 
 from .calls.engines import EngineHandle, engines_of
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
-from .conversations.turns import Conversation, check_options
-from .open_model import ProcessorCalls
+from .conversations.parts import ConversationOptions, check_options
+from .conversations.turns import Conversation
+from .open_model import COMPANIONS, ProcessorCalls
 from .progress import ProgressDisplay, draw_outputs, shows_progress
 from .requests import (
     BatchOptions,
@@ -135,6 +137,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
                 progress=display.report,
                 handed=handed,
                 open_client=open_client,
+                companions=COMPANIONS,
             )
         self._begin(built)
         self._calls = OpenCalls(self._engine)
@@ -280,7 +283,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
         sampling_params: SamplingParams | None = None,
         *,
         keep_last: bool = True,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ConversationOptions],
     ) -> Conversation:
         """Open a conversation, whose prompt goes on after each answer.
 
@@ -289,20 +292,21 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
                 files recommend.
             keep_last: whether the last token of an answer is part of the conversation; its keys and
                 values are computed with the next turn.
-            options: `RequestOptions` of each turn.
+            options: `ConversationOptions`: `RequestOptions` of each turn, and tools.
 
         Raises:
             RequestError: parameters or options are wrong for a conversation.
             OverloadedError: `conversations.max_open` are open.
         """
         check_options(options)
+        _, of_turns = Chat.taken_from(options)
         return Conversation(
             functools.partial(self._conversations.open, keep_last=keep_last),
             self._engine.parts.model_config.vocab_size,
             self.default_sampling_params(),
             sampling_params,
             encode=self._encode,
-            stream=lambda prompt, params: self._stream(prompt, params, options),
+            stream=lambda prompt, params: self._stream(prompt, params, of_turns),
         )
 
     def _encode(self, text: str, is_first: bool) -> list[int]:
@@ -389,7 +393,6 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls):
     def close(self) -> None:
         """Release model, cache and processes. Closing twice does nothing."""
         self._conversations.end_all("the engine was closed")
-        self._images.close()
         self._engine.close()
         self._weight_files.keep(())
 

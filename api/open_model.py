@@ -13,11 +13,10 @@ import numpy as np
 
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.io_processors import OpenIOProcessor, ProcessorCall
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import Params, Prompt, copied, is_list
+from hardpoint.core.frontend.requests.prompts import Params, Prompt
 from hardpoint.errors import PluginFaultError, RequestEndedError, shown
 from hardpoint.plugins import (
     EngineConfig,
@@ -31,8 +30,11 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.typed import copied, is_list
 
+from .calls.adapter_resolvers import AdapterResolvers
 from .calls.adapters import AsyncAdapterCalls, SyncAdapterCalls
+from .calls.io_processors import IOProcessors, OpenIOProcessor, ProcessorCall, open_io_processors
 from .conversations.states import OpenConversations
 from .images import PromptImages
 from .requests import (
@@ -47,6 +49,7 @@ from .requests import (
 )
 
 __all__ = [
+    "COMPANIONS",
     "AsyncProcessorCalls",
     "OpenModel",
     "PoolingCalls",
@@ -54,6 +57,9 @@ __all__ = [
 ]
 
 Engine = TypeVar("Engine", LLMEngine, AsyncEngine)
+
+COMPANIONS = (AdapterResolvers, open_io_processors)
+"""Open the plugins of calls, with an engine."""
 
 
 class OpenModel(Generic[Engine]):
@@ -105,7 +111,7 @@ class OpenModel(Generic[Engine]):
         return self._engine.default_sampling_params()
 
 
-class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
+class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls, SyncAdapterCalls):
     """The calls of a program that waits for vectors and scores."""
 
     _calls: OpenCalls
@@ -146,7 +152,8 @@ class PoolingCalls(OpenModel[LLMEngine], SyncControlCalls):
             for index, prompt in enumerate(listed)
         ]
         calls = self._calls
-        ids = calls.add_at_once(make_pooling_requests(listed, params, **options), "prompts")
+        requests = make_pooling_requests(listed, params, **self._with_adapters(options))
+        ids = calls.add_at_once(requests, "prompts")
         try:
             places = {request_id: index for index, request_id in enumerate(ids)}
             found: dict[str, PoolingRequestOutput] = {}
@@ -298,7 +305,7 @@ def similarity(
         yield msgspec.structs.replace(output, outputs=float(a @ b) / max(lengths, 1e-24))
 
 
-class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
+class ProcessorCalls(PoolingCalls):
     """The calls of IO processors of a program that waits for them."""
 
     @takes_options
@@ -325,7 +332,7 @@ class ProcessorCalls(PoolingCalls, SyncAdapterCalls):
             RequestEndedError: a request to the model ended without a result.
             EnginePausedError, EngineDeadError: as `generate`.
         """
-        processor = self._engine.parts.io_processors.find(io_processor)
+        processor = self._engine.parts.companion(IOProcessors).find(io_processor)
         call = processor.begin(data)
         extras = make_extras(**self._with_adapters(options))
         return processor.finish(call, self._outputs(processor, call, extras), as_json=as_json)
@@ -398,7 +405,7 @@ class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapte
         def named(error: HardpointError, index: int) -> HardpointError:
             return with_place(error, names[index])
 
-        extras = make_extras(**options)
+        extras = make_extras(**await self._with_adapters(options))
         return await self._engine.generate_all(listed, params, request_id, extras, named)
 
     @takes_options
@@ -421,7 +428,7 @@ class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapte
             As `LLM.process`.
             OverloadedError, EngineClosedError: as `generate`.
         """
-        processor = self._engine.parts.io_processors.find(io_processor)
+        processor = self._engine.parts.companion(IOProcessors).find(io_processor)
         call = await processor.run(processor.begin, data)
         extras = make_extras(**await self._with_adapters(options))
         tasks = [
@@ -451,7 +458,7 @@ class AsyncProcessorCalls(OpenModel[AsyncEngine], AsyncControlCalls, AsyncAdapte
 
     def io_processor_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of the inputs of each enabled IO processor, by name."""
-        return self._engine.parts.io_processors.schemas()
+        return self._engine.parts.companion(IOProcessors).schemas()
 
 
 def _whole(params: Params) -> Params:

@@ -18,7 +18,6 @@ from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
-from hardpoint.core.frontend.requests.prompts import copied, is_list
 from hardpoint.errors import EngineDeadError, EnginePausedError
 from hardpoint.plugins import (
     HardpointError,
@@ -32,7 +31,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import ChatOptions, RequestOptions
 from hardpoint.system.engine_lock import EngineLock
-from hardpoint.typed import suggest
+from hardpoint.typed import copied, is_list, suggest
 from hardpoint.typed.describing import attribute_docs
 
 __all__ = [

@@ -21,10 +21,8 @@ from hardpoint.core.client.event_loop import EventLoopBridge
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.async_engine import AsyncEngine
-from hardpoint.core.frontend.engine_parts import EngineParts
-from hardpoint.core.frontend.io_processors import IOProcessors, open_io_processors
+from hardpoint.core.frontend.engine_parts import Companion, EngineParts, Opening
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
 from hardpoint.core.frontend.statistics import Statistics, open_statistics
@@ -59,6 +57,8 @@ if TYPE_CHECKING:
     from .weights.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
+
+OpenCompanion = Callable[[Opening], Companion]
 
 _NAMED = frozenset({"model"})
 _SECRET = frozenset({"plugin"})
@@ -119,6 +119,7 @@ def build_engine(
     clock: Callable[[], float] = time.monotonic,
     handed: Sequence[InstalledPlugin] = (),
     open_client: OpenClient = open_process_client,
+    companions: Sequence[OpenCompanion] = (),
 ) -> LLMEngine:
     """Resolve the plugins, find the model, do all cheap checks, then load.
 
@@ -129,6 +130,7 @@ def build_engine(
         clock: clock of the engine and the frontend, in seconds.
         handed: the plugins that the program hands over, see `handed_over`.
         open_client: opens the client of an engine in a process of its own, or of several.
+        companions: open what the program has next to the engine.
 
     Raises:
         ConfigError, PluginError: before any weight is read.
@@ -137,10 +139,11 @@ def build_engine(
     """
     began = time.perf_counter()
     sources = config_sources or ConfigSources()
+    prepare = functools.partial(_prepare, config, sources, progress, clock, handed, companions)
     if config.engine.in_process:
         if config.kv_events.publishers:  # which open sockets
             check_descriptors()
-        prepared = _prepare(config, sources, progress, clock, handed)
+        prepared = prepare()
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
 
@@ -154,7 +157,7 @@ def build_engine(
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
         with _spawned() as spawned:
-            prepared = _prepare(config, sources, progress, clock, handed)
+            prepared = prepare()
             parts = _in_own_process(prepared, spawned, None, open_client)
     engine = LLMEngine(parts)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
@@ -168,11 +171,12 @@ def build_async_engine(
     progress: Progress = no_progress,
     handed: Sequence[InstalledPlugin] = (),
     open_client: OpenClient = open_process_client,
+    companions: Sequence[OpenCompanion] = (),
 ) -> AsyncEngine:
     """Build an engine for an event loop; it always has a process of its own.
 
     Args:
-        config, config_sources, progress, handed, open_client: as for `build_engine`.
+        config, config_sources, progress, handed, open_client, companions: as for `build_engine`.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
@@ -180,9 +184,8 @@ def build_async_engine(
     began = time.perf_counter()
     bridge = EventLoopBridge()
     with _spawned() as spawned:
-        prepared = _prepare(
-            config, config_sources or ConfigSources(), progress, time.monotonic, handed
-        )
+        sources = config_sources or ConfigSources()
+        prepared = _prepare(config, sources, progress, time.monotonic, handed, companions)
         parts = _in_own_process(prepared, spawned, bridge, open_client)
     engine = AsyncEngine(parts, bridge)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
@@ -202,16 +205,15 @@ class _Prepared:
     clock: Callable[[], float]
     statistics: Statistics | None
     step_parts: FrontendParts
-    adapter_resolvers: AdapterResolvers
-    io_processors: IOProcessors
+    companions: Sequence[Companion]
     vocabulary: Vocabulary | None
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:
         """Close the plugins of the frontend if the body fails."""
         with contextlib.ExitStack() as undo:
-            undo.callback(self.io_processors.close)
-            undo.callback(self.adapter_resolvers.close)
+            for companion in self.companions:
+                undo.callback(companion.close)
             if self.statistics is not None:
                 undo.callback(self.statistics.close)
             undo.callback(self.step_parts.close)
@@ -248,8 +250,7 @@ class _Prepared:
             clock=self.clock,
             statistics=self.statistics,
             step_parts=self.step_parts,
-            adapter_resolvers=self.adapter_resolvers,
-            io_processors=self.io_processors,
+            companions=self.companions,
         )
 
 
@@ -259,6 +260,7 @@ def _prepare(
     progress: Progress,
     clock: Callable[[], float],
     handed: Sequence[InstalledPlugin],
+    companions: Sequence[OpenCompanion],
 ) -> _Prepared:
     log_opening(config, config_sources)
     # Imported here, so that an engine process is started before torch takes its second, and before
@@ -288,11 +290,11 @@ def _prepare(
         )
     with contextlib.ExitStack() as undo:
         undo.callback(step_parts.close)
-        adapter_resolvers = AdapterResolvers(plugins, config)
-        undo.callback(adapter_resolvers.close)
-        of_model = {"model_config": spec.model_config, "max_model_len": spec.max_model_len}
-        io_processors = open_io_processors(plugins, of_model, new_tokenizer)
-        undo.callback(io_processors.close)
+        opening = Opening(config, plugins, spec.model_config, spec.max_model_len, new_tokenizer)
+        opened: list[Companion] = []
+        for open_companion in companions:
+            opened.append(open_companion(opening))
+            undo.callback(opened[-1].close)
         statistics = open_statistics(config, plugins, clock)
         undo.pop_all()
     return _Prepared(
@@ -305,8 +307,7 @@ def _prepare(
         clock,
         statistics,
         step_parts,
-        adapter_resolvers,
-        io_processors,
+        opened,
         vocabulary.found,
     )
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hardpoint.errors import RequestError
 
 from .behaviour import PIECE, returns
 from .grammars import Vocabulary
 from .markers import ReasoningMarkers
-from .media_format import PlacedMedia
 from .output_parser import OutputParser
 from .part_components import ComponentFactory
-from .requests import EngineCoreRequest
+from .requests import EngineCoreRequest, Prompt
+from .tokenizer import Tokenizer
 
-__all__ = ["FrontendHalf", "FrontendHalfContext", "GivenPrompt", "ToolCalls"]
+__all__ = ["FrontendHalf", "FrontendHalfContext", "GivenPrompt", "PromptReader", "ToolCalls"]
 
 
 def _no_tokens(text: str) -> Sequence[int]:  # noqa: ARG001
@@ -78,7 +78,9 @@ class GivenPrompt:
         cache_salt: used if the request has none.
         arrival_time: seconds on the frontend's clock, used if the request has none.
         fields: fields of its request that a step part has read, of those that it makes use of
-            (`StepPart.request_fields`).
+            (`StepPart.request_fields`). With some, the prompt is not cut, but by `cut`.
+        cut: `cut(limit)` returns the prompt with at most that many tokens, of which it has more;
+            or raises a RequestError. None keeps the last ones of a prompt without `fields`.
     """
 
     token_ids: Any = None
@@ -86,20 +88,46 @@ class GivenPrompt:
     cache_salt: str | None = None
     arrival_time: float | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    cut: Callable[[int], GivenPrompt] | None = None
+
+
+class PromptReader(Protocol):
+    """Reads what a prompt of a part's own form has of other forms."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Raises:
+            RequestError: it cannot be encoded.
+        """
+
+    def read(self, prompt: Prompt) -> GivenPrompt:
+        """Return a prompt with its `token_ids`, whichever form it has: one of others, too.
+
+        Raises:
+            RequestError: it is malformed.
+        """
 
 
 class FrontendHalf:
     """The half of a step part in the frontend; called by one thread at a time.
 
-    Every method is optional, and should be fast: other requests wait. A fault ends the request that
-    it is about, whatever the `fault_scope` of the part.
+    But `read_prompt` may be called in another one at the same time, as prompts may take long, and
+    `read_media` in several.
+
+    Every method is optional, and should be fast: other requests wait, but for `read_media`. A
+    fault ends the request that it is about, whatever the `fault_scope` of the part.
 
     Attributes:
         prompt_keys: keys of a prompt that is a mapping, any of which lets `read_prompt` read it;
-            read once. Of several parts the first one reads it.
+            read once. A key is of one part; a prompt with keys of several is read by the first.
         media_tokens: tokens that stand for an item of media, or for parts of one, by its modality;
-            the first one is its placeholder, which prompts have. Read once; of a part that places
-            media. Texts of users never become one of them.
+            the first one is its placeholder, which prompts have. Read once. Texts of users never
+            become one of them.
     """
 
     prompt_keys: Collection[str] = ()
@@ -108,36 +136,39 @@ class FrontendHalf:
     def read_prompt(
         self,
         prompt: Mapping[str, Any],
-        tokenise: Callable[..., list[int]],  # noqa: ARG002
+        reader: PromptReader,  # noqa: ARG002
     ) -> GivenPrompt:
         """Return the ids of a prompt of the part's own form, and fields of its request.
 
-        `prepare` is called with the request later.
+        May be called in another thread, one call at a time. `prepare` is called with the request
+        later.
 
         Args:
             prompt: as the caller gave it, with one of `prompt_keys`.
-            tokenise: `tokenise(text, add_special_tokens=True)` returns the ids of a text.
+            reader: reads texts, and the prompt without the part's own keys.
 
         Raises:
             RequestError: it is refused; names the key, its value and the expected one.
         """
         raise RequestError(f"prompt: the part reads none, got the keys {sorted(prompt)}")
 
-    def place_media(
-        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
-    ) -> PlacedMedia:
-        """Return a prompt with the tokens of its media; at most one part overrides it.
+    def read_media(
+        self,
+        modality: str,
+        items: Sequence[tuple[str, Any]],
+    ) -> Sequence[Any]:
+        """Return items of media as `read_prompt` takes them; of a part with `media_tokens`.
 
-        May be called in another thread, one call at a time.
+        Called in any thread, several times at once: it may wait, for other hosts too.
 
         Args:
-            token_ids: the prompt, with a placeholder for each item.
-            media: items by modality, unchecked, each modality's in the order of placeholders.
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages; unchecked.
 
         Raises:
-            RequestError: they are refused; names the field, its value and the expected one.
+            RequestError: one is refused; names its place, its value and the expected one.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no place_media")
+        raise NotImplementedError(f"{type(self).__name__} has no read_media")
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a new request that has tools; called before `prepare`.

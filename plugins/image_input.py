@@ -40,11 +40,12 @@ class ImagesConfig(Strict):
     Attributes:
         max_items: images of a prompt.
         max_bytes: size of an encoded image.
+        max_total_bytes: size of all encoded images of a prompt.
         max_pixels: width times height of an image. A process that decodes one may use 32 bytes for
             each, and 256 MiB.
-        max_total_pixels: pixels of all images of a prompt, each of which takes 3 bytes.
+        max_total_pixels: pixels of all images of a prompt.
         max_aspect_ratio: the longer side divided by the shorter one.
-        decode_seconds: maximum time to decode an image.
+        decode_seconds: maximum time to decode an image, and to process it for the model.
         folders: folders whose image files prompts may name by a path or a `file:` URL; those that
             are relative or begin with "~" are the program's. None by default.
         remote: images by http and https URLs.
@@ -52,6 +53,7 @@ class ImagesConfig(Strict):
 
     max_items: Count = 16
     max_bytes: Annotated[int, Meta(ge=1, le=1 << 30)] = 16 << 20
+    max_total_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 32 << 20
     max_pixels: Annotated[int, Meta(ge=1, le=1 << 28)] = 1 << 25
     max_total_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 1 << 26
     max_aspect_ratio: Annotated[float, Meta(ge=1, le=65536)] = 200.0

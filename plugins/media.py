@@ -31,6 +31,23 @@ class Image(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return digest.hexdigest()
 
 
+class ProcessedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """An image as the encoder of a model gets it.
+
+    Attributes:
+        width, height: size of the image itself.
+        content_hash: `Image.content_hash` of the image itself.
+        settings: `MediaFormat.settings` that it was processed with.
+        data: what the model's processor made of it.
+    """
+
+    width: int
+    height: int
+    content_hash: str
+    settings: str
+    data: bytes
+
+
 class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One image, sound or video of a prompt, which an encoder turns into embeddings.
 
@@ -41,8 +58,9 @@ class MultiModalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         modality: what it is: "image".
         sees_itself: whether its tokens see those after them, up to its last one. They are computed
             in one step then, and no cached prefix ends between them.
-        data: what the encoder gets, an array; for the engine's half of the part that encodes,
-            which takes it off: workers get it with the plan of the step that encodes it.
+        data: what the encoder gets, an array; for `EngineHalf.check` of the part that encodes. The
+            engine takes it off then: schedulers and workers get None, and the part sends it with
+            the plan of the step that encodes it.
     """
 
     identifier: str

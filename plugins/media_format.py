@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-import msgspec
-
-from .media import Image, MultiModalFeature
-
-if TYPE_CHECKING:
-    import numpy as np
-
-__all__ = ["MediaFormat", "PlacedMedia"]
+__all__ = ["MediaFormat"]
 
 
-class PlacedMedia(msgspec.Struct, frozen=True):
-    """A prompt with the tokens of its media.
-
-    Attributes:
-        token_ids: the prompt.
-        features: its media, by offset.
-    """
-
-    token_ids: list[int]
-    features: Sequence[MultiModalFeature]
-
-
-class MediaFormat(ABC):
+class MediaFormat:
     """How images become tokens of a model's prompts, and what the model's encoder gets of them.
 
     Each placeholder of a prompt is replaced by the tokens of one image:
     `around`, `begin_ids`, `num_tokens` times `token_id`, `end_ids`, `around`.
+
+    Images are processed by a program of the model, in a process of its own that also decodes them,
+    with limits of time and memory. The program is a file with a function `start`, which gets
+    `processor_settings` and returns a function from an RGB image of Pillow to the bytes of a uint8
+    array of `item_shape`. It is run by its path, with little besides Pillow in memory.
 
     Attributes:
         placeholder: the text that stands for an image.
@@ -45,9 +30,11 @@ class MediaFormat(ABC):
             the prompt next to them, where the tokenizer has one.
         num_tokens: tokens of an image.
         sees_itself: see `MultiModalFeature.sees_itself`; the model has `sees_ahead` then.
-        item_shape: shape of what `process` returns; its numbers are uint8.
+        item_shape: shape of what the encoder gets of an image; its numbers are uint8.
         encode_bytes: memory that the encoder needs at once, for one image.
-        settings: all that `process` depends on besides the image; part of identifiers.
+        processor: path of the program's file.
+        processor_settings: plain data that `start` gets.
+        settings: all that the encoder's input depends on besides the image; part of identifiers.
     """
 
     modalities: ClassVar[Sequence[str]] = ("image",)
@@ -61,13 +48,10 @@ class MediaFormat(ABC):
     sees_itself: bool = False
     item_shape: tuple[int, ...]
     encode_bytes: int = 0
+    processor: str
+    processor_settings: Mapping[str, Any] = {}
     settings: str
 
-    @abstractmethod
-    def process(self, image: Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the numbers of an image for the encoder; in the frontend, in any thread."""
-
-    def identifier(self, image: Image) -> str:
-        """Return a hash of the image's content and of the settings that it is processed with."""
-        content = f"{image.content_hash} {self.settings}"
-        return hashlib.sha256(content.encode()).hexdigest()
+    def identifier(self, content_hash: str) -> str:
+        """Return a hash of an image's content and of the settings that it is processed with."""
+        return hashlib.sha256(f"{content_hash} {self.settings}".encode()).hexdigest()

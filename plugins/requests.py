@@ -42,8 +42,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads; a
-mapping may have media, too."""
+"""A text, token ids, what `apply_chat_template` returns, or a mapping that a step part reads."""
 
 
 def ids_after_embeddings(known_ids: Sequence[int | None]) -> list[int]:
@@ -144,8 +143,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         second_type_start: position, in a pair of texts, of the first token of type 1, which those
             after it have, too (`token_type_ids`); the length of the prompt, if none does. None: the
             prompt is no pair.
-        prompt_embeds: float32 array [positions, hidden] of the positions that are no token ids, in
-            their order; None if all are.
+        prompt_embeds: array [positions, hidden] of the positions that are no token ids, in their
+            order, as float32, float16, or uint16 with the bits of bfloat16; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.

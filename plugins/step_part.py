@@ -39,18 +39,20 @@ __all__ = [
 ]
 
 
-REQUEST_FIELDS = frozenset(
-    {
-        "features",
-        "lora",
-        "pooling_params",
-        "prompt_embeds",
-        "prompt_is_token_ids",
-        "retention",
-        "second_type_start",
-    }
-)
-"""Optional fields of `EngineCoreRequest` that only step parts make use of."""
+REQUEST_FIELDS = {
+    "pooling_params": "no model of this engine pools",
+    "second_type_start": "expected none, no model here reads pairs",
+    "prompt_embeds": "expected token ids, this engine takes no embeddings",
+    "features": "expected none, no part of this engine encodes any, got {count}",
+    "lora": "expected none, no worker of this engine holds adapters, got {value.name!r}",
+    "retention": "expected none, no part of this engine keeps blocks",
+    "prompt_is_token_ids": "expected none, this engine has no use for it, got {value!r}",
+}
+"""Optional fields of `EngineCoreRequest` that only step parts make use of.
+
+With the error of a request that sets one which no enabled part uses: `value` is what it is set to,
+`count` the number of its items.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,7 @@ class EngineHalf:
         return True
 
     def check(self, request: EngineCoreRequest) -> None:
-        """Check a new request.
+        """Check a new request; its features alone have their data here, see `MultiModalFeature`.
 
         Raises:
             RequestError: it is refused.

@@ -16,11 +16,16 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
-from hardpoint.core.client.base import Attempt, Death, DeathWatcher
+from hardpoint.core.client.base import (
+    Attempt,
+    Death,
+    DeathWatcher,
+    UtilityCalls,
+)
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineProcess
-from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
+from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutput,
@@ -38,12 +43,13 @@ from .ledger import Entry, Ledger
 from .recovery import Recovery
 from .replicas import Replica, Replicas
 from .restarts import RestartBudget
+from .scaling import Scaling
 from .statistics import Totals
 
 _log = logging.getLogger("hardpoint")
 
 
-class EngineGroup:
+class EngineGroup(UtilityCalls):
     """Starts several engines of one model; implements `EngineCoreClient` over all of them.
 
     Each has a number, its rank, and a process and a cache of its own. A request runs on one of
@@ -86,6 +92,7 @@ class EngineGroup:
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
         """
+        super().__init__(start.config.engine.call_timeout_seconds)
         self._choice, self._budget = choice, budget
         self._outputs = OutputQueue()
         self._sink = self._outputs.put if sink is None else sink
@@ -100,6 +107,8 @@ class EngineGroup:
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
         self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
+        scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
+        self.scale, self.retire = scaling.scale, scaling.retire
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self.ready = self._replicas.open_all(process).ready
@@ -120,11 +129,11 @@ class EngineGroup:
     @property
     def ranks(self) -> Collection[int]:
         """The numbers of the engines that a request may name."""
-        return range(len(self._replicas))
+        return self._replicas.ranks
 
     @property
     def activity(self) -> Activity:
-        """What the first engine that serves is doing; of a dead group, what the last one did."""
+        """The record of the first engine that serves; of a dead group, that of the last one."""
         return self._replicas.any_client.activity
 
     @property
@@ -256,10 +265,10 @@ class EngineGroup:
             self._lost(replica, item)
             return
         with self._lock:
-            if not replica.is_serving or not self._replicas.is_current(replica):
+            if not self._replicas.is_current(replica):
                 return
             replica.read(item)
-            outputs = [output for output in item.outputs if self._take(replica, output)]
+            outputs = [output for output in item.outputs if self._read(replica, output)]
             for output in [one for one in outputs if one.error_kind is not None]:
                 outputs += self._refuse_others(output)
             for request_id in item.finished_requests or ():
@@ -276,16 +285,16 @@ class EngineGroup:
     def _stats(self) -> SchedulerStats:
         return self._totals.of([one.stats for one in self._replicas.serving])
 
-    def _take(self, replica: Replica, output: EngineCoreOutput) -> bool:
+    def _read(self, replica: Replica, output: EngineCoreOutput) -> bool:
         """Note an output; return whether it is of a request that runs there."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.replica is not replica:
             return False
-        entry.take(output)
+        entry.read(output)
         if output.finish_reason is not None:
             self._end(entry)
         else:
-            self._recovery.took(entry)
+            self._recovery.record_output(entry)
         return True
 
     def _refuse_others(self, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
@@ -302,7 +311,7 @@ class EngineGroup:
 
     def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
         """Return the next batch of outputs of any engine, as `ProcessClient.get_output` does."""
-        return self._outputs.take(wait=wait, timeout_s=timeout)
+        return self._outputs.pop(wait=wait, timeout_s=timeout)
 
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
@@ -319,7 +328,8 @@ class EngineGroup:
             if client is None or replicas.is_closed or not replicas.is_current(replica):
                 return
             successor = replicas.succeed(replica)
-            successor.is_starting = self._budget.may_restart()
+            successor.is_draining = replica.is_draining
+            successor.is_starting = not replica.is_draining and self._budget.may_restart()
             entries = self._ledger.of(replica)
             for entry in entries:
                 entry.leave()
@@ -330,6 +340,7 @@ class EngineGroup:
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
         with self._lock:
+            entries = [one for one in entries if self._ledger.has(one)]  # the others were aborted
             for entry, reason in self._recovery.lost(
                 entries, in_step, blameless=blameless, version=self._replicas.weight_version
             ):
@@ -397,12 +408,25 @@ class EngineGroup:
                 _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
                 self._send_waiting()
 
+    def _move(self, replica: Replica) -> None:
+        """Let the requests of an engine that is about to end go on at others."""
+        with self._lock:
+            left = HardpointError(f"engine {replica.rank} was retired")
+            for entry in self._ledger.of(replica):
+                entry.leave()
+                if entry.request.data_parallel_rank is not None:
+                    self._refuse(entry, left, "names that engine (data_parallel_rank)")
+                else:
+                    entry.num_moves += 1
+                    self._recovery.wait(entry)
+        self._send_waiting()
+
     def _send_waiting(self) -> None:
         """Send the requests that wait for an engine, once one serves."""
         while self._recovery.has_more and self._replicas.serving:
             with self._lock:
                 sent: list[tuple[Replica, Entry]] = []
-                taken = self._recovery.take()
+                taken = self._recovery.pop()
                 for entry in taken:
                     if (replica := self._choose(entry)) is not None:
                         sent.append((replica, entry))
@@ -439,31 +463,11 @@ class EngineGroup:
             owners = {entry.request.request_id: entry.replica for entry in self._ledger}
         return self._calls.call(serving, owners, method, args)
 
-    def call_utility(
-        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
-    ) -> Any:
-        """Call a utility of all engines and wait, as `ProcessClient.call_utility` does."""
+    def _wait_until_serving(self, timeout_s: float | None) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self.is_serving or self._error or self._replicas.is_closed,
-                self.utility_timeout(method) if timeout is None else timeout,
+                lambda: self.is_serving or self._error or self._replicas.is_closed, timeout_s
             )
-        future = self.call(method, *args, rank=rank)
-        try:
-            return future.result(self.utility_timeout(method) if timeout is None else timeout)
-        except TimeoutError:
-            if future.done():  # the utility itself raised it
-                raise
-            future.cancel()
-            raise self.no_answer(method, timeout) from None
-
-    def utility_timeout(self, method: str) -> float | None:
-        """Return the timeout of a utility call in seconds; None is without limit."""
-        return self._replicas.any_client.utility_timeout(method)
-
-    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
-        """Return the error for a utility call that was not answered in time."""
-        return self._replicas.any_client.no_answer(method, timeout)
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Start engines with other parameters from now on."""

@@ -99,7 +99,7 @@ class JointCalls:
         """Begin.
 
         Args:
-            choice: has the faults of the balancer, which are told with those of the engines.
+            choice: has the faults of the balancer, which are reported with those of the engines.
             plugins: the step parts among them make one answer of those of their halves.
         """
         self._choice, self._plugins = choice, plugins
@@ -203,7 +203,7 @@ class JointCall:
     """A control call that several engines answer; `future` has the one answer, or the error.
 
     It is an error if an engine fails; the message names the engine, unless all fail. An engine that
-    dies meanwhile is left out, unless it is the last.
+    dies in the meantime is left out, unless it is the last.
     """
 
     def __init__(self, calls: Mapping[int, Future[Any]], merge: Merge) -> None:

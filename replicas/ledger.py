@@ -26,7 +26,8 @@ class Entry:
         call: ids of all requests of its call, of which all run or none.
         replica: the engine that it was sent to; None while it waits for one.
         has_output: whether any came, at any engine.
-        num_resumes: how often it went on at another engine.
+        num_resumes: how often its engine died.
+        num_moves: how often it went on at another engine.
         deaths: engines that died with it in the step, since it got its last token.
         is_suspect: whether there is one.
         version: version of the weights that its tokens follow from; None if of several.
@@ -45,6 +46,7 @@ class Entry:
         "deaths",
         "has_output",
         "is_suspect",
+        "num_moves",
         "num_resumes",
         "replica",
         "request",
@@ -57,7 +59,7 @@ class Entry:
         self.call = call
         self.replica: Replica | None = None
         self.has_output = False
-        self.num_resumes = 0
+        self.num_resumes = self.num_moves = 0
         self.deaths = 0
         self.is_suspect = False
         self.version: str | None = None
@@ -85,7 +87,7 @@ class Entry:
             replica.remove(self.request.request_id, self._pending)
             self.replica, self._pending = None, 0
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def read(self, output: EngineCoreOutput) -> None:
         """Add an output; its prompt is computed once it has a token."""
         self.has_output = True
         if output.new_token_ids:
@@ -112,14 +114,14 @@ class Entry:
         request = self.request
         timeout = self._deadline and max(self._deadline - time.monotonic(), _LEAST_S)
         resumed = request.resumed
-        if self.num_resumes and request.pooling_params is None:
+        if self.num_moves and request.pooling_params is None:
             before = 0 if resumed is None else resumed.num_resumes
             resumed = ResumedOutputs(
                 self._token_ids,
                 self._observed,
                 self._num_prompt_logprobs,
                 self._num_routed_positions,
-                before + self.num_resumes,
+                before + self.num_moves,
                 self._part_figures,
                 self._weight_runs,
             )
@@ -151,6 +153,10 @@ class Ledger:
         entries = [Entry(request, call) for request in requests]
         self._entries.update(zip(call, entries, strict=True))
         return entries
+
+    def has(self, entry: Entry) -> bool:
+        """Return whether a request is in flight still."""
+        return self._entries.get(entry.request.request_id) is entry
 
     def close(self, entry: Entry) -> None:
         """Remove a request."""

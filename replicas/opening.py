@@ -33,8 +33,5 @@ def open_engines(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
     choice = EngineChoice(plugins, start.config)
-    if start.config.parallel.data > 1:
-        start = dataclasses.replace(
-            start, reports_load=True, reports_cache=choice.uses_cached_prefixes
-        )
+    start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
     return EngineGroup(start, choice, budget, sink=sink, process=process)

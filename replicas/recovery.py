@@ -1,4 +1,4 @@
-"""What becomes of the requests of a dead engine: which go on, in which order, and which end."""
+"""The requests of a dead engine: which go on, in which order, and which end."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class Recovery:
             else:
                 self._waiting.append(entry)
             entry.num_resumes += 1
+            entry.num_moves += 1
         return ended
 
     def _why_ended(self, entry: Entry, version: str, *, was_in_step: bool) -> str | None:
@@ -84,7 +85,7 @@ class Recovery:
             )
         return None
 
-    def took(self, entry: Entry) -> None:
+    def record_output(self, entry: Entry) -> None:
         """Note that a request got an output."""
         if entry is self._tested and not entry.is_suspect:
             self._tested = None
@@ -97,7 +98,7 @@ class Recovery:
         if self._tested is entry:
             self._tested = None
 
-    def take(self) -> list[Entry]:
+    def pop(self) -> list[Entry]:
         """Remove and return the requests that are to be sent now."""
         taken = list(self._waiting)
         self._waiting.clear()
@@ -108,5 +109,5 @@ class Recovery:
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would return any."""
+        """Whether `pop` would return any."""
         return bool(self._waiting) or (self._tested is None and bool(self._suspects))

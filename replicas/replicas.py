@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -35,6 +36,7 @@ class Replica:
         failure: the error that ended it before its start was complete.
         is_serving: whether it accepts requests.
         is_starting: whether it is started again.
+        is_draining: whether it is about to end, once its requests have ended.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Replica:
         self.failure: Exception | None = None
         self.is_serving = False
         self.is_starting = False
+        self.is_draining = False
         self.in_flight = 0
         self.pending_prompt_tokens = 0
         self.num_running = 0
@@ -134,9 +137,9 @@ class Replica:
 class Sessions:
     """The engine that each session's last request was sent to; the oldest are forgotten."""
 
-    def __init__(self, most: int = _MOST_SESSIONS) -> None:
-        """Remember `most` sessions at most."""
-        self._most = most
+    def __init__(self, limit: int = _MOST_SESSIONS) -> None:
+        """Remember `limit` sessions at most."""
+        self._limit = limit
         self._ranks: dict[tuple[str | None, str], int] = {}
 
     def rank_of(self, request: EngineCoreRequest) -> int | None:
@@ -149,7 +152,7 @@ class Sessions:
             return
         self._ranks.pop(key, None)
         self._ranks[key] = rank
-        if len(self._ranks) > self._most:
+        if len(self._ranks) > self._limit:
             del self._ranks[next(iter(self._ranks))]
 
 
@@ -189,7 +192,7 @@ class Replicas:
             self.index = PrefixIndex(cache.block_size, cache.hash_algorithm)
         self.serving: list[Replica] = []
         self._sink_of, self._changed = sink_of, changed
-        self._replicas = [self._replica(n) for n in range(start.config.parallel.data)]
+        self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
         self._clients: list[ProcessClient] = []
         self._starting: list[EngineProcess] = []
         self._is_closed = False
@@ -197,9 +200,14 @@ class Replicas:
     def _replica(self, rank: int) -> Replica:
         return Replica(rank, self.sessions, self.index, reports=self.start.reports_load)
 
-    def __len__(self) -> int:
-        """Return how many there are, serving or not."""
-        return len(self._replicas)
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers of all engines, serving or not."""
+        return tuple(sorted(self._replicas))
+
+    def of(self, rank: int) -> Replica:
+        """Return the engine of a rank."""
+        return self._replicas[rank]
 
     @property
     def is_closed(self) -> bool:
@@ -214,7 +222,8 @@ class Replicas:
     @property
     def coming(self) -> set[int]:
         """The ranks of those that serve, or are being started again."""
-        return {one.rank for one in self._replicas if one.is_serving or one.is_starting}
+        found = self._replicas.values()
+        return {one.rank for one in found if one.is_serving or one.is_starting}
 
     @property
     def any_client(self) -> ProcessClient:
@@ -224,7 +233,7 @@ class Replicas:
 
     def is_current(self, replica: Replica) -> bool:
         """Return whether no other engine has taken the place of one."""
-        return self._replicas[replica.rank] is replica
+        return self._replicas.get(replica.rank) is replica
 
     def open_all(self, process: EngineProcess | None) -> ProcessClient:
         """Start all engines, and return the client of the first one once all are ready.
@@ -238,7 +247,7 @@ class Replicas:
         Raises:
             HardpointError: one cannot be started; the message names it.
         """
-        first, *others = self._replicas
+        first, *others = self._replicas.values()
         client = self.open(first, process, num_sharing=len(self._replicas))
         ready, config = client.ready, self.start.config
         kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=ready.num_gpu_blocks)
@@ -246,14 +255,57 @@ class Replicas:
             config, kv_cache=kv_cache, max_model_len=ready.max_model_len
         )
         self.start = dataclasses.replace(self.start, config=config)
-        with ThreadPoolExecutor(max(len(others), 1)) as pool:
-            opening = [pool.submit(self.open, one, num_sharing=len(others)) for one in others]
-        for replica, opened in zip(others, opening, strict=True):
+        self._open_together(others)
+        return client
+
+    def add(self, count: int) -> None:
+        """Start further engines, all of them or none; they have the lowest numbers that are free.
+
+        Raises:
+            HardpointError: one cannot be started; the message names it.
+        """
+        with self._changed:
+            free = (rank for rank in itertools.count() if rank not in self._replicas)
+            added = [self._replica(rank) for rank in itertools.islice(free, count)]
+            self._replicas |= {replica.rank: replica for replica in added}
+        try:
+            self._open_together(added)
+        except BaseException:
+            for replica in added:
+                self.remove(replica)
+            raise
+
+    def _open_together(self, replicas: Sequence[Replica]) -> None:
+        """Start engines side by side.
+
+        Raises:
+            HardpointError: the first error; the message names the engine.
+        """
+        with ThreadPoolExecutor(max(len(replicas), 1)) as pool:
+            opening = [pool.submit(self.open, one, num_sharing=len(replicas)) for one in replicas]
+        for replica, opened in zip(replicas, opening, strict=True):
             if (error := opened.exception()) is not None:
                 if isinstance(error, HardpointError):
                     error.args = (f"engine {replica.rank} of {len(self._replicas)}: {error}",)
                 raise error
-        return client
+
+    def drain(self, replica: Replica) -> None:
+        """Let an engine accept no more requests."""
+        with self._changed:
+            replica.is_serving, replica.is_starting, replica.is_draining = False, False, True
+            self._refresh()
+
+    def remove(self, replica: Replica) -> None:
+        """End an engine, whose requests have left it."""
+        with self._changed:
+            replica.is_serving = replica.is_starting = False
+            if self.is_current(replica):
+                del self._replicas[replica.rank]
+            if self.index is not None:
+                self.index.remove_engine(replica.rank)
+            self._refresh()
+        if replica.client is not None:
+            self.forget(replica.client)
 
     def open(
         self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
@@ -266,7 +318,7 @@ class Replicas:
             num_sharing: engines that are going to take of the memory that is free now.
 
         Raises:
-            EngineClosedError: `close` was called meanwhile.
+            EngineClosedError: `close` was called in the meantime.
             HardpointError: the engine cannot be started.
         """
         rank = replica.rank
@@ -316,7 +368,8 @@ class Replicas:
                 self._clients.remove(client)
 
     def _refresh(self) -> None:
-        self.serving = [replica for replica in self._replicas if replica.is_serving]
+        ranks = sorted(self._replicas)
+        self.serving = [self._replicas[rank] for rank in ranks if self._replicas[rank].is_serving]
         self._changed.notify_all()
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
 
 
 class Totals:
-    """Statistics of several engines, whose totals do not fall when one is started anew."""
+    """Statistics of several engines, whose totals do not fall when one is started again."""
 
     def __init__(self) -> None:
         """Begin without any."""

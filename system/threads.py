@@ -261,8 +261,9 @@ def use_own_cores(index: int, num_engines: int, cpus: Path = _CPUS) -> frozenset
         cores.setdefault((node, siblings or f"{number}"), set()).add(number)
     by_node = [cores[key] for key in sorted(cores, key=lambda key: (len(key[0]), key[0]))]
     count = len(by_node)
+    place = index % num_engines  # of one that was added later
     if count >= num_engines:
-        part = by_node[index * count // num_engines : (index + 1) * count // num_engines]
+        part = by_node[place * count // num_engines : (place + 1) * count // num_engines]
     else:
         part = [by_node[index % count]]
     own = frozenset().union(*part)

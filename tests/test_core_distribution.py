@@ -35,7 +35,6 @@ LEFT_OUT = {
     "hooks": {"commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
-    "models": {"Gemma3ForConditionalGeneration"},
     "stat_sinks": {"prometheus"},
     "tokenizers": {"transformers"},
 }

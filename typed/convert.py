@@ -17,7 +17,7 @@ from uuid import UUID
 import msgspec
 from msgspec import inspect as types
 
-from hardpoint.errors import ConfigError, HardpointError, reason_of, shown
+from hardpoint.errors import ConfigError, HardpointError, RequestError, reason_of, shown
 
 from .describing import attribute_docs, first_paragraph, type_at, type_text, walk_structs
 from .first_use import prepared
@@ -31,6 +31,8 @@ __all__ = [
     "attribute_docs",
     "check_text",
     "convert",
+    "copied",
+    "is_list",
     "join_path",
     "json_schema",
     "parse_value",
@@ -155,6 +157,27 @@ def check_text(value: Any, path: str, error: type[HardpointError] = ConfigError)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             check_text(item, join_path(path, f"[{index}]"), error)
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a value is a sequence of items, which text and bytes are not."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def copied(value: Any, path: str) -> Any:
+    """Return a caller's sequence as a list, or its mapping as a dict; one of these types as it is.
+
+    Its own methods, which may raise anything, are called here and nowhere later.
+
+    Raises:
+        RequestError: reading it failed.
+    """
+    if type(value) in (list, dict):
+        return value
+    try:
+        return dict(value) if isinstance(value, Mapping) else list(value)
+    except Exception as cause:
+        raise RequestError(f"{path}: reading it failed: {reason_of(cause)}") from cause
 
 
 def _check_encodable(text: str, path: str, error: type[HardpointError]) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from hardpoint import typed
-from hardpoint.core.frontend.requests.prompts import is_list
 from hardpoint.errors import shown
 from hardpoint.plugins import EngineConfig, LoRARequest, RequestError
 from hardpoint.plugins.config_tables import absolute_path
+from hardpoint.typed import is_list
 
 from .weights import TensorFolders, pauses
 

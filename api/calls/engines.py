@@ -13,10 +13,16 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
 
-__all__ = ["AsyncEngineHandle", "EngineHandle", "Restart", "engines_of"]
+__all__ = ["AsyncEngineHandle", "EngineHandle", "Restart", "engines_of", "with_restart"]
 
 Restart = Literal["never", "on_failure"]
 """Whether another engine is started in the place of one that died."""
+
+
+def with_restart(config: EngineConfig, restart: Restart) -> EngineConfig:
+    """Return a configuration with another value of `engine.restart`."""
+    engine = msgspec.structs.replace(config.engine, restart=restart)
+    return msgspec.structs.replace(config, engine=engine)
 
 
 def engines_of(

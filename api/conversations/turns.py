@@ -12,53 +12,24 @@ from collections.abc import (
     Callable,
     Generator,
     Mapping,
+    Sequence,
 )
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
-from hardpoint import typed
-from hardpoint.core.frontend.requests.prompts import Prompt, checked_ids, read_prompt
+from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.requests import OutputStream, check_generates, with_output_kind
 
+from .parts import PromptPart, read_part
 from .states import ConversationState, History
 
-__all__ = ["AsyncConversation", "Conversation", "PromptPart"]
-
-
-class PromptPart(msgspec.Struct, frozen=True):
-    """A part of a prompt that goes on.
-
-    Attributes:
-        prompt: what `generate` takes; of no tokens, it begins no turn.
-        sampling_params: parameters of this turn and later ones; None keeps those of the turn
-            before.
-        commit: whether it begins a turn; if not, it is computed with the parts after it.
-    """
-
-    prompt: Prompt
-    sampling_params: SamplingParams | None = None
-    commit: bool = True
+__all__ = ["AsyncConversation", "Conversation"]
 
 
 _CLOSED = "it was closed"
 _LOST = ("abort", "error")
 """Finish reasons after which `generate` of parts goes no further."""
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of a conversation's turns.
-
-    Raises:
-        RequestError: one would change the prompt of earlier turns.
-    """
-    if (last := options.get("truncate_prompt_tokens")) is not None:
-        raise RequestError(
-            "truncate_prompt_tokens: expected none in a conversation, which keeps all its tokens, "
-            f"got {last!r}"
-        )
 
 
 class _ConversationBase:
@@ -120,38 +91,67 @@ class _ConversationBase:
             )
         return params
 
-    def _read(self, prompt: Prompt) -> str | list[int]:
-        """Return a part's text, or its checked token ids.
+    def _begin(self, given: SamplingParams | None, *, cumulative: bool) -> _Turn | None:
+        """Begin a turn; return None without one, if no part has come.
+
+        Args:
+            given: its parameters; None keeps those before.
+            cumulative: whether outputs may have all tokens so far; if not, such have the new ones.
 
         Raises:
-            RequestError: it is no prompt, or has options of its own.
+            RequestError: the parameters are wrong, or a turn runs.
+            ConversationEndedError: the conversation has ended.
         """
-        given = read_prompt(prompt)
-        for name in ("cache_salt", "arrival_time", "outputs"):
-            if (value := getattr(given, name)) is not None:
-                field = "output_token_ids" if name == "outputs" else name
-                raise RequestError(
-                    f"prompt.{field}: expected none in a part, for the conversation has its own, "
-                    f"got {value!r}"
-                )
-        if given.token_ids is not None or given.text is None:
-            return checked_ids(given.token_ids, self._vocab_size)
-        typed.check_text(given.text, "prompt", RequestError)
-        return given.text
+        params = self._chosen(given)
+        if params.output_kind is RequestOutputKind.CUMULATIVE and not cumulative:
+            params = with_output_kind(params, RequestOutputKind.DELTA)
+        token_ids = self._history.begin()
+        if token_ids is None:
+            return None
+        return _Turn(self._history, token_ids, params, self._keep)
+
+    def _keep(self, params: SamplingParams) -> None:
+        """Let parameters hold for later turns."""
+        self._params = params
 
 
 class _Turn:
-    """The outputs of one turn, as far as they were taken."""
+    """One turn; as a context it ends with the block, and an error undoes it.
 
-    def __init__(self, history: History, params: SamplingParams) -> None:
-        self._history = history
+    Attributes:
+        params: its parameters, which hold from its first output on.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        accept: Callable[[SamplingParams], None],
+    ) -> None:
+        """Start without outputs.
+
+        Args:
+            history: history in which it runs.
+            token_ids: all tokens before its answer.
+            params: its parameters.
+            accept: called with them once the engine has taken it.
+        """
+        self.params = params
+        self._history, self._prompt_ids, self._accept = history, token_ids, accept
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._number = history.num_turns
         self._token_ids: list[int] = []
         self._is_over = False
 
-    def add_output(self, output: RequestOutput) -> None:
-        """Add an output; the last one ends the turn."""
+    @property
+    def prompt(self) -> Mapping[str, Any]:
+        """Its prompt, as `generate` takes it."""
+        return {"type": "token", "prompt_token_ids": self._prompt_ids}
+
+    def add_output(self, output: RequestOutput) -> RequestOutput:
+        """Add an output, and return it with the turn's number; the last one ends the turn."""
+        self._accept(self.params)
         output.turn = self._number
         for completion in output.outputs:
             if self._delta:
@@ -160,10 +160,23 @@ class _Turn:
                 self._token_ids = list(completion.token_ids)
         if output.finished:
             has_failed = any(one.finish_reason == "error" for one in output.outputs)
-            self.end(has_failed=has_failed)
+            self._end(has_failed=has_failed)
+        return output
 
-    def end(self, *, has_failed: bool = False) -> None:
-        """End the turn, if it has not ended."""
+    def __enter__(self) -> _Turn:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End it, if it has not ended; leaving a loop early is no error."""
+        self._end(has_failed=isinstance(error, Exception))
+
+    def _end(self, *, has_failed: bool) -> None:
         if self._is_over:
             return
         self._is_over = True
@@ -171,10 +184,6 @@ class _Turn:
             self._history.fail()
         else:
             self._history.finish(self._token_ids)
-
-
-def _as_prompt(token_ids: list[int]) -> Mapping[str, Any]:
-    return {"type": "token", "prompt_token_ids": token_ids}
 
 
 class Conversation(_ConversationBase):
@@ -214,7 +223,7 @@ class Conversation(_ConversationBase):
             ConversationEndedError: the conversation has ended.
         """
         self._history.check_open()
-        if isinstance(part := self._read(prompt), str):
+        if isinstance(part := read_part(prompt, self._vocab_size), str):
             part = self._encode(part, self._history.is_empty) if part else []
         self._history.append(part)
 
@@ -234,24 +243,12 @@ class Conversation(_ConversationBase):
             ConversationEndedError: the conversation has ended.
             EngineDeadError: the engine died. The parts wait for another turn.
         """
-        params = self._chosen(sampling_params)
-        prompt = self._history.begin()
-        if prompt is None:
+        turn = self._begin(sampling_params, cumulative=False)
+        if turn is None:
             return
-        if params.output_kind is RequestOutputKind.CUMULATIVE:
-            params = with_output_kind(params, RequestOutputKind.DELTA)
-        turn = _Turn(self._history, params)
-        try:
-            with contextlib.closing(self._stream(_as_prompt(prompt), params)) as outputs:
-                self._params = params
-                for output in outputs:
-                    turn.add_output(output)
-                    yield output
-        except Exception:
-            turn.end(has_failed=True)
-            raise
-        finally:
-            turn.end()
+        with turn, contextlib.closing(self._stream(turn.prompt, turn.params)) as outputs:
+            for output in outputs:
+                yield turn.add_output(output)
 
     def send(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -322,7 +319,7 @@ class AsyncConversation(_ConversationBase):
             ConversationEndedError: the conversation has ended.
         """
         self._history.check_open()
-        part = self._read(prompt)
+        part = read_part(prompt, self._vocab_size)
         async with self._appending:  # a long text is tokenised while others come
             if isinstance(part, str):
                 part = await self._encode(part, self._history.is_empty) if part else []
@@ -344,23 +341,14 @@ class AsyncConversation(_ConversationBase):
             ConversationEndedError: the conversation has ended.
             EngineDeadError: the engine died. The parts wait for another turn.
         """
-        params = self._chosen(sampling_params)
-        prompt = self._history.begin()
-        if prompt is None:
+        turn = self._begin(sampling_params, cumulative=True)
+        if turn is None:
             return
-        turn = _Turn(self._history, params)
-        try:
-            outputs = self._generate(self.request_id, _as_prompt(prompt), params)
+        with turn:
+            outputs = self._generate(self.request_id, turn.prompt, turn.params)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    self._params = params
-                    turn.add_output(output)
-                    yield output
-        except Exception:
-            turn.end(has_failed=True)
-            raise
-        finally:
-            turn.end()
+                    yield turn.add_output(output)
 
     async def send(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

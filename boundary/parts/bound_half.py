@@ -128,7 +128,7 @@ def request_fields(plugins: PluginSet, config: EngineConfig) -> frozenset[str]:
         name = f"{entry.source}: its request_fields()"
         with faults_as(PluginFaultError, name):
             fields = tuple(plugins.target(entry).request_fields(config))
-        if not set(fields) <= REQUEST_FIELDS:
+        if not set(fields) <= REQUEST_FIELDS.keys():
             expected = ", ".join(sorted(REQUEST_FIELDS))
             raise PluginFaultError(f"{name} gave {shown(fields)}, expected some of {expected}")
         found.update(fields)

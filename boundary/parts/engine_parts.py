@@ -34,7 +34,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import BoundPart, call_for, open_halves
 from .calls import PartCalls
-from .gates import PartGates, part_encoder_cache, part_transfers
+from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 from .returns import (
     asked_for_figures,
     combined_masks,
@@ -171,7 +171,7 @@ class EngineParts:
         return self._by_request.get(request_id, ())
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Let the parts check a new request, and remember which of them it uses.
+        """Let the parts check a new request, and remember which it uses; take data off media.
 
         Raises:
             RequestError: it is refused; no part knows it then.
@@ -192,6 +192,7 @@ class EngineParts:
         except BaseException:
             self._refuse(request.request_id, users)
             raise
+        request.features = request.features and without_data(request.features)
         if users:
             self._by_request[request.request_id] = users
             if asked:

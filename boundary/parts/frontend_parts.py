@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,17 +10,24 @@ from typing import Any
 
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.guard import UNWATCHED, checked
-from hardpoint.errors import PluginConflictError, PluginFaultError, RequestError, shown
+from hardpoint.errors import (
+    HardpointError,
+    PluginConflictError,
+    PluginFaultError,
+    RequestError,
+    shown,
+)
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import (
     FrontendHalf,
     FrontendHalfContext,
     GivenPrompt,
+    PromptReader,
     ToolCalls,
 )
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.media_format import PlacedMedia
+from hardpoint.plugins.step_part import REQUEST_FIELDS
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -50,7 +58,7 @@ class FrontendParts:
     """The frontend halves of all parts, in their order; without any, every call does nothing.
 
     Attributes:
-        media_tokens: those of the half that places media, see `FrontendHalf`.
+        media_tokens: those of all halves, see `FrontendHalf`.
     """
 
     def __init__(
@@ -59,24 +67,16 @@ class FrontendParts:
         """Call the halves; `components` is of their contexts.
 
         Raises:
-            PluginConflictError: several place media.
+            PluginConflictError: several read prompts with the same key.
         """
         self._halves, self._components = halves, components
         self._calling = [half for half in halves if half.overrides("prepare_calls")]
         self._preparing = [half for half in halves if half.overrides("prepare")]
-        self._reading = [
-            (frozenset(half.half.prompt_keys), half)
-            for half in halves
-            if half.overrides("read_prompt")
-        ]
-        self._placing = [half for half in halves if half.overrides("place_media")]
-        if len(self._placing) > 1:
-            names = " and ".join(str(half.source) for half in self._placing)
-            raise PluginConflictError(f"{names} both place media in prompts; expected one of them")
+        self._readers = _readers(halves)
+        self._media = {modality: half for half in halves for modality in half.half.media_tokens}
         self.media_tokens: Mapping[str, Sequence[int]] = {
-            modality: tuple(tokens)
-            for half in self._placing
-            for modality, tokens in half.half.media_tokens.items()
+            modality: tuple(half.half.media_tokens[modality])
+            for modality, half in self._media.items()
         }
         self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
@@ -90,36 +90,61 @@ class FrontendParts:
         if self._components is not None:
             self._components.use(plugins)
 
-    def reads_prompt(self, prompt: Any) -> bool:
+    def reads_prompt(self, prompt: Mapping[Any, Any]) -> bool:
         """Return whether the form of a prompt is a part's own."""
         return self._reader_of(prompt) is not None
 
-    def _reader_of(self, prompt: Any) -> BoundFrontendHalf | None:
-        if not self._reading or not isinstance(prompt, Mapping):
-            return None
-        try:
-            given = set(prompt)
-        except Exception:  # of the caller's mapping, which is refused where it is copied
-            return None
-        return next((half for keys, half in self._reading if keys & given), None)
+    def _reader_of(self, prompt: Mapping[Any, Any]) -> BoundFrontendHalf | None:
+        return next((half for key, half in self._readers.items() if key in prompt), None)
 
-    def read_prompt(self, prompt: Any, tokenise: Callable[..., list[int]]) -> GivenPrompt | None:
+    def read_prompt(self, prompt: Mapping[Any, Any], reader: PromptReader) -> GivenPrompt | None:
         """Return the ids and fields of a prompt whose form is a part's own; None for any other.
+
+        Args:
+            prompt: a copy of the caller's.
+            reader: reads the rest of it.
 
         Raises:
             RequestError: the part refuses it, or failed.
         """
         if (half := self._reader_of(prompt)) is None:
             return None
+        return self._given(half, "read_prompt", half.half.read_prompt, dict(prompt), reader)
+
+    def _given(
+        self,
+        half: BoundFrontendHalf,
+        name: str,
+        read: Callable[..., GivenPrompt],
+        *args: Any,
+        limit: int | None = None,
+    ) -> GivenPrompt:
+        """Return the prompt that a half reads or cuts.
+
+        Args:
+            limit: most tokens of one that is cut.
+
+        Raises:
+            RequestError: it refuses it, or failed.
+        """
         try:
-            found = half.half.read_prompt(dict(prompt), tokenise)
+            found = read(*args)
             if not isinstance(found, GivenPrompt) or not isinstance(found.token_ids, Sequence):
                 raise TypeError(f"expected a GivenPrompt with token ids, got {shown(found)}")
+            if limit is not None and (count := len(found.token_ids)) > limit:
+                raise ValueError(f"expected at most {limit} token ids, got {count}")
+            if not found.fields.keys() <= REQUEST_FIELDS.keys():
+                names = shown(sorted(found.fields))
+                raise TypeError(f"expected fields that parts make use of alone, got {names}")
         except RequestError:
             raise
         except BaseException as cause:
-            raise self._refusal(half, "read_prompt", "", cause) from cause
-        return found
+            raise self._refusal(half, name, "", cause) from cause
+        if (cut := found.cut) is None:
+            return found
+        return dataclasses.replace(
+            found, cut=lambda limit: self._given(half, "cut", cut, limit, limit=limit)
+        )
 
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:
         """Check and complete a request by each half.
@@ -135,31 +160,29 @@ class FrontendParts:
             except BaseException as cause:
                 raise self._refusal(half, "prepare", request.request_id, cause) from cause
 
-    def place_media(
-        self, token_ids: Sequence[int], media: Mapping[str, Sequence[Any]]
-    ) -> PlacedMedia:
-        """Return a prompt with the tokens of its media.
+    def read_media(self, modality: str, items: Sequence[tuple[str, Any]]) -> Sequence[Any]:
+        """Return items of media as `read_prompt` takes them, in any thread.
+
+        Args:
+            modality: one of `media_tokens`.
+            items: each with its place, which names it in messages.
 
         Raises:
-            RequestError: no part takes media, or one refuses them, or failed.
+            RequestError: the part refuses one, or failed.
+            HardpointError: it cannot do its work.
         """
-        if not self._placing:
-            names = ", ".join(sorted(map(shown, media))) or "an empty mapping"
-            raise RequestError(
-                f"multi_modal_data: expected none, no enabled part takes media, got {names}"
-            )
-        (half,) = self._placing
+        half = self._media[modality]
+        if not half.overrides("read_media"):
+            return [item for _, item in items]
         try:
-            placed = half.half.place_media(token_ids, media)
-            if not isinstance(placed, PlacedMedia):
-                raise TypeError(f"expected PlacedMedia, got {shown(placed)}")
-        except RequestError:
+            read = half.half.read_media(modality, items)
+            if not isinstance(read, Sequence) or len(read) != len(items):
+                raise TypeError(f"expected {len(items)} items, got {shown(read)}")
+        except HardpointError:
             raise
         except BaseException as cause:
-            message = half.fault("place_media", cause)
-            self._record(half.name, "", message)
-            raise RequestError(message) from cause
-        return placed
+            raise self._refusal(half, "read_media", "", cause) from cause
+        return read
 
     def prepare_calls(self, request: EngineCoreRequest, calls: ToolCalls) -> None:
         """Complete a request that has tools by each half.
@@ -219,6 +242,23 @@ class FrontendParts:
                 stack.callback(half.close)
 
 
+def _readers(halves: Sequence[BoundFrontendHalf]) -> dict[str, BoundFrontendHalf]:
+    """Return the halves that read prompts, by each of their keys, in their order.
+
+    Raises:
+        PluginConflictError: two have the same key.
+    """
+    found: dict[str, BoundFrontendHalf] = {}
+    for half in halves:
+        for key in half.half.prompt_keys if half.overrides("read_prompt") else ():
+            if (other := found.setdefault(key, half)) is not half:
+                raise PluginConflictError(
+                    f"{other.source} and {half.source} both read prompts with {key!r}; expected "
+                    f"one of them"
+                )
+    return found
+
+
 def _record_nowhere(part: str, request_id: str, message: str) -> None:
     """Record no fault."""
 
@@ -242,7 +282,7 @@ def frontend_parts(
         encode: see `FrontendHalfContext`.
 
     Raises:
-        PluginError: one cannot be built; the others are closed.
+        PluginError: one cannot be built, or two read the same prompts; the others are closed.
     """
     components = Components(plugins, functools.partial(PluginCalls, UNWATCHED))
     context = FrontendHalfContext(
@@ -258,4 +298,9 @@ def frontend_parts(
         return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
 
     halves = open_halves(plugins, entries, about, lambda _part: context, BoundFrontendHalf, bind)
-    return FrontendParts(halves, components)
+    with ExitStack() as undo:
+        for half in halves:
+            undo.callback(half.close)
+        parts = FrontendParts(halves, components)
+        undo.pop_all()
+    return parts

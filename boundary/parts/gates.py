@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hardpoint.errors import PluginConflictError, RequestError
 from hardpoint.plugins import (
     BlockIds,
@@ -20,6 +22,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
+from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.plugins.scheduler import EncoderCache
 
 from .bound_half import BoundPart, call_for
@@ -184,6 +187,11 @@ def part_transfers(
     loading = [part for part in parts if part.overrides("get_num_new_matched_tokens")]
     found = _only(loading, "load blocks of the KV cache")
     return None if found is None else PartTransfers(found, faults)
+
+
+def without_data(features: Sequence[MultiModalFeature]) -> Sequence[MultiModalFeature]:
+    """Return features without what the encoder gets, as schedulers and workers have them."""
+    return [msgspec.structs.replace(feature, data=None) for feature in features]
 
 
 def part_encoder_cache(parts: Sequence[BoundPart]) -> tuple[EncoderCache | None, int]:

@@ -153,7 +153,7 @@ class StoresScheduler(KVConnectorScheduler):
         first, end = num_computed_tokens // size, (request.num_tokens - 1) // size
         request_id = request.request_id
         self._matched.pop(request_id, None)
-        if end <= first or request.source.lora is not None or request.source.features:
+        if end <= first or request.source.lora is not None:
             return _NOTHING
         if (incoming := self._incoming.get(request_id)) is not None:
             end = min(end, (incoming.params.num_tokens or 0) // size)
@@ -267,7 +267,7 @@ class StoresScheduler(KVConnectorScheduler):
     def _start(self, request_id: str, block_ids: BlockIds, num_computed: int) -> None:
         """Follow a request that gets its first tokens."""
         request = self._admitted.pop(request_id, None)
-        if request is None or request.source.lora is not None or request.source.features:
+        if request is None or request.source.lora is not None:
             return
         params = request.source.kv_transfer_params
         secret = new_secret() if params is not None and params.get("do_remote_decode") else None

@@ -29,6 +29,7 @@ from .gguf_architectures import (
 from .gguf_file import GGUFFile, open_gguf
 from .gguf_tensors import DTYPES, StoredTensor, stored_tensor
 
+_ENCODER = "clip"  # what llama.cpp's converter writes apart, as mmproj-*.gguf
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -155,6 +156,11 @@ class GGUFLoader(WeightLoader):
     def _name(self) -> str:
         """Of the architecture, in the metadata."""
         name = self._file.scalar("general.architecture", str)
+        if name == _ENCODER:
+            raise ModelError(
+                f"{self._source}: general.architecture: {short(name)} is the encoder of images of "
+                f"another file's model; expected that file, which is read as a model of text alone"
+            )
         if name not in ARCHITECTURES:
             raise ModelError(
                 f"{self._source}: general.architecture: {short(name)} is not supported; "

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import ModelConfig, ModelContext, ModelError, ModelFiles
-from hardpoint.plugins.media import Image
 from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import PackedLayer, RMSNorm
 
+from . import gemma_processor
 from .gemma import Gemma3
 from .siglip import SiglipTower, Tensors
 
@@ -53,7 +53,7 @@ class Gemma3Images(MediaFormat):
         self.token_id = fields.whole("image_token_index", 262_144)
         self.num_tokens = fields.whole("mm_tokens_per_image", 256)
         vision = ConfigFields(fields.table("vision_config"), f"{config.architecture} config")
-        size = self._size = vision.whole("image_size", 224)
+        size = vision.whole("image_size", 224)
         self.item_shape = (size, size, 3)
         patches = (size // vision.whole("patch_size", 16)) ** 2
         widths = vision.whole("hidden_size", 768), vision.whole("intermediate_size", 3072)
@@ -64,6 +64,7 @@ class Gemma3Images(MediaFormat):
             for name in ("image_mean", "image_std")
         )
         self.factor = ConfigFields(processor, "image processor").number("rescale_factor", 1 / 255)
+        self.processor, self.processor_settings = gemma_processor.__file__, {"size": size}
         self.settings = json.dumps(["gemma3", _VERSION, size, self.factor, self.mean, self.std])
 
     def _check(self, fields: ConfigFields, processor: Mapping[str, Any], size: int) -> None:
@@ -87,16 +88,8 @@ class Gemma3Images(MediaFormat):
             if not isinstance(values, list) or len(values) != 3 or not all(map(_is_number, values)):
                 raise fields.error(name, f"expected three numbers, got {short(values)}")
 
-    def process(self, image: Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the image, resized, uint8 [size, size, 3]."""
-        from PIL import Image as Pillow  # noqa: PLC0415 - models are imported without it
-
-        whole = Pillow.frombytes("RGB", (image.width, image.height), image.pixels)
-        resized = whole.resize((self._size, self._size), Pillow.Resampling.BILINEAR)
-        return np.asarray(resized)
-
     def numbers(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return float32 [3, size, size] for what `process` returned, as a tensor."""
+        """Return float32 [3, size, size] for what the processor made, as a tensor."""
         x = (pixels.double() * self.factor).float()
         x = (x - x.new_tensor(self.mean)) / x.new_tensor(self.std)
         return x.permute(2, 0, 1).contiguous()
@@ -133,6 +126,9 @@ class Gemma3WithImages(Gemma3):
             ModelError: a field of the config is missing, invalid or not supported.
         """
         super().__init__(context)
+        matrices = context.hooks.matrices
+        for name, matrix in matrices.items():
+            matrices[name] = replace(matrix, stored_as=_stored(matrix.stored_as))
         self._images = Gemma3Images(context.config, {})
         vision = self._fields.table("vision_config")
         tower = self._tower = SiglipTower("vision_tower", vision, context)

@@ -30,7 +30,7 @@ def match_external(
     if found is None:
         return None, False
     end = min(prefix.num_tokens + found, request.num_tokens - 1)
-    if (whole := request.source.whole_prefix(end)) < end:
+    while (whole := request.source.whole_prefix(end)) < end:
         end = whole // tracker.cache.block_size * tracker.cache.block_size
     external = end - prefix.num_tokens
     return (external, asynchronous) if external > 0 else (0, False)

@@ -20,7 +20,8 @@ class ServerLimits(Strict):
     """Limits of a request to the HTTP server; a larger one is answered with 400 or 413.
 
     Attributes:
-        body_bytes: size of a request's body.
+        body_bytes: size of a request's body; None is 8 MiB and, of a model that takes images,
+            `images.max_total_bytes` as base64 besides.
         buffered_bytes: size of all bodies above 64 KiB that are not yet used, together; further
             ones are answered with 503. One alone may have `body_bytes` in any case.
         items: commas of a body, and 8 for each opening bracket, those in its texts too.
@@ -29,6 +30,8 @@ class ServerLimits(Strict):
         connections: connections that are open at once; further ones are answered with 503.
         depth: levels of arrays and objects in one another, in a body.
         requests: requests that are being answered at once; further ones are answered with 429.
+        conversations: conversations that a key has open at once on `/v1/conversations`, or all
+            clients together where no key is needed; further ones are answered with 429.
         prompts: prompts in one request.
         prompt_characters: length of all texts of a request; None is 32 for each token of
             `max_model_len`.
@@ -44,13 +47,14 @@ class ServerLimits(Strict):
         timeout_seconds: for one request; None is no limit.
     """
 
-    body_bytes: Count = 8 << 20
+    body_bytes: Count | None = None
     buffered_bytes: Count = 128 << 20
     items: Count = 1 << 20
     header_bytes: Count = 64 << 10
     connections: Count = 4096
     depth: Annotated[int, Meta(ge=1, le=200)] = 128
     requests: Count = 1024
+    conversations: Count = 1024
     prompts: Count = 1024
     prompt_characters: Count | None = None
     n: Count = 128

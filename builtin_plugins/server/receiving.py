@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 
-from .config import ServerConfig
+from .config import ServerConfig, ServerLimits
 from .errors import AnswerError, unavailable
 from .streaming import ClientGoneError
 
@@ -19,19 +19,35 @@ _SLOWEST_BYTES = 10_000
 _RETRY_SECONDS = 1.0
 
 
+_TEXT_BYTES = 8 << 20  # of a body without images
+
+
+def body_limit(limits: ServerLimits, image_bytes: int = 0) -> int:
+    """Return the size that a body may have.
+
+    Args:
+        limits: limits of the server.
+        image_bytes: size of the images that a prompt may have, before they are base64.
+    """
+    if limits.body_bytes is not None:
+        return limits.body_bytes
+    return _TEXT_BYTES + 4 * -(-image_bytes // 3)
+
+
 class BodyReceiver:
     """Receives bodies.
 
     Attributes:
         held: bytes of large bodies that are not yet used.
+        max_bytes: size that a body may have.
     """
 
-    def __init__(self, settings: ServerConfig) -> None:
-        """Receive within the limits of a configuration."""
+    def __init__(self, settings: ServerConfig, image_bytes: int = 0) -> None:
+        """Receive within the limits of a configuration; `image_bytes` as for `body_limit`."""
         self.held = 0
-        self._size = settings.limits.body_bytes
+        self.max_bytes = body_limit(settings.limits, image_bytes)
         # One body that is allowed has room where nothing else is held.
-        self._room = max(settings.limits.buffered_bytes, self._size)
+        self._room = max(settings.limits.buffered_bytes, self.max_bytes)
         self._seconds = settings.body_seconds
 
     @contextlib.asynccontextmanager
@@ -43,7 +59,7 @@ class BodyReceiver:
             ClientGoneError: the client is gone.
         """
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self._size:
+        if declared.isdigit() and int(declared) > self.max_bytes:
             raise self._too_long()
         parts: list[bytes] = []
         size = held = 0
@@ -53,7 +69,7 @@ class BodyReceiver:
             while more:
                 part, more = await self._part(request, begun + size / _SLOWEST_BYTES)
                 size += len(part)
-                if size > self._size:
+                if size > self.max_bytes:
                     raise self._too_long()
                 parts.append(part)
                 if size > SMALL_BYTES:
@@ -97,6 +113,6 @@ class BodyReceiver:
     def _too_long(self) -> AnswerError:
         return AnswerError(
             413,
-            f"body: expected at most {self._size} bytes (server.limits.body_bytes)",
+            f"body: expected at most {self.max_bytes} bytes (server.limits.body_bytes)",
             headers={"connection": "close"},
         )

@@ -205,7 +205,8 @@ class Service:
         self.phase = Phase.SERVING
         self.paused: str | None = None
         self.drain_asked = False
-        self.receiver = BodyReceiver(self.settings)
+        image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
+        self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
         self.traffic = Traffic(self.settings.access_log)
         self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)

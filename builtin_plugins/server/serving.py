@@ -20,6 +20,7 @@ from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
 from .operations.loop_watch import watched
+from .receiving import body_limit
 from .service import Phase
 
 _log = logging.getLogger("hardpoint")
@@ -102,7 +103,7 @@ class Serving:
                 date_header=True,
                 proxy_headers=False,
                 ws="none",  # a Connection becomes one itself
-                ws_max_size=settings.limits.body_bytes,
+                ws_max_size=body_limit(settings.limits),
                 ws_ping_interval=settings.heartbeat_seconds or None,
                 ws_ping_timeout=settings.send_seconds,
                 ws_per_message_deflate=False,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hardpoint.boundary.activity import Activity, PluginCall
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.core.engine.core import EngineCore
-from hardpoint.core.engine.utility_calls import failure_of, run_utility
+from hardpoint.core.engine.utility_calls import NO_TIMEOUT, failure_of, run_utility
 from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.errors import EngineDeadError, EngineTimeoutError
 from hardpoint.plugins import (
@@ -47,6 +47,19 @@ class Death:
     repeated: str = ""
 
 
+@dataclass(frozen=True)
+class EngineSet:
+    """The engines after a change of their number.
+
+    Attributes:
+        epoch: number of changes so far.
+        ranks: numbers of the engines.
+    """
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+
 DeathWatcher = Callable[[Death], EngineDeadError]
 """Called for a death, in another thread; returns the error that users get."""
 
@@ -62,7 +75,7 @@ class EngineCoreClient(Protocol):
 
     @property
     def activity(self) -> Activity:
-        """What the core is doing, or was doing when it ended."""
+        """The record of the core's work, or of what it did when it ended."""
 
     @property
     def ranks(self) -> Collection[int]:
@@ -132,6 +145,28 @@ class EngineCoreClient(Protocol):
     def watch_deaths(self, watcher: DeathWatcher) -> None:
         """Call a bound method for each engine whose death the client outlives; held weakly."""
 
+    def scale(self, num_engines: int, drain_s: float) -> EngineSet:
+        """Start or retire engines, so that there are so many; return those that there are.
+
+        Raises:
+            RequestError: the number is not possible.
+            HardpointError: the client is of one engine alone, or changes its engines already; or an
+                engine cannot be started, then nothing has changed.
+        """
+
+    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
+        """End engines, once their requests have ended or the time is up; return the others.
+
+        Requests that have not ended go on at other engines.
+
+        Args:
+            ranks: numbers of the engines.
+            drain_s: seconds.
+
+        Raises:
+            As `scale`.
+        """
+
     def close(self) -> None:
         """End the engine."""
 
@@ -167,14 +202,96 @@ class RemoteClient(EngineCoreClient, Protocol):
         """Return the error for a utility call that was not answered in time."""
 
 
-class InprocClient:
+class UtilityCalls:
+    """Calls of utilities of engines in other processes that wait for the answer."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s` is that of utilities which have one, `engine.call_timeout_seconds`."""
+        self._timeout_s = timeout_s
+
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
+        """Call one of the engine's utilities without waiting."""
+        raise NotImplementedError
+
+    def _wait_until_serving(self, timeout_s: float | None) -> None:
+        """Wait for an engine that is being started; of one that is not, do nothing."""
+
+    def call_utility(
+        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
+    ) -> Any:
+        """Call one of the engine's utilities and wait for its result.
+
+        Args:
+            timeout: seconds to wait; None is the utility's own.
+            rank: one of `ranks`, the engine to call; None is all of them.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineTimeoutError: it did not answer in time.
+            HardpointError: what the utility raised.
+        """
+        self._wait_until_serving(self.utility_timeout(method) if timeout is None else timeout)
+        future = self.call(method, *args, rank=rank)
+        try:
+            return future.result(self.utility_timeout(method) if timeout is None else timeout)
+        except TimeoutError:
+            if future.done():  # the utility itself raised it
+                raise
+            future.cancel()
+            raise self.no_answer(method, timeout) from None
+
+    def utility_timeout(self, method: str) -> float | None:
+        """Return the timeout of a utility call in seconds; None is without limit."""
+        return None if method in NO_TIMEOUT else self._timeout_s
+
+    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
+        """Return the error for a utility call that was not answered in time.
+
+        Args:
+            timeout: timeout of the call in seconds; None is the configured one.
+        """
+        limit = f"{self._timeout_s:g} s (engine.call_timeout_seconds)"
+        return EngineTimeoutError(
+            f"the engine did not answer {method} within "
+            f"{limit if timeout is None else f'{timeout:g} s'}"
+        )
+
+
+class OneEngine:
+    """Base of clients of one engine, which ends with its client."""
+
+    ranks: Collection[int] = (0,)
+    is_serving = True
+    num_restarts = 0
+
+    def watch_deaths(self, watcher: DeathWatcher) -> None:
+        """Do nothing: the client ends with its engine."""
+
+    def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
+        """Refuse: the engine was started alone.
+
+        Raises:
+            HardpointError: always.
+        """
+        raise HardpointError(
+            f"scale: expected 1, for the engine was started alone, got {num_engines}; with "
+            'parallel.data > 1 or engine.restart = "on_failure", the number may change'
+        )
+
+    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
+        """Refuse: the engine is the only one.
+
+        Raises:
+            HardpointError: always.
+        """
+        raise HardpointError("retire: there is one engine alone; close() ends it")
+
+
+class InprocClient(OneEngine):
     """Calls a core in this process; `get_output` runs a step."""
 
     in_process = True
-    ranks: Collection[int] = (0,)
     pids: Mapping[int, int] = MappingProxyType({})
-    is_serving = True
-    num_restarts = 0
 
     def __init__(self, core: EngineCore) -> None:
         """Take over the core.
@@ -238,9 +355,6 @@ class InprocClient:
 
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Do nothing: no core is restarted."""
-
-    def watch_deaths(self, watcher: DeathWatcher) -> None:
-        """Do nothing: the client ends with its core."""
 
     def close(self) -> None:
         """Close the core and release it."""

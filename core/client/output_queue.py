@@ -48,7 +48,7 @@ class OutputQueue:
             self._changed.wait_for(lambda: len(self._outputs) or self._error, timeout_s)
             return self._outputs.pop() or self._error
 
-    def take(self, *, wait: bool, timeout_s: float | None) -> EngineCoreOutputs | None:
+    def pop(self, *, wait: bool, timeout_s: float | None) -> EngineCoreOutputs | None:
         """Return outputs; an empty batch if there are none and `wait` is false.
 
         Args:
@@ -60,7 +60,7 @@ class OutputQueue:
 
         Raises:
             EngineDeadError: the engine is gone.
-            EngineClosedError: that was put here.
+            EngineClosedError: it was put here.
         """
         item = self.get(timeout_s if wait else 0)
         if isinstance(item, EngineClosedError):

@@ -10,7 +10,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,11 +21,10 @@ import msgspec
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.boundary.hang_watch import HangWatch
-from hardpoint.core.engine.utility_calls import NO_TIMEOUT
 from hardpoint.core.engine_process.launch import Launch
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
-from hardpoint.errors import EngineClosedError, EngineDeadError, EngineTimeoutError
+from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
@@ -34,7 +33,7 @@ from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
-from .base import Attempt, DeathWatcher
+from .base import Attempt, OneEngine, UtilityCalls
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, EngineSockets
 
@@ -259,7 +258,7 @@ def _is_needed(entry: PluginEntry) -> bool:
     return KINDS[entry.kind].processes != (Process.FRONTEND,) and not entry.stays
 
 
-class ProcessClient:
+class ProcessClient(OneEngine, UtilityCalls):
     """Starts an engine process, sends it requests, and receives its outputs.
 
     Implements `EngineCoreClient`. A client that is collected before it is closed closes its engine.
@@ -271,9 +270,6 @@ class ProcessClient:
     """
 
     in_process = False
-    ranks: Collection[int] = (0,)
-    is_serving = True
-    num_restarts = 0
 
     def __init__(
         self,
@@ -296,7 +292,7 @@ class ProcessClient:
         """
         self.start = start
         self._outputs = OutputQueue()
-        self._timeout_s = start.config.engine.call_timeout_seconds
+        UtilityCalls.__init__(self, start.config.engine.call_timeout_seconds)
         if process is None:  # else its starter has checked
             check_descriptors()
         with contextlib.ExitStack() as undo:
@@ -381,7 +377,7 @@ class ProcessClient:
             EngineDeadError: the engine is gone.
             EngineClosedError: `end_waiting` was called.
         """
-        return self._outputs.take(wait=wait, timeout_s=timeout)
+        return self._outputs.pop(wait=wait, timeout_s=timeout)
 
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
@@ -396,51 +392,9 @@ class ProcessClient:
         """
         return self._sockets.call(method, *args)
 
-    def call_utility(
-        self, method: str, *args: Any, timeout: float | None = None, rank: int | None = None
-    ) -> Any:
-        """Call one of the engine's utilities and wait for its result.
-
-        Args:
-            timeout: seconds to wait; None is the utility's own.
-            rank: 0 or None.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-            EngineTimeoutError: it did not answer in time.
-            HardpointError: what the utility raised.
-        """
-        future = self.call(method, *args, rank=rank)
-        try:
-            return future.result(self.utility_timeout(method) if timeout is None else timeout)
-        except TimeoutError:
-            if future.done():  # the utility itself raised it
-                raise
-            future.cancel()
-            raise self.no_answer(method, timeout) from None
-
-    def utility_timeout(self, method: str) -> float | None:
-        """Return the timeout of a utility call in seconds; None is without limit."""
-        return None if method in NO_TIMEOUT else self._timeout_s
-
-    def no_answer(self, method: str, timeout: float | None = None) -> EngineTimeoutError:
-        """Return the error for a utility call that was not answered in time.
-
-        Args:
-            timeout: timeout of the call in seconds; None is the configured one.
-        """
-        limit = f"{self._timeout_s:g} s (engine.call_timeout_seconds)"
-        return EngineTimeoutError(
-            f"the engine did not answer {method} within "
-            f"{limit if timeout is None else f'{timeout:g} s'}"
-        )
-
     def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
         """Change `start`, for an engine that is started in the place of this one."""
         self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
-
-    def watch_deaths(self, watcher: DeathWatcher) -> None:
-        """Do nothing: the client ends with its engine."""
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""

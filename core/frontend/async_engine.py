@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hardpoint.boundary.errors import RefusedInCallError, engine_dead
@@ -17,13 +16,13 @@ from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     FinishReason,
     HardpointError,
-    LoRARequest,
     RequestError,
     SamplingParams,
     SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.config_tables import LoadConfig
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.server import InstalledExtension, ServerContext
 from hardpoint.plugins.stats import Health
@@ -66,11 +65,11 @@ class AsyncEngine(WatchedEngine):
         """
         collector = RequestOutputCollector()
 
-        async def submit(token_ids: Sequence[list[int] | None], **common: Any) -> list[Submission]:
+        async def submit(read: Sequence[GivenPrompt | None], **common: Any) -> list[Submission]:
             nonlocal collector  # outputs of a first attempt do not belong to the second one
             collector = RequestOutputCollector()
-            given = {"sink": collector.put, "token_ids": token_ids[0], **common}
-            one = self._frontend.submitter.submit(name, prompt, params, extras, **given)
+            more = {"sink": collector.put, "given": read[0], **common}
+            one = self._frontend.submitter.submit(name, prompt, params, extras, **more)
             collector.kind = one.children[0].params.output_kind
             return [one]
 
@@ -110,15 +109,15 @@ class AsyncEngine(WatchedEngine):
         """
         collector = CallCollector(len(prompts))
 
-        async def submit(token_ids: Sequence[list[int] | None], **common: Any) -> list[Submission]:
+        async def submit(read: Sequence[GivenPrompt | None], **common: Any) -> list[Submission]:
             nonlocal collector
             collector, submitter = CallCollector(len(prompts)), self._frontend.submitter
             found: list[Submission] = []
             try:
-                for index, (prompt, ids) in enumerate(zip(prompts, token_ids, strict=True)):
+                for index, (prompt, given) in enumerate(zip(prompts, read, strict=True)):
                     await _let_others_run(index)
-                    given = {"sink": collector.sink(index), "token_ids": ids, **common}
-                    found.append(submitter.submit(names[index], prompt, params, extras, **given))
+                    more = {"sink": collector.sink(index), "given": given, **common}
+                    found.append(submitter.submit(names[index], prompt, params, extras, **more))
             except BaseException as error:
                 self._frontend.forget([one.parent.internal_id for one in found])
                 if isinstance(error, HardpointError):
@@ -147,6 +146,15 @@ class AsyncEngine(WatchedEngine):
         """
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
+    async def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens that a prompt would have; read as `generate` reads it.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+        given = await self._tokenizer.read(prompt)
+        return [] if given is None else list(given.token_ids)
+
     def server_extensions(self, server: ServerContext) -> list[InstalledExtension]:
         """Call the hook; return what plugins add to a server, in order of enabling.
 
@@ -154,16 +162,6 @@ class AsyncEngine(WatchedEngine):
             PluginFaultError, PluginContractError: a plugin failed, or returned something else.
         """
         return self.parts.hooks.server_extensions(server)
-
-    async def resolve_adapter(self, name: str) -> Path | LoRARequest | None:
-        """Return the adapter that a resolver finds for a name; None if no resolver knows it.
-
-        Raises:
-            RequestError: one refuses the name.
-            PluginFaultError: one failed, or took too long.
-        """
-        resolvers = self.parts.adapter_resolvers
-        return None if resolvers is None else await resolvers.resolve(name)
 
     async def abort(self, ids: str | Iterable[str]) -> None:
         """End requests, by the user's or internal ids; they yield their outputs so far, and end."""
@@ -184,18 +182,18 @@ class AsyncEngine(WatchedEngine):
             named: returns the error of the call for that of the prompt with an index.
         """
         arrived = self.parts.clock()
-        token_ids = []
+        read = []
         for index, prompt in enumerate(prompts):
             await _let_others_run(index)
             try:
-                token_ids.append(await self._tokenizer.tokenise(prompt))
+                read.append(await self._tokenizer.read(prompt))
             except HardpointError as error:
                 raise named(error, index) from error
         while self._policy_lock.locked():  # its arguments are for the policy that it will meet
             async with self._policy_lock:
                 pass
         await self._ready()
-        submissions = await submit(token_ids, arrived=arrived)
+        submissions = await submit(read, arrived=arrived)
         await self._send(submissions)
         return submissions
 

@@ -1,4 +1,4 @@
-"""What both engines of a frontend do when one of several engine processes dies."""
+"""Base of both engines of a frontend: what follows when one of several engine processes dies."""
 
 from __future__ import annotations
 

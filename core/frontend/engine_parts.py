@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
+from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.policy import change_policy
 from hardpoint.plugins import (
@@ -25,12 +26,37 @@ from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, Scheduler
 from hardpoint.registry.hooks import HookSet
 from hardpoint.registry.plugin_set import PluginSet
 
-from .adapter_resolvers import AdapterResolvers
-from .io_processors import IOProcessors
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
 
+T = TypeVar("T")
+
 _DISPENSABLE = frozenset({"logits_processors", "kv_event_publishers", "hooks"})
+
+
+@dataclass(frozen=True)
+class Opening:
+    """An engine that is opened, before its weights are read.
+
+    Attributes:
+        new_tokenizer: opens one more tokenizer.
+    """
+
+    config: EngineConfig
+    plugins: PluginSet
+    model_config: ModelConfig
+    max_model_len: int
+    new_tokenizer: Callable[[], Tokenizer]
+
+
+class Companion:
+    """Plugins of calls of a program alone, which are opened and closed with its engine."""
+
+    def report_to(self, health: PluginHealth) -> None:
+        """Count the faults of the plugins."""
+
+    def close(self) -> None:
+        """Close all of them; called once."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +70,7 @@ class EngineParts:
         clock: seconds; gives requests their arrival times.
         statistics: closed with the engine; None if they are off.
         step_parts: frontend halves of step parts; closed with the engine.
-        adapter_resolvers: closed with the engine; None if there is none.
-        io_processors: closed with the engine.
+        companions: closed with the engine.
     """
 
     config: EngineConfig
@@ -61,8 +86,11 @@ class EngineParts:
     clock: Callable[[], float]
     statistics: Statistics | None = None
     step_parts: FrontendParts = field(default_factory=FrontendParts)
-    adapter_resolvers: AdapterResolvers | None = None
-    io_processors: IOProcessors = field(default_factory=IOProcessors)
+    companions: Sequence[Companion] = ()
+
+    def companion(self, cls: type[T]) -> T:
+        """Return the companion of a class, with which the engine was opened."""
+        return next(one for one in self.companions if isinstance(one, cls))
 
     def with_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]

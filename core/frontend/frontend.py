@@ -69,11 +69,11 @@ class Frontend:
         assert isinstance(config.max_model_len, int)
         self._hooks = parts.hooks
         self._components = parts.components
-        self._step_parts, self._resolvers = parts.step_parts, parts.adapter_resolvers
-        self._io_processors = parts.io_processors
+        self._step_parts, self._companions = parts.step_parts, parts.companions
         self._health = PluginHealth(parts.plugins, config.plugins.quarantine_after)
         parts.step_parts.report_to(self._health.record)
-        parts.io_processors.report_to(self._health)
+        for companion in parts.companions:
+            companion.report_to(self._health)
         self._arguments = PluginArguments(
             parts.plugins,
             self._health,
@@ -245,9 +245,8 @@ class Frontend:
         with contextlib.ExitStack() as stack:
             stack.callback(close_all, self._components)
             stack.callback(self._step_parts.close)
-            stack.callback(self._io_processors.close)
-            if self._resolvers is not None:
-                stack.callback(self._resolvers.close)
+            for companion in self._companions:
+                stack.callback(companion.close)
             stack.callback(self._arguments.close)
             if self.statistics is not None:
                 stack.callback(self.statistics.close, self.output.figures())

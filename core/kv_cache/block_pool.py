@@ -245,8 +245,8 @@ class BlockPool:
 
     def _lose(self, keys: Sequence[bytes]) -> None:
         """Forget the wishes of requests for content that is gone."""
-        if deadlines := self._retained.deadlines:
-            self._retained.lost += [key for key in keys if deadlines.pop(key, None) is not None]
+        deadlines = self._retained.deadlines
+        self._retained.lost += [key for key in keys if deadlines.pop(key, None) is not None]
 
     def _unregister(self, blocks: Sequence[int]) -> None:
         """Remove blocks from the index; each is in it, and none is given twice."""

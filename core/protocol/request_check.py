@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sized
 from types import MappingProxyType
 
 from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, RequestError
 from hardpoint.plugins.logits import LogitsPlugin
-
-from .resumed_check import check_resumed
+from hardpoint.plugins.step_part import REQUEST_FIELDS
 
 _LONGEST_MARKER = 64
+_OUTPUTS = "resumed.output_token_ids"
+_LOGPROBS = "resumed.observed_logprobs"
 
 
 class RequestCheck:
@@ -42,12 +44,7 @@ class RequestCheck:
         Raises:
             RequestError: the engine cannot run it; names the field.
         """
-        if request.pooling_params is not None and "pooling_params" not in self._used:
-            raise RequestError("pooling_params: no model of this engine pools")
-        self._check_pair(request)
-        if request.prompt_embeds is not None and "prompt_embeds" not in self._used:
-            raise RequestError("prompt_embeds: expected token ids, this engine takes no embeddings")
-        self._check_features(request)
+        self._check_fields(request)
         if request.reasoning_markers is not None:
             self._check_markers(request.reasoning_markers)
         if request.timeout is not None and not request.timeout > 0:
@@ -61,19 +58,15 @@ class RequestCheck:
                     f"prompt_token_ids: expected token ids from 0 to {self._vocab_size - 1}, "
                     f"got {token}"
                 )
-        check_resumed(request, self._vocab_size, self._processors)
+        self.check_resumed(request)
 
-    def _check_pair(self, request: EngineCoreRequest) -> None:
-        """Reject a pair of texts that no step part takes, or whose types begin outside of it."""
-        if (start := request.second_type_start) is None:
-            return
-        if "second_type_start" not in self._used:
-            raise RequestError("second_type_start: expected none, no model here reads pairs")
-        if not 0 <= start <= len(request.prompt_token_ids):
-            raise RequestError(
-                f"second_type_start: expected a position from 0 to "
-                f"{len(request.prompt_token_ids)}, got {start}"
-            )
+    def check_resumed(self, request: EngineCoreRequest) -> None:
+        """Check that a request may go on after the outputs that it has; one without any passes.
+
+        Raises:
+            RequestError: it may not; names the field.
+        """
+        _check_resumed(request, self._vocab_size, self._processors)
 
     def _check_markers(self, markers: ReasoningMarkers) -> None:
         """Reject markers that are too long to look for, or of no tokens of the model."""
@@ -91,30 +84,25 @@ class RequestCheck:
                         f"got {token}"
                     )
 
-    def _check_features(self, request: EngineCoreRequest) -> None:
-        """Reject a request for features that this engine does not have."""
-        if request.features and "features" not in self._used:
-            raise RequestError(
-                f"features: expected none, no part of this engine encodes any, got "
-                f"{len(request.features)}"
-            )
-        if request.lora is not None and "lora" not in self._used:
-            raise RequestError(
-                f"lora: expected none, no worker of this engine holds adapters, got "
-                f"{request.lora.name!r}"
-            )
-        if request.retention is not None and "retention" not in self._used:
-            raise RequestError("retention: expected none, no part of this engine keeps blocks")
+    def _check_fields(self, request: EngineCoreRequest) -> None:
+        """Reject a request with a field that nothing in this engine makes use of."""
+        for name, reason in REQUEST_FIELDS.items():
+            value = getattr(request, name)
+            if value is None or name in self._used:
+                continue
+            count = len(value) if isinstance(value, Sized) else 1
+            if count:
+                raise RequestError(f"{name}: {reason.format(value=value, count=count)}")
         if request.resumable:
             raise RequestError(
                 "resumable: expected false, for each turn of a conversation is a request with all "
                 "tokens before it, got true"
             )
-        for name in ("prompt_is_token_ids", "reasoning_parser_kwargs"):
-            if (value := getattr(request, name)) is not None and name not in self._used:
-                raise RequestError(
-                    f"{name}: expected none, this engine has no use for it, got {value!r}"
-                )
+        if (value := request.reasoning_parser_kwargs) is not None:
+            raise RequestError(
+                "reasoning_parser_kwargs: expected none, this engine has no use for it, got "
+                f"{value!r}"
+            )
         if request.params.plugin_args:
             raise RequestError(
                 "params.plugin_args: expected none, for plugin_args of the request has them "
@@ -126,3 +114,68 @@ class RequestCheck:
                 f"data_parallel_rank: expected {self._engine_index}, the rank of this engine, or "
                 f"none, got {rank}"
             )
+
+
+def _check_resumed(
+    request: EngineCoreRequest, vocab_size: int, processors: Mapping[str, type[LogitsPlugin]]
+) -> None:
+    if (resumed := request.resumed) is None:
+        return
+    if request.pooling_params is not None:
+        raise RequestError(
+            "resumed: expected none with pooling_params, for such a request generates no tokens"
+        )
+    tokens, params = resumed.output_token_ids, request.params
+    if params.max_tokens is not None and len(tokens) >= params.max_tokens:
+        raise RequestError(
+            f"{_OUTPUTS}: expected fewer than max_tokens, {params.max_tokens}, for one is to come, "
+            f"got {len(tokens)}"
+        )
+    ends = frozenset(request.stop_token_ids)
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{_OUTPUTS}[{index}]: expected a token id from 0 to {vocab_size - 1}, got {token}"
+            )
+        if token in ends and index >= params.min_tokens:
+            raise RequestError(
+                f"{_OUTPUTS}[{index}]: expected no token that ends the request, got {token}"
+            )
+    for name in request.plugin_args.keys() & processors.keys():
+        _check_processor(name, processors[name], request)
+    _check_logprobs(resumed.observed_logprobs, len(tokens))
+    positions = len(request.prompt_token_ids)
+    for field, limit in (
+        ("num_prompt_logprobs", positions),
+        ("num_routed_positions", positions + len(tokens)),
+    ):
+        if (count := getattr(resumed, field)) > limit:
+            raise RequestError(f"resumed.{field}: expected at most {limit}, got {count}")
+
+
+def _check_processor(name: str, cls: type[LogitsPlugin], request: EngineCoreRequest) -> None:
+    """Reject a request with a processor whose state cannot be built again."""
+    if not cls.supports_resume:
+        raise RequestError(
+            f"resumed: expected none: logits processor {name!r} does not declare supports_resume"
+        )
+    resumed = request.resumed
+    if resumed is None or cls.observe is LogitsPlugin.observe:
+        return
+    if resumed.output_token_ids and resumed.observed_logprobs is None:
+        raise RequestError(
+            f"{_LOGPROBS}: expected that of each token, which logits processor {name!r} observes, "
+            "got none"
+        )
+
+
+def _check_logprobs(logprobs: list[float] | None, num_tokens: int) -> None:
+    if logprobs is None:
+        return
+    if len(logprobs) != num_tokens:
+        raise RequestError(
+            f"{_LOGPROBS}: expected one for each of the {num_tokens} tokens, got {len(logprobs)}"
+        )
+    for index, logprob in enumerate(logprobs):
+        if not math.isfinite(logprob):
+            raise RequestError(f"{_LOGPROBS}[{index}]: expected a finite number, got {logprob}")

@@ -63,8 +63,7 @@ class EncodedRequests(EngineHalf):
             if flaw is not None:
                 raise RequestError(f"features[{index}]: {flaw}")
             end = feature.end
-        self._kept[request.request_id] = request.features
-        request.features = [msgspec.structs.replace(f, data=None) for f in request.features]
+        self._kept[request.request_id] = request.features  # with their data, which others lack
 
     def _flaw(
         self, feature: MultiModalFeature, token_ids: Sequence[int], earliest: int

@@ -11,7 +11,7 @@ class EncoderItem(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         identifier: where its embeddings are kept.
         shape: shape of the numbers, which are uint8.
-        data: what `MediaFormat.process` returned.
+        data: what the model's processor made of it.
     """
 
     identifier: str

@@ -35,12 +35,10 @@ class Encoders(StepPart):
         """Options.
 
         Attributes:
-            max_items: images of a prompt, at most.
             budget_tokens: tokens of images that a step encodes, and that workers keep embeddings
                 for, at most; None is `scheduler.max_num_batched_tokens`, and one image at least.
         """
 
-        max_items: Annotated[int, Meta(ge=1)] = 16
         budget_tokens: Annotated[int, Meta(ge=1)] | None = None
 
     options: Options
@@ -54,9 +52,8 @@ class Encoders(StepPart):
         """Return the half that places media in prompts; of other models, it refuses them."""
         model = self.context.model_config
         name = "this model" if model is None else model.architecture
-        return MediaPrompts(
-            self._format(context.components), name, self.options.max_items, context.encode
-        )
+        limits = self.context.config.images
+        return MediaPrompts(self._format(context.components), name, limits, context.encode)
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf:
         """Return the half that knows which media are in the workers; of others, it refuses."""

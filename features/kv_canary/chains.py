@@ -11,6 +11,7 @@ import numpy as np
 
 from hardpoint.plugins import EngineCoreRequest, SchedulerOutput
 from hardpoint.plugins.block_hash import sharing_key
+from hardpoint.toolkit.half_floats import float32_of
 
 UInts = np.ndarray[Any, np.dtype[np.uint64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -58,7 +59,10 @@ class TokenChain:
         content[: len(self._content)] = self._content
         mask = source.prompt_is_token_ids or [False] * len(source.prompt_token_ids)
         positions = np.flatnonzero(~np.asarray(mask, dtype=np.bool_))
-        digests = [hashlib.blake2b(row.tobytes(), digest_size=8) for row in source.prompt_embeds]
+        digests = [
+            hashlib.blake2b(float32_of(row).tobytes(), digest_size=8)
+            for row in source.prompt_embeds
+        ]
         content[positions] ^= np.array(
             [int.from_bytes(digest.digest(), "little") for digest in digests], dtype=np.uint64
         )

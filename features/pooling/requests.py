@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from hardpoint import typed
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import (
+    EncodedPair,
     EngineCoreRequest,
     EngineHalf,
     FrontendHalf,
@@ -19,6 +21,7 @@ from hardpoint.plugins import (
     RequestFault,
     SchedulerOutput,
 )
+from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.part_components import ComponentFactory
 
@@ -36,26 +39,75 @@ PAIRED = ("classify", "score")
 TASKS = ("embed", "token_embed")
 """Tasks of models without such a head."""
 
+_OF_ANSWERS = (
+    "logits_processors",
+    "samplers",
+    "speculators",
+    "reasoning_parsers",
+    "tool_parsers",
+)
+"""Kinds whose components do nothing for requests that pool."""
+
+_PAIR = ("text", "text_pair")
+
 
 class PooledRequests(FrontendHalf):
     """Checks the parameters of requests that pool, and fills in those of the model."""
+
+    prompt_keys = _PAIR
 
     def __init__(self, components: ComponentFactory, model: ModelPooling) -> None:
         """Look poolers up in `components`; `model` has what requests leave open."""
         self._components, self._model = components, model
 
+    def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:
+        """Return the tokens of a pair of texts.
+
+        Raises:
+            RequestError: there is no pair, a text cannot be encoded, or the tokenizer takes no
+                pairs.
+        """
+        if set(prompt) != set(_PAIR):
+            keys = ", ".join(sorted(map(shown, prompt)))
+            raise RequestError(
+                "prompt: expected a mapping with either 'prompt' or 'prompt_token_ids', or a pair "
+                f"with 'text' and 'text_pair', got the keys [{keys}]"
+            )
+        for key in _PAIR:
+            if not isinstance(prompt[key], str):
+                raise RequestError(f"{key}: expected a text, got {shown(prompt[key])}")
+            if not prompt[key]:
+                raise RequestError(f"{key}: expected a text that is not empty")
+            typed.check_text(prompt[key], key, RequestError)
+        try:
+            return _given(reader.tokenizer.encode_pair(*(prompt[key] for key in _PAIR)))
+        except NotImplementedError as cause:
+            raise RequestError(f"text_pair: expected one text: {cause}") from cause
+
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
         """Complete a request that pools.
 
         Raises:
-            RequestError: its pooler is not enabled, or is not one for its task.
+            RequestError: its pooler is not enabled, or is not one for its task; it gives arguments
+                to a component that it does not use; or it is a pair that does not pool.
         """
+        given = request.params.plugin_args
+        if request.second_type_start is not None:
+            _check_types(request)
         if (params := request.pooling_params) is None:
+            for path, _ in self._named(given, KIND):
+                raise RequestError(f"{path}: expected none, for the request does not pool")
+            if request.second_type_start is not None:
+                raise RequestError(
+                    "text_pair: expected one prompt: texts are read in pairs to be classified and "
+                    "scored, not to generate"
+                )
             return
         self._check_pair(request, params)
         per_token = params.task in OF_TOKENS
         name = params.pooler or ("all" if per_token else self._model.pooler or "last")
         cls = self._class_of(name, params)
+        self._check_arguments(given, name)
         if params.task in PAIRED and params.dimensions is not None:
             raise RequestError(
                 f'dimensions: expected none for the task "{params.task}", got {params.dimensions}'
@@ -71,6 +123,29 @@ class PooledRequests(FrontendHalf):
         request.params = msgspec.structs.replace(
             request.params, max_tokens=1, skip_reading_prefix_cache=cls.needs_all
         )
+
+    def _check_arguments(self, given: Mapping[str, Any], pooler: str) -> None:
+        """Check that a request that pools gives arguments to nothing but what it uses.
+
+        Raises:
+            RequestError: they are for another pooler, or for what makes or reads an answer.
+        """
+        for path, name in self._named(given, KIND):
+            if name != pooler:
+                raise RequestError(f"{path}: expected none, for the request's pooler is {pooler!r}")
+        for kind in _OF_ANSWERS:
+            for path, _ in self._named(given, kind):
+                raise RequestError(
+                    f"{path}: expected none, for the request pools, and {kind} are for those that "
+                    f"generate"
+                )
+
+    def _named(self, given: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str]]:
+        """Yield the paths of arguments for components of a kind, and the names of these."""
+        for name in self._components.enabled(kind) if given else ():
+            for key in (name, f"{kind}/{name}"):
+                if key in given:
+                    yield f"plugin_args.{key}", name
 
     def _check_pair(self, request: EngineCoreRequest, params: PoolingParams) -> None:
         """Check whether a request has two texts or one; drop types of tokens that no model reads.
@@ -167,6 +242,7 @@ class PooledResults(EngineHalf):
             RequestError: it names no pooler, or one that is not enabled; or it has types of tokens
                 that it may not have.
         """
+        _check_types(request)
         start = request.second_type_start
         if request.pooling_params is None:
             raise RequestError(
@@ -226,3 +302,24 @@ class PooledResults(EngineHalf):
             for name, (message, pooler) in report.failed.items():
                 faults[name] = RequestFault(message, pooler)
         return faults
+
+
+def _check_types(request: EngineCoreRequest) -> None:
+    """Check where the types of a request's tokens change.
+
+    Raises:
+        RequestError: not inside of its prompt.
+    """
+    start, length = request.second_type_start or 0, len(request.prompt_token_ids)
+    if not 0 <= start <= length:
+        raise RequestError(
+            f"second_type_start: expected a position from 0 to {length}, got {start}"
+        )
+
+
+def _given(pair: EncodedPair) -> GivenPrompt:
+    return GivenPrompt(
+        token_ids=pair.token_ids,
+        fields={"second_type_start": pair.second_type_start},
+        cut=lambda limit: _given(pair.cut(limit)),
+    )

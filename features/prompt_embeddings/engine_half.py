@@ -10,6 +10,7 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, EngineHalf, SchedulerOutput
+from hardpoint.toolkit.half_floats import FLOATS, float32_of
 
 from .requests import check_together
 from .rows import Positions, check_mask, check_shape, positions_of
@@ -47,8 +48,13 @@ class EmbeddedPrompts(EngineHalf):
         """
         check_together(request)
         rows, name = request.prompt_embeds, "prompt_embeds"
-        if type(rows) is not np.ndarray or rows.dtype != np.float32:
-            raise RequestError(f"{name}: expected a float32 array, got {shown(rows)}")
+        if type(rows) is not np.ndarray or rows.dtype not in FLOATS:
+            is_array = isinstance(rows, np.ndarray)
+            found = f"{rows.dtype} {list(rows.shape)}" if is_array else shown(rows)
+            raise RequestError(
+                f"{name}: expected an array of float32, float16 or, for bfloat16, uint16, got "
+                f"{found}"
+            )
         if self._width is None:
             self._width = next(map(int, self._call_workers(b"")), None)
         check_shape(rows, name, self._width, self._max_bytes)
@@ -66,13 +72,15 @@ class EmbeddedPrompts(EngineHalf):
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:
         """Return the positions of embeddings in a span, and a hash of their numbers."""
         rows = request.prompt_embeds
-        if rows is None or span.start >= len(request.prompt_token_ids):
+        if type(rows) is not np.ndarray or rows.ndim != 2 or rows.dtype not in FLOATS:
+            return None  # `check`, which comes later, refuses it
+        if span.start >= len(request.prompt_token_ids):
             return None
         positions = self._positions(request)
         first, end = np.searchsorted(positions, (span.start, span.stop))
         if first == end:
             return None
-        own = rows[first:end].tobytes()
+        own = float32_of(rows[first:end]).tobytes()
         places = (positions[first:end] - span.start).tolist()
         return msgspec.msgpack.encode((places, hashlib.sha256(own).digest()))
 

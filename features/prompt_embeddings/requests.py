@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest, FrontendHalf, ReasoningMarkers
-from hardpoint.plugins.frontend_half import GivenPrompt
+from hardpoint.plugins.frontend_half import GivenPrompt, PromptReader
+from hardpoint.toolkit.half_floats import float32_of
 
-from .rows import Rows, check_mask, rows_of
+from .rows import Rows, check_mask, rows_of, rows_of_request
 
 NAME = "prompt_embeddings"
 FIELDS = ("prompt_embeds", "prompt_is_token_ids")
@@ -20,15 +21,13 @@ _OFF = f"expected token ids, this engine takes no embeddings (plugin.{NAME}.enab
 _PARTS = "prompt_parts"
 _MIXED = {"prompt_token_ids", *FIELDS}
 
-Tokenise = Callable[..., list[int]]
-
 
 class RefusedEmbeddings(FrontendHalf):
     """Refuses prompts with embeddings, of an engine that takes none."""
 
     prompt_keys = (*FIELDS, _PARTS)
 
-    def read_prompt(self, prompt: Mapping[str, Any], tokenise: Tokenise) -> GivenPrompt:  # noqa: ARG002
+    def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:  # noqa: ARG002
         """Refuse a prompt.
 
         Raises:
@@ -51,7 +50,7 @@ class EmbeddedRequests(FrontendHalf):
         """
         self._width, self._max_bytes = width, max_bytes
 
-    def read_prompt(self, prompt: Mapping[str, Any], tokenise: Tokenise) -> GivenPrompt:
+    def read_prompt(self, prompt: Mapping[str, Any], reader: PromptReader) -> GivenPrompt:
         """Return ids and rows of a prompt.
 
         Raises:
@@ -59,14 +58,14 @@ class EmbeddedRequests(FrontendHalf):
         """
         keys = set(prompt)
         if keys == {_PARTS}:
-            return self._of_parts(prompt[_PARTS], tokenise)
+            return self._of_parts(prompt[_PARTS], reader)
         if keys not in ({"prompt_embeds"}, _MIXED):
             raise RequestError(
                 "prompt: expected a mapping with 'prompt_embeds' alone, with 'prompt_embeds', "
                 "'prompt_token_ids' and 'prompt_is_token_ids', or with 'prompt_parts' alone, got "
                 f"the keys [{', '.join(sorted(map(shown, keys)))}]"
             )
-        rows = self._rows(prompt["prompt_embeds"], "prompt_embeds")
+        rows = rows_of(prompt["prompt_embeds"], "prompt_embeds", self._width, self._max_bytes)
         if keys == {"prompt_embeds"}:
             return GivenPrompt(token_ids=[0] * len(rows), fields={"prompt_embeds": rows})
         ids, mask = prompt["prompt_token_ids"], prompt["prompt_is_token_ids"]
@@ -82,7 +81,7 @@ class EmbeddedRequests(FrontendHalf):
         ids = [token if known else 0 for token, known in zip(ids, mask, strict=True)]
         return _given(ids, mask, rows)
 
-    def _of_parts(self, parts: Any, tokenise: Tokenise) -> GivenPrompt:
+    def _of_parts(self, parts: Any, reader: PromptReader) -> GivenPrompt:
         """Return the prompt of pieces: texts, lists of token ids, and rows."""
         if not _is_list(parts) or not parts:
             raise RequestError(f"{_PARTS}: expected a list of parts, got {shown(parts)}")
@@ -91,11 +90,11 @@ class EmbeddedRequests(FrontendHalf):
         found: list[Rows] = []
         for index, part in enumerate(parts):
             if isinstance(part, str):
-                new = tokenise(part, add_special_tokens=index == 0)
+                new = reader.tokenise(part, add_special_tokens=index == 0)
             elif _is_list(part):
                 new = _checked_ids(part, f"{_PARTS}[{index}]")
             else:
-                left = self._max_bytes - sum(rows.nbytes for rows in found)
+                left = self._max_bytes - sum(4 * rows.size for rows in found)
                 found.append(rows_of(part, f"{_PARTS}[{index}]", self._width, left))
                 new = [0] * len(found[-1])
                 mask += [False] * len(new)
@@ -111,15 +110,14 @@ class EmbeddedRequests(FrontendHalf):
         widths = {rows.shape[1] for rows in found}
         if len(widths) > 1:
             raise RequestError(f"{_PARTS}: expected rows of one width, got {sorted(widths)}")
+        if len({rows.dtype for rows in found}) > 1:
+            found = list(map(float32_of, found))
         joined = np.concatenate(found)
         joined.flags.writeable = False
         return joined
 
-    def _rows(self, value: Any, path: str) -> Rows:
-        return rows_of(value, path, self._width, self._max_bytes)
-
     def prepare(self, request: EngineCoreRequest, reasoning: ReasoningMarkers | None) -> None:  # noqa: ARG002
-        """Check a request with embeddings; its rows become float32 of its own.
+        """Check a request with embeddings; its rows become an array of its own.
 
         Raises:
             RequestError: a value is wrong, or it asks for what needs ids.
@@ -127,7 +125,7 @@ class EmbeddedRequests(FrontendHalf):
         if request.prompt_embeds is None and request.prompt_is_token_ids is None:
             return
         check_together(request)
-        rows = self._rows(request.prompt_embeds, "prompt_embeds")
+        rows = rows_of_request(request.prompt_embeds, "prompt_embeds", self._width, self._max_bytes)
         check_mask(request.prompt_token_ids, request.prompt_is_token_ids, len(rows))
         request.prompt_embeds = rows
 

@@ -1,4 +1,4 @@
-"""The rows that a caller gives, as float32 of its own, and which positions of a prompt have one."""
+"""The rows that a caller gives, as an array of their own, and which positions have one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins import EngineCoreRequest
+from hardpoint.toolkit.half_floats import FLOATS, float32_of
 
-Rows = np.ndarray[Any, np.dtype[np.float32]]
+Rows = np.ndarray[Any, Any]
+"""Of one of the dtypes of `FLOATS`."""
+
 Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -18,10 +21,10 @@ _EXPECTED = f"a tensor or array [positions, hidden] of {', '.join(_DTYPES[:-1])}
 
 
 def rows_of(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
-    """Return rows as a float32 array of its own, which cannot be written to.
+    """Return rows as an array of its own in their dtype, which cannot be written to.
 
     Args:
-        value: a tensor or array; one that this function has returned is returned as it is.
+        value: a tensor or array.
         path: names it in messages.
         width: hidden size of the model; None if it is not known here.
         max_bytes: bytes of the rows as float32, at most.
@@ -29,9 +32,6 @@ def rows_of(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
     Raises:
         RequestError: it is something else, too large, or has numbers that are not finite.
     """
-    if _is_own(value):
-        check_shape(value, path, width, max_bytes)
-        return value  # type: ignore[no-any-return]
     is_tensor = type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "layout")
     if not is_tensor and not isinstance(value, np.ndarray):
         raise RequestError(f"{path}: expected {_EXPECTED}, got {shown(value)}")
@@ -41,11 +41,45 @@ def rows_of(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
     check_shape(value, path, width, max_bytes)
     if is_tensor:
         value = _as_array(value, path)
-    rows = np.array(value, dtype=np.float32, order="C", subok=False)
-    is_finite = np.isfinite(rows).all(axis=1)
+    elif dtype == "bfloat16":  # of a package that adds it to numpy
+        value = np.ascontiguousarray(value).view(np.uint16)
+    own = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+    return _checked(np.array(value, dtype=own, order="C", subok=False), path)
+
+
+def rows_of_request(value: Any, path: str, width: int | None, max_bytes: int) -> Rows:
+    """Return the rows of a request, which may be an array that `rows_of` has returned.
+
+    Args:
+        value: see `EngineCoreRequest.prompt_embeds`, or as for `rows_of`.
+        path, width, max_bytes: as for `rows_of`.
+
+    Raises:
+        RequestError: as `rows_of`.
+    """
+    is_array = type(value) is np.ndarray
+    if not is_array or value.dtype not in FLOATS:
+        return rows_of(value, path, width, max_bytes)
+    check_shape(value, path, width, max_bytes)
+    is_own = value.base is None and not value.flags.writeable and value.flags.c_contiguous
+    rows: Rows = value if is_own else _checked(np.array(value, order="C"), path)
+    return rows
+
+
+def _checked(rows: Rows, path: str) -> Rows:
+    """Return rows that can no longer be written to.
+
+    Raises:
+        RequestError: one has a number that is not finite.
+    """
+    if rows.dtype == np.uint16:  # without another array of twice the size
+        is_finite = (rows & 0x7F80 != 0x7F80).all(axis=1)
+    else:
+        is_finite = np.isfinite(rows).all(axis=1)
     if not is_finite.all():
         row = int(is_finite.argmin())
-        bad = rows[row][~np.isfinite(rows[row])][0]
+        numbers = float32_of(rows[row])
+        bad = numbers[~np.isfinite(numbers)][0]
         raise RequestError(f"{path}[{row}]: expected finite numbers, got {bad}")
     rows.flags.writeable = False
     return rows
@@ -73,24 +107,18 @@ def check_shape(value: Any, path: str, width: int | None, max_bytes: int) -> Non
         )
 
 
-def _is_own(value: Any) -> bool:
-    return (
-        type(value) is np.ndarray
-        and value.dtype == np.float32
-        and value.base is None
-        and not value.flags.writeable
-        and value.flags.c_contiguous
-    )
-
-
 def _as_array(tensor: Any, path: str) -> Any:
-    """Return a tensor as a float32 array, which may share its memory."""
+    """Return a tensor as an array of its numbers, or bits, which may share its memory."""
     import torch  # noqa: PLC0415 - most programs give no tensors
 
     if tensor.layout is not torch.strided or tensor.is_meta:
         form = f"{tensor.layout} on {tensor.device}"
         raise RequestError(f"{path}: expected {_EXPECTED}, got {form}")
-    return tensor.detach().to("cpu", torch.float32).resolve_neg().numpy()
+    found = tensor.detach().cpu().resolve_neg()
+    if found.dtype == torch.bfloat16:
+        found = found.contiguous().view(torch.int16)
+        return found.numpy().view(np.uint16)
+    return found.numpy()
 
 
 def positions_of(request: EngineCoreRequest) -> Positions:

@@ -70,7 +70,7 @@ class EmbeddedRows(WorkerHalf):
             own = prompt.within(computed, end - start)
             if own.start < own.stop:
                 places = torch.from_numpy(prompt.positions[own] - computed + start)
-                values = torch.from_numpy(np.array(prompt.rows[own]))  # which may be read-only
+                values = _tensor(np.array(prompt.rows[own]))  # which may be read-only
                 changed[places.to(changed.device)] = values.to(changed.device, changed.dtype)
         return changed
 
@@ -78,3 +78,10 @@ class EmbeddedRows(WorkerHalf):
         """Forget requests."""
         for name in self._prompts.keys() & request_ids:
             del self._prompts[name]
+
+
+def _tensor(rows: Rows) -> torch.Tensor:
+    """Return rows as a tensor in their dtype, which may share their memory."""
+    if rows.dtype == np.uint16:
+        return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(rows)

@@ -17,8 +17,10 @@ from hardpoint.plugins import (
     Model,
     ModelConfig,
     ModelContext,
+    ModelFiles,
 )
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.testing.adapted_model import ADAPTERS, AdaptedModel
@@ -30,6 +32,8 @@ from hardpoint.testing.suite import Violation, checks, short_repr
 
 from . import model_rules as rules
 from .divided_model import DividedModel
+from .media.checks import MediaChecks, encoded
+from .media.rules import MEDIA
 from .model_sequences import ModelSequences, relative_difference, summary
 from .quantized_model import QUANTIZED, codes_of, quantizable_names, quantized_forms
 from .sequences import ordered, softmax_attention
@@ -58,6 +62,7 @@ class ModelSuite(ComponentSuite):
     Attributes:
         model: the class under test.
         config: configuration of a small model: a few layers, heads and tokens.
+        files: files of the model, if its `media_format` reads some.
         max_model_len: maximum length of a sequence, at least 32.
         device: where it runs.
         dtypes: dtypes of weights and hidden states; all but the first in `test_dtypes` alone.
@@ -68,6 +73,7 @@ class ModelSuite(ComponentSuite):
     kind = "models"
     model: ClassVar[type[Model]]
     config: ClassVar[ModelConfig]
+    files: ClassVar[ModelFiles | None] = None
     max_model_len: ClassVar[int] = 64
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
@@ -267,6 +273,19 @@ class ModelSuite(ComponentSuite):
                 f"model with the same changes in its weights"
             )
 
+    def test_media(self) -> None:
+        """`media_format` has tokens of the vocabulary, and is the same each time it is made. An
+        image of any size becomes the same numbers each time, and has an identifier of its own.
+        `encode_media` gives finite embeddings of each item, the same alone as among others, and
+        what `hooks.embedded` returns enters the first layer. Skipped for a model of text alone.
+        """
+        checks = MediaChecks(self.model, self.config, self.files, self.tolerance)
+        found: list[MediaFormat | None] = []
+        self._run_checks(MEDIA, lambda: found.append(checks.format()))
+        if (media := found[0]) is None:
+            pytest.skip("media_format() returned None: the model takes text alone")
+        self._run_checks(MEDIA, lambda: self._check_media(checks, media))
+
     @checks("reads only: a step changes nothing that it is given")
     def test_reads_only(self) -> None:
         """Token ids, positions and hidden states stay as they are."""
@@ -306,6 +325,13 @@ class ModelSuite(ComponentSuite):
     def test_expert(self) -> None:
         """Two ranks with whole experts give what one does, if `parallelism` has "expert"."""
         self._check_divided(Division(tensor=2, expert=True))
+
+    def _check_media(self, checks: MediaChecks, media: MediaFormat) -> None:
+        checks.check_process(media)
+        model = self._loaded()
+        checks.check_encode(model, media)
+        tokens = [self._tokens(name, 5) for name in "ab"]
+        checks.check_embedded(model, tokens, lambda one: self._hidden(model, [{"a": one}]))
 
     def _make(self, dtype: torch.dtype | None = None, parallel: Parallel | None = None) -> Model:
         model: Model = self._build(
@@ -415,7 +441,8 @@ class ModelSuite(ComponentSuite):
 
     def _check_effects(self) -> None:
         """Check that a change of each weight changes the logits, or keys of the cache."""
-        # A bias of all keys changes no logits, because it cancels out in the softmax.
+        # A bias of all keys changes no logits, because it cancels out in the softmax. Those of an
+        # encoder change the embeddings of an image.
         weights = self._weights(self._make())
         expected = self._effects(weights)
         for name, tensor in weights.items():
@@ -482,11 +509,13 @@ class ModelSuite(ComponentSuite):
             pytest.skip(f"the model refuses {division}: {refusals[0]}")
 
     def _effects(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the logits of a step, and the keys of its layers."""
+        """Return the logits of a step, the keys of its layers, and embeddings of an image."""
         model = self._load(self._make(), weights)
         sequences = self._sequences(model)
         logits = model.compute_logits(sequences.step({"a": self._tokens("a", 16)}))
-        return [logits, *sequences.keys]
+        media = self.model.media_format(self.config, self.files)
+        images = [] if media is None else encoded(model, media)
+        return [logits, *sequences.keys, *images]
 
     def _check_shapes(self, model: Model) -> None:
         sequences = self._sequences(model)

@@ -298,6 +298,18 @@ class TestTurns:
                 {"type": "token", "prompt_token_ids": [1], "cache_salt": "a"},
                 "prompt.cache_salt: expected none in a part",
             ),
+            (
+                {"prompt": "see", "multi_modal_data": {"image": [b"png"]}},
+                r"got the keys \['multi_modal_data', 'prompt'\]; parts of a conversation",
+            ),
+            (
+                {"text": "a", "text_pair": "b"},
+                r"got the keys \['text', 'text_pair'\]; parts of a conversation",
+            ),
+            (
+                {"prompt_embeds": [[0.5]]},
+                r"expected a mapping .* got the keys \['prompt_embeds'\]; parts of a conversation",
+            ),
             ([1] * LENGTH, "the conversation has 0 tokens and this part 512"),
         ],
     )

@@ -26,9 +26,9 @@ from hardpoint.builtin_plugins.policies import Fair
 from hardpoint.builtin_plugins.speculators.ngram import NGram
 from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
+from hardpoint.calls.adapter_resolvers import guarded_resolver
+from hardpoint.calls.io_processors import guarded_processor
 from hardpoint.core.engine.policy import guarded_policy
-from hardpoint.core.frontend.adapter_resolvers import guarded_resolver
-from hardpoint.core.frontend.io_processors import guarded_processor
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
 from hardpoint.plugins import (
     AdapterResolver,

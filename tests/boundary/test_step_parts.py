@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
+from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.registry.ordering import ordered_parts
 
 
@@ -528,6 +529,21 @@ def test_a_request_refused_by_a_later_part_is_known_to_none():
     assert names_of(first.calls) == ["check", "refused"]
     assert not parts.of("r")
     assert parts.begin(plan_of("r")) == {}
+
+
+def test_only_checks_of_parts_see_the_data_of_features():
+    seen, data = [], np.zeros((1, 2), np.uint8)
+    features = [MultiModalFeature("x", 0, 1, data=data)]
+    parts = parts_of(half_of(check=lambda one: seen.append(one.features)), half_of(gate=None))
+    refusing = parts_of(half_of(check=RequestError("not this one")))
+    request = new()
+    request.features = features
+    with pytest.raises(RequestError, match="not this one"):
+        refusing.add(request)
+    assert request.features is features
+    parts.add(request)
+    assert [one.data for one in seen[0]] == [data]
+    assert request.features == [MultiModalFeature("x", 0, 1)]
 
 
 def test_a_request_refused_after_its_check_is_forgotten():

@@ -240,3 +240,13 @@ def test_no_load_ends_inside_a_whole_feature(offset, external):
     plan = sim.plan()
     assert plan.num_scheduled_tokens == {"a": 20 - external}
     assert plan.new_requests[0].num_computed_tokens == external
+
+
+def test_no_load_ends_inside_the_feature_before_one_that_is_left_out():
+    # Its end at 6 would leave out "y", and the block before that ends inside "x".
+    connector = Connector(a=(8, False))
+    context = {"encoder_cache": EncoderCacheManager(20), "transfers": connector}
+    sim = Simulator(block_size=4, max_encoder_tokens=20, context=context)
+    features = [feature("x", 2, 4, whole=True), feature("y", 6, 5, whole=True)]
+    sim.add("a", prompt=20, features=features)
+    assert sim.plan().new_requests[0].num_computed_tokens == 0

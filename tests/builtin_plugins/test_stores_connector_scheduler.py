@@ -212,13 +212,8 @@ def test_answers_to_lookups_of_before_are_ignored(engine, a):
     assert engine.match(a) == (4, True)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"lora": LoRARequest("x", 1)}, {"features": [MultiModalFeature("f", 0, 2)]}],
-    ids=["adapter", "features"],
-)
-def test_requests_whose_keys_are_not_known_are_left_alone(engine, fields):
-    special = request("a", PROMPT, **fields)
+def test_requests_with_adapters_are_left_alone(engine):
+    special = request("a", PROMPT, lora=LoRARequest("x", 1))
     assert engine.match(special) == (0, False)
     engine.allocate(special)
     assert engine.begin(special, 0, 14) == []
@@ -233,6 +228,12 @@ def test_kv_transfer_params_need_a_store_that_exchanges_blocks(engine):
 
 
 # Loads
+
+
+def test_prompts_with_media_are_stored_and_loaded_as_others(engine):
+    seen = request("a", PROMPT, features=[MultiModalFeature("f", 0, 2)])
+    load = engine.loading(seen, 2)
+    assert load == Load("a", hashes_of(seen, 2), engine.blocks["a"][:2])
 
 
 def test_what_is_there_is_loaded(engine, a):

@@ -7,11 +7,14 @@ test of the table counts them. A failing row prints the pairs that no passing ro
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import functools
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,13 @@ import torch
 from allpairspy import AllPairs
 from safetensors.torch import save_file
 from support.driving import FINAL, Job, summary, varied_jobs
+from support.gemma_images import image
 from support.internals import engine_of
 from support.parallel import write_random_model
 
-from hardpoint import LLM, SamplingParams, typed
+from hardpoint import LLM, RequestOutput, SamplingParams, typed
+from hardpoint.conversations.states import OpenConversations
+from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
@@ -33,6 +39,7 @@ from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.kernels import cpu
 from hardpoint.plugins import EngineConfig, LoRARequest
+from hardpoint.plugins.config import ConversationsConfig
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 
 Level = Mapping[str, Any]
@@ -42,7 +49,8 @@ PROCESSORS = [f"{HERE}:{name}" for name in ("Bias", "Counter", "Observer")]
 OF_THE_BATCH = f"{HERE}:BatchBias"
 RANKS = {"executor": {"use": "multiproc"}}
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-THINK = 257  # the token of the first tag
+TAGS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+THINK, IMAGE = 257, 261  # the tokens of the first and of the fifth tag
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
 SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
 REAL = {"attention": {"use": "native_cpu"}}
@@ -52,9 +60,13 @@ ENGINE: dict[str, dict[str, Level]] = {
         "real": REAL,
         "of int8 weights": REAL | {"quantization": {"use": "int8"}},
         "of int4 weights": REAL | {"quantization": {"use": "int4"}},
-        "with an int8 cache": REAL | {"kv_cache": {"dtype": "int8"}},
-        "with an fp8 cache": REAL | {"kv_cache": {"dtype": "fp8"}},
         "with windows": REAL,
+        "of images": REAL | {"kv_cache": {"window_groups": False}},
+    },
+    "cache": {
+        "as computed": {},
+        "of int8": {"kv_cache": {"dtype": "int8"}},
+        "of fp8": {"kv_cache": {"dtype": "fp8"}},
     },
     "prompts": {
         "whole": {},
@@ -127,7 +139,8 @@ REQUEST: dict[str, dict[str, Level]] = {
     "tools": {"none": {}, "free": {}, "required": {}},
     "priority": {"of all": {}, "its own": {}},
     "adapter": {"none": {}, "one": {}, "scaled": {}},
-    "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}},
+    "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}, "with an image": {}},
+    "turns": {"one": {}, "two": {}},
     "completions": {"one": {}, "three": {"n": 3}},
     "logprobs": {
         "none": {},
@@ -173,22 +186,53 @@ REFUSED = (
         )
         for name in SCALES
     }
+    | {
+        (("model", "scripted"), ("cache", name)): "kv_cache.dtype: .*history_attention"
+        for name in ENGINE["cache"]
+        if name != "as computed"
+    }
+    | {
+        (("model", name), ("prompt", "with an image")): (
+            "multi_modal_data: .*the model \\w+ takes text alone"
+        )
+        for name in ENGINE["model"]
+        if name != "of images"
+    }
+    | {
+        (("prompt", name), ("turns", "two")): f"{field}.*a conversation that stays open"
+        for name, field in (
+            ("of embeddings", "prompt_parts"),
+            ("of both", "prompt_parts"),
+            ("with an image", "multi_modal_data"),
+        )
+    }
+    | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
 )
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
-    (("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"
-} | {(("ranks", "tensor"), ("adapter", name)) for name in SCALES}
+    *((("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"),
+    *((("cache", name), ("ranks", "tensor")) for name in ("of int8", "of fp8")),
+    *((("ranks", "tensor"), ("adapter", name)) for name in SCALES),
+    (("ranks", "tensor"), ("prompt", "with an image")),
+}
 """Pairs whose sums are rounded otherwise than alone.
 
-`test_parallel_equality` and `test_adapters_together` compare them.
+`test_parallel_equality`, `test_adapters_together` and the `test_equality` of encoders compare them.
 """
 APART = REFUSED.keys() | NOT_COMPARED
-SHORT = 3  # one row in so many is in the short run
+SHORT = 4  # one row in so many is in the short run
 
 
 def is_allowed(chosen: list[str]) -> bool:
-    pairs = itertools.combinations(zip(ALL, chosen, strict=False), 2)
-    return APART.isdisjoint(pairs)
+    row = dict(zip(ALL, chosen, strict=False))
+    pairs = itertools.combinations(row.items(), 2)
+    return APART.isdisjoint(pairs) and not is_embedded_in_stages(row)
+
+
+def is_embedded_in_stages(row: Mapping[str, str]) -> bool:
+    """Return whether a later stage of the scripted model would need the ids of embeddings."""
+    by_stages = (row.get("model"), row.get("ranks")) == ("scripted", "pipeline")
+    return by_stages and row.get("prompt") in ("of embeddings", "of both")
 
 
 @functools.cache
@@ -203,6 +247,7 @@ def matrix() -> list[dict[str, str]]:
             grown = row | dict(pair)
             if row.items() <= grown.items() and APART.isdisjoint(pairs_of(completed(grown))):
                 row = grown
+        assert row, f"no row has {missing[0]}"
         rows.append(completed(row))
     return rows
 
@@ -211,6 +256,9 @@ def completed(row: Mapping[str, str]) -> dict[str, str]:
     """Return a row with the first level of each feature that it lacks; of models, a fitting one."""
     first = {feature: next(iter(names)) for feature, names in ALL.items()}
     model = {"model": "real"} if row.get("adapter") in SCALES else {}
+    model |= {"model": "real"} if row.get("cache", "as computed") != "as computed" else {}
+    model |= {"model": "of images"} if row.get("prompt") == "with an image" else {}
+    model |= {"model": "real"} if is_embedded_in_stages({**first, **row}) else {}
     return first | model | dict(row)
 
 
@@ -251,18 +299,29 @@ COMPACT = {"plugin": {"llguidance": {"max_whitespace": 0}}}
 
 
 def requests_of(row: Mapping[str, str], number: int) -> list[Job]:
-    """Return the request of a row, twice, and others that join before and after it."""
+    """Return the request of a row, two or three times, and others that join between them.
+
+    The prompt of a conversation is a list of its parts.
+    """
     others = varied_jobs(10)
     fields = merged(*(REQUEST[feature][row[feature]] for feature in REQUEST))
     fields.setdefault("max_tokens", 24)
     generator = random.Random(number)
-    prompt = [generator.randrange(256) for _ in range(generator.randint(3, 40))]
-    if row["thinking"] != "none":
-        prompt.append(THINK)
+
+    def drawn(longest: int) -> list[int]:
+        found = [generator.randrange(256) for _ in range(generator.randint(3, longest))]
+        return [*found, THINK] if row["thinking"] != "none" else found
+
+    prompt: Any = drawn(40)
+    if row["turns"] == "two":
+        prompt = [drawn(8), drawn(5)]
+    if row["prompt"] == "with an image":
+        prompt = [*prompt[:9], IMAGE, *prompt[-9:]]
     if row["tools"] == "required":  # room for a call
-        fields["max_tokens"] += 40
-    subject = [(f"s{place}", prompt, SamplingParams(**fields, **FINAL)) for place in range(2)]
-    return [*others[:3], subject[0], *others[3:7], subject[1], *others[7:]]
+        fields["max_tokens"] += 20 if row["turns"] == "two" else 40
+    count = 3 if row["prompt"] == "with an image" else 2
+    subject = [(f"s{place}", prompt, SamplingParams(**fields, **FINAL)) for place in range(count)]
+    return [*others[:3], subject[0], *others[3:7], *subject[1:], *others[7:]]
 
 
 def extras_of(row: Mapping[str, str], request_id: str, poet: LoRARequest) -> RequestExtras:
@@ -286,72 +345,129 @@ class Models:
         }
         real = write_random_model(folder / "real", "LlamaForCausalLM", **SHAPE)
         windowed = write_random_model(folder / "windows", "Qwen2ForCausalLM", **SHAPE, **windows)
-        for own in (real, windowed):
+        seeing = folder / "images"
+        seeing.mkdir()
+        (seeing / "config.json").write_text(json.dumps(image_config()))
+        for own in (real, windowed, seeing):
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (own / name).write_bytes((scripted / name).read_bytes())
         self.folders = dict.fromkeys(ENGINE["model"], real)
-        self.folders |= {"scripted": scripted, "with windows": windowed}
+        self.folders |= {"scripted": scripted, "with windows": windowed, "of images": seeing}
         self.poet = write_poet(folder / "poet")
         ids = np.arange(SHAPE["vocab_size"], dtype=np.float32)
         table = np.random.default_rng(0).normal(0, 0.5, (len(ids), SHAPE["hidden_size"]))
         self.tables = dict.fromkeys(ENGINE["model"], table.astype(np.float32))
         self.tables["scripted"] = np.stack([ids, ids], 1)
-        self.results: dict[str, Any] = {}
-        self.engines: dict[str, LLMEngine] = {}
+        self.images = [image(0), image(1)]
+        self.results: dict[str, Result] = {}
+        self.engines: dict[tuple[str, str], LLMEngine] = {}
 
-    def config(self, model: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of an engine of a model."""
-        return scripted_config(self.folders[model], merged(ENGINE["model"][model], extra))
+    def config(self, row: Mapping[str, str], extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of an engine of a row's model and cache."""
+        own = merged(*(ENGINE[feature][row[feature]] for feature in ("model", "cache")))
+        return scripted_config(self.folders[row["model"]], merged(own, extra))
 
     def given(self, row: Mapping[str, str], jobs: list[Job]) -> list[Job]:
-        """Return the requests with embeddings in place of ids, where a row has some.
-
-        The ids that a prompt of both keeps are every third one, and the last one.
-        """
+        """Return the requests with embeddings in place of ids, or images, where a row has some."""
         if row["prompt"] == "of ids":
             return jobs
-        table, found = self.tables[row["model"]], []
+        found = []
         for request_id, prompt, params in jobs:
             if not request_id.startswith("s"):
                 found.append((request_id, prompt, params))
-                continue
-            every = row["prompt"] == "of embeddings"
-            parts = [
-                [token]
-                if not every and (place % 3 == 1 or place == len(prompt) - 1)
-                else table[[token]]
-                for place, token in enumerate(prompt)
-            ]
-            found.append((request_id, {"prompt_parts": parts}, params))
+            elif row["turns"] == "two":
+                parts = [self._given(row, request_id, part) for part in prompt]
+                found.append((request_id, parts, params))
+            else:
+                found.append((request_id, self._given(row, request_id, prompt), params))
         return found
 
+    def _given(self, row: Mapping[str, str], request_id: str, prompt: list[int]) -> Any:
+        """Return a prompt of embeddings, or with the image of a request: every second has another.
+
+        The ids that a prompt of both keeps are every third one, and the last one.
+        """
+        if row["prompt"] == "with an image":
+            image = self.images[int(request_id[1:]) % 2]
+            return {"prompt_token_ids": prompt, "multi_modal_data": {"image": [image]}}
+        table, every = self.tables[row["model"]], row["prompt"] == "of embeddings"
+        parts = [
+            [token]
+            if not every and (place % 3 == 1 or place == len(prompt) - 1)
+            else table[[token]]
+            for place, token in enumerate(prompt)
+        ]
+        return {"prompt_parts": parts}
+
     def alone(self, row: Mapping[str, str], jobs: list[Job]) -> dict[str, Any]:
-        """Return the results of requests, each alone in a plain engine."""
-        found = {}
-        for job in jobs:
-            extras = extras_of(row | {"priority": "of all"}, job[0], self.poet)
-            form = row["prompt"] if job[0].startswith("s") else ""
-            key = repr((row["model"], form, job[1:], extras))
-            if key not in self.results:
-                (self.results[key],) = drive(
-                    self._plain(row["model"]), self.given(row, [job]), {job[0]: extras}
-                ).values()
-            found[job[0]] = self.results[key]
+        """Return the results of requests, each alone in a plain engine.
+
+        Turns are requests there, with all tokens before them as their prompt.
+        """
+        found: dict[str, Any] = {}
+        for request_id, prompt, params in jobs:
+            if not (request_id.startswith("s") and row["turns"] == "two"):
+                found[request_id] = self._alone(row, (request_id, prompt, params))
+                continue
+            found[request_id], before = [], []
+            for part in prompt:
+                before += part
+                result = self._alone(row, (request_id, list(before), params))
+                found[request_id].append(result)
+                _, tokens, _, reason, *_ = result.outputs[0]
+                if reason != "error":  # a turn that fails is undone
+                    before += tokens
         return found
+
+    def _alone(self, row: Mapping[str, str], job: Job) -> Result:
+        extras = extras_of(row | {"priority": "of all"}, job[0], self.poet)
+        form = (row["prompt"], job[0]) if row["prompt"] == "with an image" else row["prompt"]
+        key = repr(
+            (row["model"], row["cache"], form if job[0].startswith("s") else "", job[1:], extras)
+        )
+        if key not in self.results:
+            given = self.given(row | {"turns": "one"}, [job])
+            (self.results[key],) = drive(self._plain(row), given, {job[0]: extras}).values()
+        return self.results[key]
 
     def adapters(self) -> dict[str, Any]:
         """Return the configuration of an engine with the adapter of all real models."""
         paths = {"poet": self.poet.path}
         return {"adapters": {"max_loras": 1, "max_lora_rank": 4, "paths": paths}}
 
-    def _plain(self, model: str) -> LLMEngine:
-        if model not in self.engines:
+    def _plain(self, row: Mapping[str, str]) -> LLMEngine:
+        name = row["model"], row["cache"]
+        if name not in self.engines:
             enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH]}}
-            adapters = {} if model == "scripted" else self.adapters()
-            tree = self.config(model, merged(BASE, COMPACT, enabled, adapters))
+            adapters = {} if row["model"] == "scripted" else self.adapters()
+            tree = self.config(row, merged(BASE, COMPACT, enabled, adapters))
             config = typed.convert(tree, EngineConfig, path="")
-            self.engines[model] = build_engine(config, clock=ScriptedClock(tick=1e-6))
-        return self.engines[model]
+            self.engines[name] = build_engine(config, clock=ScriptedClock(tick=1e-6))
+        return self.engines[name]
+
+
+def image_config() -> dict[str, Any]:
+    """Return the configuration of a Gemma 3 with images, of the shape of the other models."""
+    windows = {
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    text = {"num_hidden_layers": 3, "max_position_embeddings": 512, "query_pre_attn_scalar": 16}
+    vision = {
+        **{"model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80},
+        **{"num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 4},
+    }
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "initializer_range": 0.12,
+        "eos_token_id": 256,
+        "text_config": {"model_type": "gemma3_text", **SHAPE, **windows, **heads, **text},
+        "vision_config": vision,
+        "mm_tokens_per_image": 16,
+        **{"boi_token_index": IMAGE, "eoi_token_index": IMAGE + 1, "image_token_index": IMAGE + 2},
+    }
 
 
 def write_poet(folder: Path) -> LoRARequest:
@@ -392,19 +508,94 @@ def drive(
     extras: Mapping[str, RequestExtras],
     in_between: str = "nothing",
 ) -> dict[str, Any]:
-    """Run requests that join one after the other; do something else after some steps."""
-    waiting, results, steps = list(jobs), {}, 0
-    while waiting or engine.has_unfinished_requests():
-        for request_id, prompt, params in waiting[:2]:
-            engine.add_request(request_id, prompt, params, extras[request_id])
-        waiting = waiting[2:]
-        for output in engine.step():
-            if output.finished and output.request_id != "more":
-                results[output.request_id] = result_of(output)
-        steps += 1
-        if steps in (4, 11):
-            interfere(engine, in_between, steps)
-    return results
+    """Run requests that join one after the other; do something else after some steps.
+
+    One whose prompt is a list of parts is a conversation.
+    """
+    return asyncio.run(Driver(engine, extras).run(list(jobs), in_between))
+
+
+class Driver:
+    """Steps an engine, in which tasks of an event loop converse."""
+
+    def __init__(self, engine: Any, extras: Mapping[str, RequestExtras]) -> None:
+        self._engine, self._extras = engine, extras
+        self._results: dict[str, Any] = {}
+        self._arrived: dict[str, collections.deque[RequestOutput]] = {}
+        self._talks: list[asyncio.Task[None]] = []
+        self._opened = OpenConversations(ConversationsConfig(), 128, ScriptedClock())
+
+    async def run(self, waiting: list[Job], in_between: str) -> dict[str, Any]:
+        """Return the results of all requests; of conversations, those of each turn."""
+        engine, steps = self._engine, 0
+        while waiting or self._talks or engine.has_unfinished_requests():
+            for job in waiting[:2]:
+                self._join(*job)
+            waiting = waiting[2:]
+            for _ in range(10):  # a turn that has ended is followed by the next one at once
+                await asyncio.sleep(0)
+            for talk in [talk for talk in self._talks if talk.done()]:
+                self._talks.remove(talk)
+                talk.result()
+            if engine.has_unfinished_requests():
+                self._take(engine.step())
+            steps += 1
+            if steps in (4, 11):
+                interfere(engine, in_between, steps)
+        return self._results
+
+    def _join(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        if is_conversation(prompt):
+            talk = self._converse(request_id, prompt, params)
+            self._talks.append(asyncio.ensure_future(talk))
+        else:
+            self._engine.add_request(request_id, prompt, params, self._extras[request_id])
+
+    def _take(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if (queue := self._arrived.get(output.request_id)) is not None:
+                queue.append(output)
+            elif output.finished and output.request_id != "more":
+                self._results[output.request_id] = result_of(output)
+
+    async def _converse(self, request_id: str, parts: Sequence[Any], params: Any) -> None:
+        async def encode(text: str, is_first: bool) -> list[int]:
+            raise AssertionError("the parts are token ids")
+
+        async def abort(name: str) -> None:
+            self._engine.abort_requests([name])
+
+        talk = AsyncConversation(
+            lambda: self._opened.open(request_id),
+            SHAPE["vocab_size"],
+            SamplingParams(),
+            params,
+            encode=encode,
+            generate=self._turn,
+            abort=abort,
+        )
+        turns = self._results[request_id] = []
+        async with talk:
+            for part in parts:
+                async for output in talk.send(part):
+                    turns.append(result_of(output))
+
+    async def _turn(
+        self, request_id: str, prompt: Any, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        queue = self._arrived[request_id] = collections.deque()
+        self._engine.add_request(request_id, prompt, params, self._extras[request_id])
+        while True:
+            while not queue:
+                await asyncio.sleep(0)
+            output = queue.popleft()
+            yield output
+            if output.finished:
+                return
+
+
+def is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], list | dict)
 
 
 def interfere(engine: Any, what: str, step: int) -> None:
@@ -424,7 +615,24 @@ def interfere(engine: Any, what: str, step: int) -> None:
                 engine.abort_requests(["more"])
 
 
-def result_of(output: Any) -> Any:
+@dataclass(frozen=True)
+class Result:
+    """Results of a request.
+
+    Attributes:
+        outputs: tokens and more of its completions.
+        logprobs: log-probabilities of the prompt.
+        parts: reasoning, content and calls of its completions.
+        prompt: tokens of the prompt, as outputs have them: None stands for an embedding.
+    """
+
+    outputs: list[tuple[Any, ...]]
+    logprobs: Any
+    parts: list[tuple[Any, ...]]
+    prompt: list[int | None]
+
+
+def result_of(output: RequestOutput) -> Result:
     prompt = output.prompt_logprobs
     if prompt is not None:
         prompt = [
@@ -435,7 +643,17 @@ def result_of(output: Any) -> Any:
         (c.reasoning, c.content, [(call.name, call.arguments) for call in c.tool_calls or ()])
         for c in output.outputs
     ]
-    return summary(output), prompt, parts
+    return Result(summary(output), prompt, parts, list(output.prompt_token_ids))
+
+
+def told(jobs: list[Job], expected: Mapping[str, Any]) -> Iterator[list[list[int]]]:
+    """Yield the prompts and the tokens that requests came to alone, a pair for each completion."""
+    for request_id, prompt, _ in jobs:
+        results = expected[request_id]
+        for result in results if isinstance(results, list) else [results]:
+            known = prompt if None in result.prompt else result.prompt
+            for _, tokens, *_ in result.outputs:
+                yield [known, tokens]
 
 
 def config_of(
@@ -449,18 +667,14 @@ def config_of(
     if (row["model"], row["blocks"]) == ("with windows", "few"):
         config["kv_cache"]["num_blocks"] = 60  # three groups of layers share them
     if row["speculator"] in ("right", "wrong"):
-        replies = [
-            [prompt, tokens]
-            for request_id, prompt, _ in jobs
-            for _, tokens, *_ in expected[request_id][0]
-        ]
-        config = merged(config, {"plugin": {"scripted_speculator": {"replies": replies}}})
+        replies = {"replies": list(told(jobs, expected))}
+        config = merged(config, {"plugin": {"scripted_speculator": replies}})
     if row["speculator"] == "model":
         folder = models.folders[row["model"]]
         config = merged(config, {"plugin": {"draft_model": {"model": str(folder)}}})
     if row["adapter"] != "none":
         config = merged(config, models.adapters())
-    return models.config(row["model"], config)
+    return models.config(row, config)
 
 
 ROWS = [
@@ -474,14 +688,18 @@ def test_a_row(models, number):
     check(models, matrix()[number], number)
 
 
+def draw(drawn: random.Random) -> dict[str, str]:
+    return {feature: drawn.choice(list(names)) for feature, names in ALL.items()}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(10))
 def test_random_rows(models, part):
     drawn = random.Random(part)
     for number in range(20):
-        row = {feature: drawn.choice(list(names)) for feature, names in ALL.items()}
-        if not is_allowed(list(row.values())):
-            row |= {"speculator": "none", "model": "scripted"}
+        row = draw(drawn)
+        while not is_allowed(list(row.values())):
+            row = draw(drawn)
         check(models, row, 1000 + 20 * part + number)
 
 
@@ -533,8 +751,25 @@ def test_the_levels_of_reasoning_and_tools_show_in_results(models, model):
     first = {feature: next(iter(names)) for feature, names in ALL.items()}
     row = first | {"model": model, "thinking": "with a budget", "tools": "required"}
     jobs = requests_of(row, 0)
-    ((_, _, ((reasoning, _, calls),)),) = {
-        key: value for key, value in models.alone(row, jobs).items() if key == "s0"
-    }.values()
+    ((reasoning, _, calls),) = models.alone(row, jobs)["s0"].parts
     assert reasoning
     assert [name for name, _ in calls] == ["f"]
+
+
+def test_the_image_of_a_prompt_shows_in_results(models):
+    needs_kernels()
+    row = completed({"prompt": "with an image", "logprobs": "of the output"})
+    found = models.alone(row, requests_of(row, 0))
+    assert found["s0"].prompt == found["s1"].prompt
+    assert found["s0"].prompt.count(IMAGE + 2) == 16
+    assert found["s0"] == found["s2"]
+    assert found["s0"].outputs != found["s1"].outputs
+
+
+def test_turns_are_those_of_one_conversation(models):
+    row = completed({"turns": "two"})
+    jobs = requests_of(row, 0)
+    first, second = models.alone(row, jobs)["s0"]
+    (parts,) = (prompt for request_id, prompt, _ in jobs if request_id == "s0")
+    assert first.prompt == parts[0]
+    assert second.prompt == [*first.prompt, *first.outputs[0][1], *parts[1]]

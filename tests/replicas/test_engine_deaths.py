@@ -1,4 +1,4 @@
-"""What a client of several engines does when one of them dies; the test plays them."""
+"""Deaths of the engines of a client of several, which the test plays."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 from hardpoint import LLM, AsyncLLM
 from hardpoint.core.client.event_loop import SendQueue
@@ -37,19 +37,9 @@ def core_of(engine: LLMEngine) -> EngineCore:
     return engine.parts.client._core
 
 
-def client_in(engine: LLMEngine) -> Any:
-    """Return the client of an engine."""
-    return engine._client
-
-
-@contextlib.contextmanager
-def use_client(engine: LLMEngine, client: Any) -> Iterator[None]:
+def use_client(engine: LLMEngine, client: Any) -> AbstractContextManager[Any]:
     """Let an engine reach its core, and others, by another client."""
-    own, engine._client = engine._client, client
-    try:
-        yield
-    finally:
-        engine._client = own
+    return mock.patch.object(engine, "_client", client)
 
 
 def config_of(engine: LLMEngine) -> EngineConfig:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from transformers import RepetitionPenaltyLogitsProcessor
+
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 BEGIN = "<!-- pairs that are refused, written by tests/support/refused_pairs.py -->"
 END = "<!-- end of pairs -->"
@@ -34,6 +37,10 @@ class RefusedPair:
         config: configuration of an engine of the scripted model.
         request: parameters of a request; None if the engine is refused when it starts.
         windows: whether the model has a layer with a sliding window.
+        prompt: prompt of the request.
+        options: options of the call of `generate`.
+        images: whether the model is one that reads images.
+        conversation: whether the request is a turn of a conversation.
     """
 
     one: str
@@ -42,7 +49,15 @@ class RefusedPair:
     config: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] | None = None
     windows: bool = False
+    prompt: Any = "say"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    images: bool = False
+    conversation: bool = False
 
+
+_ROWS = np.ones((2, 2), np.float32)
+_EMBEDDINGS = {"plugin": {"prompt_embeddings": {"enabled": True}}}
+_IMAGE = {"image": np.zeros((8, 8, 3), np.uint8)}
 
 PAIRS = [
     RefusedPair(
@@ -161,6 +176,83 @@ PAIRS = [
         ("include", "speculation"),
         {},
         {"include": ["speculation"]},
+    ),
+    RefusedPair(
+        "prompt embeddings",
+        "`prompt_logprobs`",
+        ("prompt_embeds", "prompt_logprobs"),
+        _EMBEDDINGS,
+        {"prompt_logprobs": 1},
+        prompt={"prompt_embeds": _ROWS},
+    ),
+    RefusedPair(
+        "prompt embeddings",
+        "`truncate_prompt_tokens`",
+        ("prompt_embeds", "truncate_prompt_tokens"),
+        _EMBEDDINGS,
+        {},
+        prompt={"prompt_embeds": _ROWS},
+        options={"truncate_prompt_tokens": 1},
+    ),
+    RefusedPair(
+        "prompt embeddings",
+        "images in the same prompt",
+        ("prompt_embeds", "multi_modal_data"),
+        _EMBEDDINGS,
+        {},
+        prompt={"prompt_embeds": _ROWS, "multi_modal_data": _IMAGE},
+    ),
+    RefusedPair(
+        "prompt embeddings",
+        "processors of transformers as `logits_processors`",
+        ("embeddings", "logits_processors"),
+        _EMBEDDINGS,
+        {"logits_processors": [RepetitionPenaltyLogitsProcessor(2.0)]},
+        prompt={"prompt_embeds": _ROWS},
+    ),
+    RefusedPair(
+        "images",
+        "`truncate_prompt_tokens`, if it would cut the prompt",
+        ("media", "truncate_prompt_tokens"),
+        {},
+        {},
+        prompt={"prompt": "<start_of_image>", "multi_modal_data": _IMAGE},
+        options={"truncate_prompt_tokens": 1},
+        images=True,
+    ),
+    RefusedPair(
+        "images",
+        "an attention backend without `sees_ahead`",
+        ("an image", "sees_nothing_ahead"),
+        {"attention": {"use": f"{HERE}.refused:SeesNothingAhead"}},
+        images=True,
+    ),
+    RefusedPair(
+        "a conversation that stays open",
+        "images",
+        ("conversation", "multi_modal_data"),
+        {},
+        {},
+        prompt={"prompt": "<start_of_image>", "multi_modal_data": _IMAGE},
+        images=True,
+        conversation=True,
+    ),
+    RefusedPair(
+        "a conversation that stays open",
+        "prompt embeddings",
+        ("conversation", "prompt_embeds"),
+        _EMBEDDINGS,
+        {},
+        prompt={"prompt_embeds": _ROWS},
+        conversation=True,
+    ),
+    RefusedPair(
+        "a conversation that stays open",
+        "`n` above 1",
+        ("conversation", "n: expected 1"),
+        {},
+        {"n": 2},
+        conversation=True,
     ),
 ]
 

@@ -14,7 +14,7 @@ from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs, EngineCoreReq
 from hardpoint.plugins.requests import ResumedOutputs
 from hardpoint.system.encoding import Decoder, Encoder
 from support.driving import Job
-from support.internals import client_in, use_client
+from support.internals import use_client
 
 
 def over_the_wire(message):
@@ -77,7 +77,7 @@ class MovingClient:
     Attributes:
         sent: requests by internal id.
         num_moves: how many there were.
-        num_preemptions: of all engines, once they have ended.
+        num_preemptions: sum over all engines, once they have ended.
         outputs: all outputs of the engines, by the user's id.
     """
 
@@ -85,7 +85,7 @@ class MovingClient:
 
     def __init__(self, engines: Sequence[LLMEngine], moves: Callable[[str], Iterable[int]]):
         """Moves of a request by the user's id: after how many outputs of it."""
-        self._clients = [client_in(engine) for engine in engines]
+        self._clients = [engine.parts.client for engine in engines]
         self.activity = self._clients[0].activity
         self._moves = moves
         self.sent: dict[str, Sent] = {}

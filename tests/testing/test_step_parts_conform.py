@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from support import square_images
 from support.adapters import write_tensors
 from support.broken.poolers import Largest, Newest
 from support.broken.speculators import LastPair
@@ -33,15 +34,19 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     GrammarBackend,
     LoRARequest,
+    ModelConfig,
     ReasoningMarkers,
     SamplingParams,
     requests,
 )
+from hardpoint.plugins.media import Image
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.plugins.model import LinearMatrix
 from hardpoint.plugins.ops import Ops
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.plugins.structured import StructuredOutputs
-from hardpoint.testing import ScriptedDrafts, StepPartSuite
+from hardpoint.testing import ScriptedDrafts, ScriptedModel, StepPartSuite
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -142,6 +147,8 @@ class TestPooling(StepPartSuite):
     examples = kit_examples()
     part = Pooling
     components = {"poolers": {"largest": Largest, "newest": Newest}}
+    prompts = [{"text": "ab", "text_pair": "c"}]
+    prompt_pooling = PoolingParams(task="score", pooler="largest")
 
     def requests(self):
         return st.builds(
@@ -216,6 +223,40 @@ class OfLayers(Adapters):
         return super().worker_half(dataclasses.replace(context, loaded=loaded))
 
 
+def pixels(number):
+    return np.full((1, 1, 3), 40 * number, np.uint8)
+
+
+def colour(number):
+    return Image(1, 1, pixels(number).tobytes())
+
+
+class Colours(MediaFormat):
+    """Images are a token that begins them and three more."""
+
+    placeholder, placeholder_id, token_id = "<image>", 1, 2
+    begin_ids, end_ids, num_tokens = (1,), (), 3
+    item_shape, settings = (1, 1, 3), "colours"
+    processor, processor_settings = square_images.__file__, {"side": 1}
+
+
+class SeesColours(ScriptedModel):
+    contract = 1
+
+    @classmethod
+    def media_format(cls, config, files):
+        return Colours()
+
+
+class Eye:
+    """Embeddings are the colours times a weight."""
+
+    weight = 1
+
+    def encode_media(self, modality, items):
+        return [item.view(3, 1).float().repeat(1, 16) * self.weight + 1 for item in items]
+
+
 class TestAdapters(StepPartSuite):
     examples = kit_examples()
     part = Adapters
@@ -253,9 +294,48 @@ class TestAdaptersOfLayers(StepPartSuite):
         return st.builds(request, prompts, st.sampled_from(["a0", "a1", "a2", "unknown", None]))
 
 
+class TestEncoders(StepPartSuite):
+    examples = kit_examples()
+    part = Encoders
+    options = {"budget_tokens": 8}
+    components = {"models": {"SeesColours": SeesColours}}
+    model_config = ModelConfig(
+        architecture="SeesColours", hf={}, vocab_size=300, max_position_embeddings=64
+    )
+    media = [
+        ([5, 1, 6], {"image": [colour(0)]}),
+        ([1, 1, 1], {"image": [colour(1), colour(0), colour(1)]}),
+        ([5, 6], {"image": []}),
+    ]
+
+    def loaded(self):
+        return SimpleNamespace(model=Eye())
+
+    def change_weights(self, loaded):
+        loaded.model.weight += 1
+
+    def requests(self):
+        def request(items, is_cut):
+            ids, features = [5], []
+            for number in items:
+                features.append(
+                    MultiModalFeature(f"x{number}", len(ids) + 1, 3, data=pixels(number))
+                )
+                ids += [1, 2, 2, 2, 6]
+            return EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=ids[: -3 if is_cut else None] or [5],
+                params=SamplingParams(),
+                eos_token_ids=[256],
+                features=features,
+            )
+
+        items = st.lists(st.integers(0, 4), max_size=3)
+        return st.builds(request, items, st.sampled_from([False] * 9 + [True]))
+
+
 def test_all_builtins_are_tested():
-    """Encoders take what workers get once off their requests, which the suite uses again."""
-    assert_tests_builtins("step_parts", "part", globals(), lambda part: part is not Encoders)
+    assert_tests_builtins("step_parts", "part", globals())
 
 
 class TestRetention(StepPartSuite):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.broken import media_parts
 from support.broken import step_parts as broken
 from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
 
@@ -28,6 +29,7 @@ STEP_PARTS = [
     (broken.AlwaysData, "steps", "data", "0 bytes for a plan without requests that use"),
     (broken.TextAsData, "steps", "data", "expected bytes or None"),
     (broken.EndsOthers, "steps", "result", "result.. ends 'other'"),
+    (broken.UpdatedRaises, "steps", "result", "updated.. raised KeyError: 1"),
     (broken.FaultAsText, "steps", "result", "returned 'it is over' for 'r.'"),
     (broken.DraftsForOthers, "steps", "drafts", "names 'other', of the live requests only"),
     (broken.TooManyDrafts, "steps", "drafts", r"\[1, 2, 3\] for 'r.', expected at most 2 tokens"),
@@ -70,12 +72,59 @@ STEP_PARTS = [
     (broken.ValidateRaises, "frontend", "answers", "raised ValueError: no JSON"),
     (broken.Good, "prompts", "prompts", r"prompt_keys are \(\), and the suite has 1 prompts"),
     (broken.ReadsIntoList, "prompts", "prompts", r"read_prompt.. returned \[97, 97, 97\]"),
+    (broken.CutsNothing, "prompts", "prompts", r"cut\(2\) returned 3 ids"),
     (broken.ReadsNoToken, "prompts", "prompts", r"read_prompt.. returned GivenPrompt.*\[-1\]"),
     (broken.ReadsFieldsOfOthers, "prompts", "prompts", r"gave the fields \['resumable'\]"),
     (broken.RefusesWhatItReads, "prompts", "prompts", "prepare.. refused .*: not this one"),
     (broken.ReadPromptRaises, "prompts", "prompts", "raised KeyError: 'letter'"),
     (broken.NoFrontendHalf, "frontend", "contract", r"returned \{\}, expected a FrontendHalf or"),
     (broken.Slow, "speed", "speed", "times as long for 8 requests, times_plain is"),
+]
+
+# of media; tests and rules as above
+MEDIA = [
+    (media_parts.GivesTokens, "media", "placed", r"returned \[5, 1, 1, .*, expected a GivenPr"),
+    (media_parts.LeavesOneOut, "media", "placed", r"features of \['image'\] for items of \['im"),
+    (media_parts.TakesItems, "media", "placed", "read_prompt.. changed what it was given"),
+    (media_parts.TakesSmells, "media", "placed", "with media of an unknown modality returned Giv"),
+    (media_parts.TakesAnyNumber, "media", "placed", "an item less than placeholders returned Giv"),
+    (media_parts.AddsItems, "media", "placed", "raised TypeError: unsupported operand"),
+    (media_parts.NamesByIndex, "media", "placed", "of different data have the identifier 'x0'"),
+    (media_parts.NamesNothing, "media", "placed", r"features\[0\] has the identifier ''"),
+    (media_parts.CountsItems, "media", "placed", "and for an equal prompt _Placed"),
+    (media_parts.CoversOthers, "media", "placed", r"\[0\] covers the token 7, which is none of"),
+    (media_parts.TokenBeyond, "media", "placed", "gave the token 300, expected .* 0..299"),
+    (media_parts.PastTheEnd, "media", "placed", "covers 10 to 13 of a prompt of 8 tokens, after"),
+    (media_parts.TokensAlone, "media", "placed", r"\{'image': \(1,\)\}, and there is no read_"),
+    (media_parts.TokensWithoutKey, "media", "placed", "or no such key in prompt_keys"),
+    (media_parts.TokensOfNothing, "media", "placed", r"\{'image': \(\)\}, expected token ids by"),
+    (media_parts.RefusesPlaced, "media", "placed", "check.. refused what read_prompt.. gave: not"),
+    (media_parts.UsesNoMedia, "media", "placed", "uses.. returned False for a request with placed"),
+    (media_parts.NoLimit, "contract", "encoder cache", "max_encoder_tokens is 0, expected a numb"),
+    (media_parts.NoCache, "contract", "encoder cache", "is 8, expected 0, as encoder_cache is No"),
+    (media_parts.CacheAsDict, "contract", "encoder cache", r"is \{\}, which has no holds"),
+    (media_parts.NobodyEncodes, "contract", "encoder cache", "no worker half has `encodes = True"),
+    (media_parts.FreesHeld, "steps", "encoder cache", "returned 'x.', which 'r.' holds"),
+    (
+        media_parts.FreesAgain,
+        "steps",
+        "encoder cache",
+        "'x.', which (was not|'r.' holds)",
+    ),
+    (media_parts.FreesNone, "steps", "encoder cache", "take_freed.. returned None, expected ident"),
+    (media_parts.HoldsAll, "steps", "encoder cache", "holds.. returned True for 'x.', which was"),
+    (media_parts.HoldsNothing, "steps", "encoder cache", "returned False for 'x.', which 'r.' hol"),
+    (media_parts.HoldsOne, "steps", "encoder cache", "holds.. returned 1, expected a bool"),
+    (media_parts.HasNoRoom, "steps", "encoder cache", "for a feature of 3 tokens, .* no request"),
+    (media_parts.AllocateRaises, "steps", "encoder cache", "raised KeyError: 0"),
+    (media_parts.BelievesSent, "weights_changed", "worker", "embedded.. of .* raised KeyError: 'x"),
+    (media_parts.WeightsRaise, "weights_changed", "weights changed", "RuntimeError: no weights"),
+    (
+        media_parts.KeepsEmbeddings,
+        "weights_changed",
+        "weights changed",
+        "embedded tokens in step 1 to other values in new halves than after other weights",
+    ),
 ]
 
 
@@ -92,8 +141,24 @@ def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern):
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
 
 
+@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MEDIA, ids=label)
+def test_a_broken_part_of_media_fails_its_rule(cls, test, rule, pattern):
+    assert_fails(StepPartSuite, {"part": cls, **media_parts.SUITE}, test, rule, pattern)
+
+
+def test_a_part_that_places_and_encodes_media_passes():
+    attributes = {"part": media_parts.GoodMedia, **media_parts.SUITE, "examples": 0.1}
+    assert messages_of(StepPartSuite, attributes) == {}
+
+
+def test_a_part_that_places_media_has_to_have_samples():
+    attributes = {"part": media_parts.GoodMedia, **media_parts.SUITE, "media": []}
+    pattern = r"media_tokens are \{'image': \(1,\)\}, and the suite has 0 prompts in `media`"
+    assert_fails(StepPartSuite, attributes, "media", "placed", pattern)
+
+
 def test_every_test_catches_a_step_part():
-    assert {test for _, test, _, _ in STEP_PARTS} == suite_tests(StepPartSuite)
+    assert {test for _, test, _, _ in STEP_PARTS + MEDIA} == suite_tests(StepPartSuite)
 
 
 def test_a_part_that_reads_prompts_passes():

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.broken import attention, loaders, models, ops, samplers, shared_models
+from support.broken import (
+    attention,
+    loaders,
+    media_models,
+    models,
+    ops,
+    samplers,
+    shared_models,
+)
 from support.kit_suites import (
     assert_fails,
     label,
@@ -253,6 +261,37 @@ SHARED = [
     (shared_models.FirstExpertsOnly, "expert", "cuts", "no rank needs '0.experts.3.weight', which"),
 ]  # fmt: skip
 
+# The suite is ModelSuite, the model one of images.
+OF_IMAGES = [
+    (
+        media_models.FormatAsMapping,
+        "media",
+        "media format",
+        r"returned \{'num_tokens': 3\}, exp",
+    ),
+    (media_models.TokenBeyond, "media", "media format", r"has the token 257, .* in 0..256"),
+    (media_models.NoTokens, "media", "media format", "num_tokens is 0, expected a number"),
+    (media_models.OneTokenForAll, "media", "media format", "token_id is 3, which is also"),
+    (media_models.SeesItself, "media", "media format", "set `sees_ahead = True` in the model"),
+    (media_models.NoSettings, "media", "media format", "settings is '', expected a text of all"),
+    (media_models.OtherSettings, "media", "media format", "settings is 'squares .', and of a sec"),
+    (media_models.NoProgram, "media", "media format", "processor is '', expected the path of"),
+    (media_models.GivesText, "media", "process", "processor failed: TypeError: expected bytes"),
+    (media_models.KeepsSizes, "media", "process", "processor made 3 bytes of it, expected 48, ui"),
+    (media_models.AddsNoise, "media", "process", "made other numbers of it when it was asked ag"),
+    (media_models.NamedAlike, "media", "identifiers", "images of 1 x 1 and 40 x 3 have the id"),
+    (media_models.NamedAnew, "media", "identifiers", "returned '.*', and of an equal image '"),
+    (media_models.Stacks, "media", "encode", r"of 4 items returned torch.float32 \[4, 3, 24\]"),
+    (media_models.OneRowEach, "media", "encode", r"\[1, 24\] on cpu for an item, expected \[3, 24"),
+    (media_models.MeanOfAll, "media", "encode", "embeddings of item . alone differ from those am"),
+    (media_models.ScalesItems, "media", "encode", "changed the numbers that it was given"),
+    (media_models.SeesNothing, "media", "encode", "embeddings of two different images are equal"),
+    (media_models.Overflows, "media", "encode", "returned numbers that are not finite"),
+    (media_models.EncodeRaises, "media", "encode", "raised KeyError: 'image'"),
+    (media_models.IgnoresHook, "media", "embedded", "hidden states differ from those of these to"),
+    (media_models.CallsNoHook, "media", "embedded", "called hooks.embedded 0 times in a step"),
+]
+
 LOADERS = [
     (loaders.NoContract, "contract", "contract", "add `contract = 1` to its class body"),
     (loaders.ClaimsFolders, "recognises", "recognises", "True for an empty folder, expected Fa"),
@@ -339,6 +378,7 @@ RIGHT = [
     (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
     (ModelSuite, {"model": models.Quantizable, "config": models.CONFIG}),
     (ModelSuite, {"model": models.Adaptable, "config": models.CONFIG}),
+    (ModelSuite, {"model": media_models.Seeing, "config": models.CONFIG}),
     (AttentionBackendSuite, {"backend": attention.Plain}),
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (AttentionBackendSuite, {"backend": attention.Padded}),
@@ -396,7 +436,7 @@ def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invarianc
 
 
 @pytest.mark.parametrize(
-    ("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED, ids=label
+    ("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED + OF_IMAGES, ids=label
 )
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
@@ -450,7 +490,7 @@ def test_correct_components_pass(suite, attributes):
         (SamplerSuite, SAMPLERS),
         (AttentionBackendSuite, ATTENTION),
         (OpsSuite, OPS),
-        (ModelSuite, MODELS + SHARED + ADAPTED + QUANTIZED),
+        (ModelSuite, MODELS + SHARED + ADAPTED + QUANTIZED + OF_IMAGES),
         (WeightLoaderSuite, LOADERS),
     ],
 )

@@ -1,22 +1,30 @@
 """The program that decodes images, in a limited process: libraries in C read what strangers send.
 
-A request is the name of a format, a line end, and the encoded image. An answer is the size and the
-pixels, or a letter for what is wrong. It imports Pillow alone, and of that the readers of
-four formats.
+A request is the name of a format, a line end, and the encoded image; or RGB, width and height, a
+line end, and pixels. An answer is the size and the pixels, or a letter for what is wrong. With the
+processor of a model, it is the size, a hash of the pixels, and what the processor made of them. It
+imports Pillow alone, and of that the readers of four formats.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import struct
 import warnings
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
-IMAGE, DAMAGED, FRAMES, SIZE, MEMORY = b"I", b"D", b"F", b"S", b"M"
-"""First byte of an answer; an image's size follows it, or a number of frames."""
+IMAGE, DAMAGED, FRAMES, SIZE, MEMORY, FAULT = b"I", b"D", b"F", b"S", b"M", b"P"
+"""First byte of an answer; an image's size follows it, a number of frames, or a text."""
 
 NUMBERS = struct.Struct("<II")
+HASH_BYTES = 32
+
+_MOST_OF_A_FAULT = 300  # characters
+
+Processor = Callable[[Any], bytes]
 
 _ORIENTATION = 0x0112
 
@@ -25,7 +33,8 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
     """Return the function that answers requests.
 
     Args:
-        settings: `max_pixels` of an image.
+        settings: `max_pixels` of an image; `processor`, None or the path of a model's program and
+            its settings.
     """
     from PIL import (  # noqa: PLC0415
         GifImagePlugin,
@@ -47,10 +56,18 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
         b"GIF": GifImagePlugin.GifImageFile,
     }
 
+    processor = None if settings["processor"] is None else _loaded(*settings["processor"])
+
     def answer(request: bytes) -> bytes:
-        name, _, data = request.partition(b"\n")
+        head, _, data = request.partition(b"\n")
+        name, *size = head.split()
         try:
-            return decode(readers[name](BytesIO(data)), max_pixels)
+            if size:
+                width, height = map(int, size)
+                image = Image.frombytes("RGB", (width, height), data)
+            else:
+                image = decode(readers[name](BytesIO(data)), max_pixels)
+            return image if isinstance(image, bytes) else answer_of(image, processor)
         except MemoryError:
             return MEMORY
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -61,8 +78,42 @@ def start(settings: dict[str, Any]) -> Callable[[bytes], bytes]:
     return answer
 
 
-def decode(image: Any, max_pixels: int) -> bytes:
-    """Return the answer to an image that was opened, and is not yet decoded."""
+def _loaded(path: str, settings: dict[str, Any]) -> Processor:
+    """Return the processor of a model, from its file."""
+    specification = importlib.util.spec_from_file_location("image_processor", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    started: Processor = module.start(settings)
+    return started
+
+
+def answer_of(image: Any, processor: Processor | None) -> bytes:
+    """Return the answer to an RGB image.
+
+    Raises:
+        MemoryError: there is too little.
+    """
+    size, pixels = NUMBERS.pack(*image.size), image.tobytes()
+    if processor is None:
+        return b"".join((IMAGE, size, pixels))
+    digest = hashlib.sha256(f"RGB {image.width} {image.height}\n".encode())  # `Image.content_hash`
+    digest.update(pixels)
+    try:
+        made = processor(image)
+        if not isinstance(made, bytes):
+            raise TypeError(f"expected bytes, got {type(made).__name__}")
+    except MemoryError:
+        raise
+    except Exception as cause:
+        text = f"{type(cause).__name__}: {cause}"
+        return FAULT + text[:_MOST_OF_A_FAULT].encode(errors="replace")
+    return b"".join((IMAGE, size, digest.digest(), made))
+
+
+def decode(image: Any, max_pixels: int) -> Any:
+    """Return an image that was opened, and is not yet decoded, as RGB; or the answer to it."""
     if image.width * image.height > max_pixels:
         return SIZE
     # Of a GIF, the frames would have to be decoded to be counted; the first one is what is asked.
@@ -72,8 +123,7 @@ def decode(image: Any, max_pixels: int) -> bytes:
     image.load()
     if image.width * image.height > max_pixels:  # a frame of a GIF may be larger than the image
         return SIZE
-    turned = _turned(_rgb(image), image.getexif().get(_ORIENTATION, 1))
-    return b"".join((IMAGE, NUMBERS.pack(*turned.size), turned.tobytes()))
+    return _turned(_rgb(image), image.getexif().get(_ORIENTATION, 1))
 
 
 def _rgb(image: Any) -> Any:

@@ -1,14 +1,17 @@
-"""Encoded images to pixels: limits first, then a process that decodes."""
+"""Encoded images to pixels, and to what an encoder gets: limits first, then a limited process."""
 
 from __future__ import annotations
 
+import math
+
 from hardpoint.errors import RequestError
 from hardpoint.plugins.image_input import ImagesConfig
-from hardpoint.plugins.media import Image
+from hardpoint.plugins.media import Image, ProcessedImage
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.toolkit.limited import LimitedProcess
 
 from . import decode_program
-from .decode_program import DAMAGED, FRAMES, IMAGE, MEMORY, NUMBERS, SIZE
+from .decode_program import DAMAGED, FAULT, FRAMES, HASH_BYTES, IMAGE, MEMORY, NUMBERS, SIZE
 from .header import FORMATS, read_header
 
 __all__ = ["ImageDecoder", "check_size"]
@@ -40,22 +43,28 @@ def check_size(width: int, height: int, limits: ImagesConfig, place: str) -> Non
 
 
 class ImageDecoder:
-    """Decodes images in a process of its own, which starts with the first one.
+    """Decodes images, and processes them, in a process of its own, which starts with the first one.
 
     Usable from several threads, which wait for each other.
     """
 
-    def __init__(self, limits: ImagesConfig) -> None:
-        """Start nothing."""
-        self._limits = limits
+    def __init__(self, limits: ImagesConfig, media: MediaFormat | None = None) -> None:
+        """Start nothing.
+
+        Args:
+            media: has the processor of a model; None leaves the pixels as they are.
+        """
+        self._limits, self._media = limits, media
+        self._size = 0 if media is None else math.prod(media.item_shape)
+        processor = None if media is None else (media.processor, dict(media.processor_settings))
         self._process = LimitedProcess(
             str(decode_program.__file__),
             "to decode images",
             seconds=limits.decode_seconds,
             max_bytes=_OTHER_BYTES + _BYTES_PER_PIXEL * limits.max_pixels + 4 * limits.max_bytes,
-            max_answer_bytes=3 * limits.max_pixels + 100,
+            max_answer_bytes=max(3 * limits.max_pixels, 2 * self._size) + 10_000,
             needs="pillow",
-            settings={"max_pixels": limits.max_pixels},
+            settings={"max_pixels": limits.max_pixels, "processor": processor},
         )
 
     @property
@@ -63,14 +72,15 @@ class ImageDecoder:
         """The id of the process that decodes; None if there is none."""
         return self._process.pid
 
-    def decode(self, data: bytes, place: str) -> Image:
-        """Return the pixels of an encoded image.
+    def decode(self, data: bytes, place: str) -> Image | ProcessedImage:
+        """Return an encoded image, processed if there is a processor.
 
         Args:
             place: names the image in messages.
 
         Raises:
-            RequestError: it has no format that is decoded, is damaged, or is above a limit.
+            RequestError: it has no format that is decoded, is damaged, or is above a limit; or the
+                processor failed.
             HardpointError: no process can be started.
         """
         limit = self._limits.max_bytes
@@ -94,12 +104,31 @@ class ImageDecoder:
         answer = self._process.ask(header.format.encode() + b"\n", data)
         return self._read(answer, header.format, place)
 
-    def _read(self, answer: bytes | None, format_: str, place: str) -> Image:
+    def process(self, image: Image, place: str) -> Image | ProcessedImage:
+        """Return a decoded image, within the limits, processed if there is a processor.
+
+        Raises:
+            RequestError: the processor failed, or takes too much time or memory.
+            HardpointError: no process can be started.
+        """
+        if self._media is None:
+            return image
+        answer = self._process.ask(f"RGB {image.width} {image.height}\n".encode(), image.pixels)
+        return self._read(answer, None, place)
+
+    def _read(
+        self, answer: bytes | None, format_: str | None, place: str
+    ) -> Image | ProcessedImage:
+        """Return the image of an answer; `format_` is None if the image was decoded before."""
         kind = MEMORY if answer is None else answer[:1]
         if answer is not None and kind == IMAGE:
             width, height = NUMBERS.unpack_from(answer, 1)
             check_size(width, height, self._limits, place)
-            return Image(width, height, answer[1 + NUMBERS.size :])
+            return self._made(width, height, answer[1 + NUMBERS.size :], place)
+        if answer is not None and kind == FAULT:
+            raise RequestError(
+                f"{place}: the model's image processor failed: {answer[1:].decode()}"
+            )
         if answer is not None and kind == FRAMES:
             frames, _ = NUMBERS.unpack_from(answer, 1)
             raise RequestError(
@@ -115,10 +144,24 @@ class ImageDecoder:
             raise RequestError(
                 f"{place}: expected a whole image; this {format_} image is damaged or truncated"
             )
+        steps = [] if format_ is None else ["decoding"]
+        steps += [] if self._media is None else ["processing"]
         raise RequestError(
-            f"{place}: decoding it takes more than {self._limits.decode_seconds:g} s "
+            f"{place}: {' and '.join(steps)} it takes more than {self._limits.decode_seconds:g} s "
             f"(images.decode_seconds) or too much memory"
         )
+
+    def _made(self, width: int, height: int, made: bytes, place: str) -> Image | ProcessedImage:
+        media = self._media
+        if media is None:
+            return Image(width, height, made)
+        digest, data = made[:HASH_BYTES].hex(), made[HASH_BYTES:]
+        if len(data) != self._size:
+            raise RequestError(
+                f"{place}: the model's image processor made {len(data)} bytes of it, expected "
+                f"{self._size}, uint8 {list(media.item_shape)}"
+            )
+        return ProcessedImage(width, height, digest, media.settings, data)
 
     def close(self) -> None:
         """End the process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import os
 import stat
 import sys
@@ -16,7 +17,8 @@ import numpy as np
 
 from hardpoint.errors import RequestError, shown
 from hardpoint.plugins.image_input import ImagesConfig, ImageSource
-from hardpoint.plugins.media import Image
+from hardpoint.plugins.media import Image, ProcessedImage
+from hardpoint.plugins.media_format import MediaFormat
 from hardpoint.toolkit.folders import permitted_path
 
 from .decoder import ImageDecoder, check_size
@@ -31,26 +33,34 @@ _FORMS = (
 
 
 class ImageReader:
-    """Makes pixels of images in any form that users have them in.
+    """Makes pixels, or what an encoder gets, of images in any form that users have them in.
 
-    Usable from several threads; closing it ends the process that decodes.
+    Usable from several threads; closing it ends the process that decodes and processes.
     """
 
-    def __init__(self, limits: ImagesConfig, fetcher: Fetcher | None = None) -> None:
+    def __init__(
+        self,
+        limits: ImagesConfig,
+        fetcher: Fetcher | None = None,
+        *,
+        media: MediaFormat | None = None,
+    ) -> None:
         """Open nothing.
 
         Args:
             fetcher: fetches remote images; None is one for public addresses, if they are enabled.
+            media: has the processor of a model; None leaves the pixels as they are.
         """
-        self._limits = limits
-        self._decoder = ImageDecoder(limits)
+        self._limits, self._media = limits, media
+        self._decoder = ImageDecoder(limits, media)
         self._fetcher = Fetcher(limits.remote, limits.max_bytes) if fetcher is None else fetcher
 
-    def read(self, images: Sequence[tuple[str, Any]]) -> list[Image]:
-        """Return the pixels of the images of a prompt.
+    def read(self, images: Sequence[tuple[str, Any]]) -> list[Image | ProcessedImage]:
+        """Return the images of a prompt, processed if there is a processor.
 
         Args:
             images: each with its place, which names it in messages. An `ImageSource` has its own.
+                Those that are processed stay as they are.
 
         Raises:
             RequestError: there are too many, or one is wrong; the message names its place.
@@ -63,31 +73,41 @@ class ImageReader:
                 f"{place}: expected at most {limit} images in a prompt (images.max_items), got "
                 f"{len(images)}"
             )
-        read: list[Image] = []
-        left = self._limits.max_total_pixels
-        for place, given in images:
+        read: list[Image | ProcessedImage] = []
+        size = pixels = 0
+        for own_place, given in images:
+            place = _place(own_place, given)
             image = self._one(given, place)
-            left -= image.width * image.height
-            if left < 0:
-                raise RequestError(
-                    f"{_place(place, given)}: expected images of at most "
-                    f"{self._limits.max_total_pixels} pixels together in a prompt "
-                    f"(images.max_total_pixels), got more"
-                )
-            read.append(image)
+            if isinstance(image, bytes):
+                size += len(image)
+                self._check_total("bytes", size, self._limits.max_total_bytes, place)
+                image = self._decoder.decode(image, place)
+            pixels += image.width * image.height
+            self._check_total("pixels", pixels, self._limits.max_total_pixels, place)
+            read.append(self._decoder.process(image, place) if isinstance(image, Image) else image)
         return read
+
+    def _check_total(self, unit: str, found: int, limit: int, place: str) -> None:
+        if found > limit:
+            raise RequestError(
+                f"{place}: expected images of at most {limit} {unit} together in a prompt "
+                f"(images.max_total_{unit}), got more"
+            )
 
     def close(self) -> None:
         """End the process that decodes."""
         self._decoder.close()
 
-    def _one(self, given: Any, place: str) -> Image:
+    def _one(self, given: Any, place: str) -> bytes | Image | ProcessedImage:
+        """Return an image that is decoded, or the bytes of an encoded one."""
         if isinstance(given, ImageSource):
-            return self._of_url(given.url, given.place)
+            return self._of_url(given.url, place)
         if isinstance(given, Image):
             return self._checked(given, place)
+        if isinstance(given, ProcessedImage):
+            return self._processed(given, place)
         if isinstance(given, bytes | bytearray | memoryview):
-            return self._decoder.decode(bytes(given), place)
+            return bytes(given)
         if isinstance(given, os.PathLike):
             return self._of_path(os.fsdecode(given), place)
         if isinstance(given, str):
@@ -99,16 +119,26 @@ class ImageReader:
             return self._of_pillow(given, place)
         raise RequestError(f"{place}: expected {_FORMS}, got {type(given).__name__}")
 
-    def _of_url(self, url: str, place: str) -> Image:
+    def _processed(self, given: ProcessedImage, place: str) -> ProcessedImage:
+        media = self._media
+        if (
+            media is None
+            or given.settings != media.settings
+            or len(given.data) != math.prod(media.item_shape)
+        ):
+            raise RequestError(f"{place}: expected an image that this model's processor has made")
+        return given
+
+    def _of_url(self, url: str, place: str) -> bytes:
         scheme = url[:5].lower()
         if scheme == "data:":
-            return self._decoder.decode(self._data(url, place), place)
+            return self._data(url, place)
         if scheme == "file:":
             parts = urlsplit(url)
             if parts.netloc not in ("", "localhost"):
                 raise RequestError(f"{place}: expected a file: URL without a host")
             return self._of_file(unquote(parts.path), place)
-        return self._decoder.decode(self._fetcher.fetch(url, place), place)
+        return self._fetcher.fetch(url, place)
 
     def _data(self, url: str, place: str) -> bytes:
         """Return the bytes of a data URL; its media type is not asked, the content has the format.
@@ -136,18 +166,18 @@ class ImageReader:
                 f"/ and as many = as it needs, got something else"
             ) from None
 
-    def _of_path(self, name: str, place: str) -> Image:
+    def _of_path(self, name: str, place: str) -> bytes:
         return self._of_file(str(Path.cwd() / os.path.expanduser(name)), place)
 
-    def _of_file(self, name: str, place: str) -> Image:
-        """Return an image of a permitted folder; links are followed before that is checked."""
+    def _of_file(self, name: str, place: str) -> bytes:
+        """Return a file of a permitted folder; links are followed before that is checked."""
         path = permitted_path(name, self._limits.folders)
         if path is None:
             raise RequestError(
                 f"{place}: expected a path in one of images.folders"
                 f"{'' if self._limits.folders else ', which is empty'}"
             )
-        return self._decoder.decode(self._content(path, place), place)
+        return self._content(path, place)
 
     def _content(self, path: Path, place: str) -> bytes:
         limit = self._limits.max_bytes

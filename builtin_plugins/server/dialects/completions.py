@@ -56,9 +56,9 @@ class CompletionRequest(TextFields):
         add_special_tokens: whether those of the tokenizer are put before texts.
         prompt_embeds: embeddings in place of token ids, where `server.prompt_embeds` lets requests
             have some: base64 of safetensors with one tensor, "prompt_embeds", or an object of
-            base64 numbers, dtype and shape.
+            base64 numbers, dtype and shape; or a list of these, one per prompt.
         prompt_is_token_ids: for each of the token ids of `prompt` whether it is one; an embedding
-            stands for each of the others, which are 0.
+            stands for each of the others, which are 0. Of several prompts, a list for each.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -71,17 +71,20 @@ class CompletionRequest(TextFields):
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
-    prompt_embeds: str | RawTensor | None = None
-    prompt_is_token_ids: list[bool] | None = None
+    prompt_embeds: str | RawTensor | list[str | RawTensor] | None = None
+    prompt_is_token_ids: list[bool | list[bool]] | None = None
 
-    def embedded_prompt(self, *, allowed: bool) -> dict[str, Any] | None:
-        """Return the prompt with its embeddings; None for one without any.
+    def embedded_prompts(
+        self, limits: ServerLimits, *, allowed: bool
+    ) -> list[dict[str, Any]] | None:
+        """Return the prompts with their embeddings; None for prompts without any.
 
         Args:
+            limits: limits of the server.
             allowed: whether the server lets requests have some.
 
         Raises:
-            RequestError: it does not, or they are wrong, or together with what needs ids.
+            RequestError: it does not, or they are wrong, too many, or together with what needs ids.
         """
         given, mask, ids = self.prompt_embeds, self.prompt_is_token_ids, self.prompt
         if given is None and mask is None:
@@ -99,12 +102,24 @@ class CompletionRequest(TextFields):
             raise RequestError(
                 "prompt: expected none with prompt_embeds, or token ids with prompt_is_token_ids"
             )
-        rows = decoded(given)
-        if mask is None:
-            return {"prompt_embeds": rows}
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise RequestError("prompt: expected token ids with prompt_is_token_ids")
-        return {"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": mask}
+        if not isinstance(given, list):
+            rows = decoded(given, "prompt_embeds")
+            return [_mixed(rows, ids, mask, "")]
+        self._check_number("prompt_embeds", len(given), limits)
+        for name, value in () if mask is None else (("prompt_is_token_ids", mask), ("prompt", ids)):
+            if not isinstance(value, list) or len(value) != len(given):
+                raise RequestError(
+                    f"{name}: expected a list of {len(given)} lists, one for each of prompt_embeds"
+                )
+        return [
+            _mixed(
+                decoded(one, f"prompt_embeds[{index}]"),
+                ids if mask is None else ids[index],
+                None if mask is None else mask[index],
+                f"[{index}]",
+            )
+            for index, one in enumerate(given)
+        ]
 
     def prompts(self, limits: ServerLimits) -> list[str | list[int]]:
         """Return the prompts.
@@ -115,17 +130,33 @@ class CompletionRequest(TextFields):
         Raises:
             RequestError: there are none, or too many, also together with `n`.
         """
-        given = self._prompts(limits.prompts)
-        n = self.n if isinstance(self.n, int) else 1
-        limit = max(limits.prompts, limits.n)
-        if 1 < n <= limits.n and len(given) * n > limit:
-            raise RequestError(
-                f"prompt and n: expected at most {limit} completions on this server "
-                f"(server.limits.prompts), got {len(given)} prompts with n {n}"
-            )
+        given = self._prompts()
+        self._check_number("prompt", len(given), limits)
+        for index, item in enumerate(given if given is self.prompt else ()):
+            is_ids = isinstance(item, list) and all(type(token) is int for token in item)
+            if not isinstance(item, str) and not is_ids:
+                raise RequestError(f"prompt[{index}]: expected a text or a list of token ids")
         return given
 
-    def _prompts(self, limit: int) -> list[str | list[int]]:
+    def _check_number(self, name: str, count: int, limits: ServerLimits) -> None:
+        """Check how many prompts a field has, also together with `n`.
+
+        Raises:
+            RequestError: it has none, or too many.
+        """
+        if not count:
+            raise RequestError(f"{name}: expected at least one prompt, got an empty list")
+        if count > limits.prompts:
+            raise RequestError(f"{name}: expected at most {limits.prompts} prompts, got {count}")
+        n = self.n if isinstance(self.n, int) else 1
+        limit = max(limits.prompts, limits.n)
+        if 1 < n <= limits.n and count * n > limit:
+            raise RequestError(
+                f"{name} and n: expected at most {limit} completions on this server "
+                f"(server.limits.prompts), got {count} prompts with n {n}"
+            )
+
+    def _prompts(self) -> list[str | list[int]]:
         given = self.prompt
         if given is msgspec.UNSET:
             raise RequestError("prompt: missing, and it has no default")
@@ -135,15 +166,25 @@ class CompletionRequest(TextFields):
             raise RequestError("prompt: expected a text, token ids, or a list of one of these")
         if given and all(type(item) is int for item in given):
             return [given]
-        if not given:
-            raise RequestError("prompt: expected at least one prompt, got an empty list")
-        if len(given) > limit:
-            raise RequestError(f"prompt: expected at most {limit} prompts, got {len(given)}")
-        for index, item in enumerate(given):
-            is_ids = isinstance(item, list) and all(type(token) is int for token in item)
-            if not isinstance(item, str) and not is_ids:
-                raise RequestError(f"prompt[{index}]: expected a text or a list of token ids")
         return given
+
+
+def _mixed(rows: Any, ids: Any, mask: Any, place: str) -> dict[str, Any]:
+    """Return the prompt of embeddings, mixed with token ids if there is a mask.
+
+    Args:
+        place: the index of the prompt, as its fields have it in messages.
+
+    Raises:
+        RequestError: ids or mask are something else.
+    """
+    if mask is None:
+        return {"prompt_embeds": rows}
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise RequestError(f"prompt{place}: expected token ids with prompt_is_token_ids")
+    if not isinstance(mask, list) or not all(type(item) is bool for item in mask):
+        raise RequestError(f"prompt_is_token_ids{place}: expected a list of booleans")
+    return {"prompt_embeds": rows, "prompt_token_ids": ids, "prompt_is_token_ids": mask}
 
 
 class Logprobs(msgspec.Struct):
@@ -202,15 +243,15 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         """Return the outputs and the answer; see the base."""
         body, name = asked.body, asked.request_id
         settings = self._service.settings
-        embedded = body.embedded_prompt(allowed=settings.prompt_embeds)
+        embedded = body.embedded_prompts(settings.limits, allowed=settings.prompt_embeds)
         prompts = [] if embedded is not None else body.prompts(settings.limits)
         self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
-        given = [embedded] if embedded is not None else await self._tokenised(body, prompts)
+        given = embedded if embedded is not None else await self._tokenised(body, prompts)
         ids = [name] if len(given) == 1 else [f"{name}-{i}" for i in range(len(given))]
-        is_list = prompts is body.prompt
-        paths = [f"prompt[{i}]" if is_list else "prompt" for i in range(len(ids))]
+        is_list = prompts is body.prompt or isinstance(body.prompt_embeds, list)
+        places = [f"[{i}]" if is_list else "" for i in range(len(ids))]
         sources = self._outputs(asked, given, ids)
-        outputs = numbered(sources[0], paths[0]) if len(ids) == 1 else merged(sources, paths)
+        outputs = numbered(sources[0], places[0]) if len(ids) == 1 else merged(sources, places)
         return outputs, CompletionAnswer(self._service, asked, ids)
 
     async def _tokenised(
@@ -263,7 +304,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
 
 
 async def numbered(
-    source: AsyncGenerator[RequestOutput, None], path: str
+    source: AsyncGenerator[RequestOutput, None], place: str
 ) -> AsyncGenerator[Numbered, None]:
     """Yield the outputs of the only request; arguments and errors are those of `merged`."""
     try:
@@ -271,16 +312,16 @@ async def numbered(
             async for output in source:
                 yield 0, output
     except RequestError as error:
-        raise _with_path(error, path) from None
+        raise _with_place(error, place) from None
 
 
 async def merged(
-    sources: Sequence[AsyncGenerator[RequestOutput, None]], paths: Sequence[str]
+    sources: Sequence[AsyncGenerator[RequestOutput, None]], places: Sequence[str]
 ) -> AsyncGenerator[Numbered, None]:
     """Yield the outputs of several requests as they come, each with the number of its source.
 
     Args:
-        paths: paths of the prompts, for errors.
+        places: indices of the prompts in their fields, for errors.
 
     Raises:
         Exception: raised by a source; the others are closed.
@@ -294,7 +335,7 @@ async def merged(
                     await queue.put((number, output))
             await queue.put(None)
         except RequestError as error:
-            await queue.put(_with_path(error, paths[number]))
+            await queue.put(_with_place(error, places[number]))
         except Exception as error:
             await queue.put(error)
 
@@ -315,12 +356,18 @@ async def merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _with_path(error: RequestError, path: str) -> RequestError:
-    """Return an error about a prompt with the path that the prompt has in the request."""
+_FIELDS = {"prompt_token_ids": "prompt", "prompt": "prompt"} | {
+    name: name for name in ("prompt_embeds", "prompt_is_token_ids")
+}
+"""The fields of requests that a prompt is of, by what errors about the prompt call them."""
+
+
+def _with_place(error: RequestError, place: str) -> RequestError:
+    """Return an error about a prompt with the field and the index of the prompt in the request."""
     message = str(error)
-    for name in ("prompt_token_ids", "prompt"):
+    for name, field in _FIELDS.items():
         if message.startswith((f"{name}:", f"{name}[")):
-            return type(error)(path + message.removeprefix(name))
+            return type(error)(field + place + message.removeprefix(name))
     return error
 
 

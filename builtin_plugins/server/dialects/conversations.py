@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -27,7 +28,7 @@ from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.requests import AdapterScale
-from hardpoint.plugins.server import Call, OpenConversation, Route
+from hardpoint.plugins.server import Call, Client, OpenConversation, Route
 from hardpoint.typed import Strict, convert, shown
 
 _AT_OPENING = "give it in the query of the handshake, for the whole conversation"
@@ -163,6 +164,7 @@ class ConversationRoutes:
     def __init__(self, service: Service) -> None:
         """Serve what the service does."""
         self._service = service
+        self._open: collections.Counter[str] = collections.Counter()  # by name of the client
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -198,17 +200,43 @@ class ConversationRoutes:
         opening = _opening(websocket)
         _, adapter = await service.model(opening.model)
         service.check_admission()
-        conversation = service.engine.open_conversation(
-            request_id=new_id("conv-"),
-            keep_last=opening.keep_last,
-            **service.extras(call, opening, adapter),
-        )
-        talk = _Talk(service, websocket, call, conversation)
+        with self._one_more(call.client):
+            conversation = service.engine.open_conversation(
+                request_id=new_id("conv-"),
+                keep_last=opening.keep_last,
+                **service.extras(call, opening, adapter),
+            )
+            talk = _Talk(service, websocket, call, conversation)
+            try:
+                await websocket.accept()
+                await talk.run()
+            finally:
+                await conversation.aclose()
+
+    @contextlib.contextmanager
+    def _one_more(self, client: Client) -> Iterator[None]:
+        """Count a conversation of a client until it has ended.
+
+        Raises:
+            AnswerError: the client has as many as it may.
+        """
+        name, limit = client.name, self._service.settings.limits.conversations
+        if self._open[name] >= limit:
+            owner = "this key" if self._service.has_keys else "all clients together"
+            raise AnswerError(
+                429,
+                f"server.limits.conversations: expected at most {limit} open conversations of "
+                f"{owner}, and {self._open[name]} are open; close one first",
+                kind="rate_limit_error",
+                code="too_many_conversations",
+            )
+        self._open[name] += 1
         try:
-            await websocket.accept()
-            await talk.run()
+            yield
         finally:
-            await conversation.aclose()
+            self._open[name] -= 1
+            if not self._open[name]:
+                del self._open[name]
 
 
 def _opening(connection: HTTPConnection) -> Opening:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, deserialize
 from hardpoint.plugins import RequestError
 from hardpoint.typed import Strict
 
-FIELD = "prompt_embeds"
+_FIELD = "prompt_embeds"
 
 _PICKLES = (b"PK\x03\x04", b"\x80")
 """How files of torch.save and other pickles begin."""
@@ -36,15 +36,18 @@ class RawTensor(Strict):
     shape: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=2)]
 
 
-def decoded(given: str | RawTensor) -> np.ndarray[Any, Any]:
-    """Return embeddings as a float32 or float16 array.
+def decoded(given: str | RawTensor, path: str) -> Any:
+    """Return embeddings as an array, or of bfloat16 as a tensor.
+
+    Args:
+        path: names them in messages.
 
     Raises:
         RequestError: they are a pickle, which is never read, or something else.
     """
-    data = _bytes(given if isinstance(given, str) else given.data)
+    data = _bytes(given if isinstance(given, str) else given.data, path)
     if isinstance(given, RawTensor):
-        return _array(data, given.dtype, given.shape)
+        return _array(data, given.dtype, given.shape, path)
     try:
         tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
@@ -52,34 +55,36 @@ def decoded(given: str | RawTensor) -> np.ndarray[Any, Any]:
         if data.startswith(_PICKLES):
             what = "what torch.save or pickle writes, which is never read"
         raise RequestError(
-            f"{FIELD}: expected base64 of safetensors, or an object of data, dtype and shape, got "
+            f"{path}: expected base64 of safetensors, or an object of data, dtype and shape, got "
             f"{what}"
         ) from None
-    if list(tensors) != [FIELD]:
+    if list(tensors) != [_FIELD]:
         names = ", ".join(sorted(tensors)) or "none"
-        raise RequestError(f'{FIELD}: expected one tensor, "{FIELD}", got {names}')
-    tensor = tensors[FIELD]
+        raise RequestError(f'{path}: expected one tensor, "{_FIELD}", got {names}')
+    tensor = tensors[_FIELD]
     if (dtype := _DTYPES.get(tensor["dtype"])) is None:
         expected = ", ".join(_DTYPES)
-        raise RequestError(f"{FIELD}: expected a dtype of {expected}, got {tensor['dtype']}")
-    return _array(tensor["data"], dtype, tensor["shape"])
+        raise RequestError(f"{path}: expected a dtype of {expected}, got {tensor['dtype']}")
+    return _array(tensor["data"], dtype, tensor["shape"], path)
 
 
-def _bytes(text: str) -> bytes:
+def _bytes(text: str, path: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(
-            f"{FIELD}: expected base64, got {len(text)} characters: {error}"
+            f"{path}: expected base64, got {len(text)} characters: {error}"
         ) from None
 
 
-def _array(data: bytes, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
+def _array(data: bytes, dtype: str, shape: list[int], path: str) -> Any:
     if len(data) != (size := _SIZES[dtype] * math.prod(shape)):
         raise RequestError(
-            f"{FIELD}: expected {size} bytes, {dtype} of shape {list(shape)}, got {len(data)}"
+            f"{path}: expected {size} bytes, {dtype} of shape {list(shape)}, got {len(data)}"
         )
-    if dtype == "bfloat16":  # the upper half of a float32
-        halves = np.frombuffer(data, "<u2").astype(np.uint32) << 16
-        return halves.view(np.float32).reshape(shape)
+    if dtype == "bfloat16":  # which numpy has not
+        import torch  # noqa: PLC0415 - most requests give none
+
+        bits = np.frombuffer(data, "<i2").astype(np.int16)
+        return torch.from_numpy(bits).view(torch.bfloat16).reshape(shape)
     return np.frombuffer(data, "<f4" if dtype == "float32" else "<f2").reshape(shape)

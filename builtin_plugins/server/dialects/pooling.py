@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,7 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.server import Call, Route
 
-from .vectors import PooledFields, PooledUsage, Texts, VectorRoutes
+from .vectors import PooledFields, PooledUsage, Texts, VectorRoutes, encoded, usage_of
 
 _OF_INPUT = (
     "dimensions",
@@ -147,13 +146,11 @@ class PoolingRoute:
             use_activation=asked.use_activation,
         )
         outputs = await self._vectors.results(call, asked, asked.input, params)
-        shown = _base64 if asked.encoding_format == "base64" else _numbers
         data = [
-            PooledText("pooling", index, shown(output.outputs))
-            for index, output in enumerate(outputs)
+            PooledText("pooling", index, result)
+            for index, result in enumerate(encoded(outputs, asked.encoding_format))
         ]
-        count = sum(len(output.prompt_token_ids) for output in outputs)
-        usage = PooledUsage(count, count)
+        usage = usage_of(outputs)
         return PooledResult(request_id, "list", now, model, data, usage=usage)
 
 
@@ -178,11 +175,3 @@ def _check(asked: PoolingRequest) -> None:
     for name in _OF_INPUT:
         if getattr(asked, name) != getattr(defaults, name):
             raise RequestError(f"{name}: expected none with data, which an IO processor reads")
-
-
-def _numbers(result: Any) -> Any:
-    return result.tolist()
-
-
-def _base64(result: Any) -> str:
-    return base64.b64encode(result.astype("<f4").tobytes()).decode()

@@ -60,7 +60,7 @@ class InputImage(Strict, tag_field="type", tag="input_image"):
 
     Attributes:
         image_url: a data URL; others where the operator allows them.
-        detail: ignored: the model's processor decides.
+        detail: must be "auto" or None: the model's processor decides how large an image is read.
         file_id: must be None: nothing is stored.
     """
 
@@ -195,7 +195,7 @@ def _content(
         return given
     return joined(
         [
-            image_part(part.image_url, f"{path}[{index}].image_url")
+            image_part(part.image_url, f"{path}[{index}].image_url", part.detail)
             if isinstance(part, InputImage)
             else part.text
             for index, part in enumerate(given)

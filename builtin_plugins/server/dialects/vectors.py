@@ -314,12 +314,11 @@ class VectorRoutes:
         async def work() -> Embeddings:
             await self._prefix(texts, "prompt_name", asked.prompt_name)
             outputs = await self._pooled(call, asked, texts, params)
-            shown = _base64 if asked.encoding_format == "base64" else _numbers
             data = [
-                Embedding("embedding", index, shown(output.outputs))
-                for index, output in enumerate(outputs)
+                Embedding("embedding", index, vector)
+                for index, vector in enumerate(encoded(outputs, asked.encoding_format))
             ]
-            return Embeddings(_id(asked, "embd"), "list", _now(), model, data, _usage(outputs))
+            return Embeddings(_id(asked, "embd"), "list", _now(), model, data, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
@@ -350,7 +349,7 @@ class VectorRoutes:
                 )
                 for place in best[: asked.top_n]
             ]
-            return Ranking(_id(asked, "rerank"), model, results, _usage(outputs))
+            return Ranking(_id(asked, "rerank"), model, results, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
@@ -376,7 +375,7 @@ class VectorRoutes:
                 outputs = await self._pooled(call, asked, first | second, _params(asked, "embed"))
                 scores = _cosines(outputs[: len(first)], outputs[len(first) :])
             data = [Score("score", index, score) for index, score in enumerate(scores)]
-            return Scores(_id(asked, "score"), "list", _now(), model, data, _usage(outputs))
+            return Scores(_id(asked, "score"), "list", _now(), model, data, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
@@ -400,7 +399,7 @@ class VectorRoutes:
                 )
                 for index, output in enumerate(outputs)
             ]
-            return Classes(_id(asked, "classify"), "list", _now(), model, data, _usage(outputs))
+            return Classes(_id(asked, "classify"), "list", _now(), model, data, usage_of(outputs))
 
         return await self._service.answer(request, call, work)
 
@@ -577,16 +576,16 @@ def _cosines(
     return found
 
 
-def _numbers(vector: Any) -> list[float]:
-    found: list[float] = vector.tolist()
-    return found
+def encoded(outputs: Sequence[PoolingRequestOutput], encoding: str) -> list[Any]:
+    """Return results as numbers, or as "base64" of float32 numbers, little-endian."""
+    if encoding == "base64":
+        data = (output.outputs.astype("<f4").tobytes() for output in outputs)
+        return [base64.b64encode(one).decode() for one in data]
+    return [output.outputs.tolist() for output in outputs]
 
 
-def _base64(vector: Any) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def _usage(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
+def usage_of(outputs: Sequence[PoolingRequestOutput]) -> PooledUsage:
+    """Return the tokens of the prompts."""
     count = sum(len(output.prompt_token_ids) for output in outputs)
     return PooledUsage(count, count)
 

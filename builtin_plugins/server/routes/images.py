@@ -15,13 +15,15 @@ Content = str | list[str | Part]
 """A text, or texts and images in any order."""
 
 
-def image_part(url: str, place: str) -> Part:
+def image_part(url: str, place: str, detail: Any = None) -> Part:
     """Return an image as a part of a message.
 
     Args:
         place: names it in messages; the conversation that the engine gets may have other indices.
+        detail: how large it is to be read, unchecked; None leaves it open.
     """
-    return {"type": "image_url", "image_url": ImageSource(url, place)}
+    part = {"type": "image_url", "image_url": ImageSource(url, place)}
+    return part if detail is None else {**part, "detail": detail}
 
 
 def placed_images(content: Any, path: str) -> Any:
@@ -33,7 +35,8 @@ def placed_images(content: Any, path: str) -> Any:
         given = part.get("image_url") if isinstance(part, dict) else None
         place = f"{path}[{index}].image_url"
         if isinstance(given, dict) and isinstance(given.get("url"), str):
-            part = {**part, "image_url": ImageSource(given["url"], f"{place}.url")}
+            source = ImageSource(given["url"], f"{place}.url")
+            part = {**part, "image_url": {**given, "url": source}}
         elif isinstance(given, str):
             part = {**part, "image_url": ImageSource(given, place)}
         placed.append(part)

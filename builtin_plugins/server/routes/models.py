@@ -35,12 +35,14 @@ class ImageLimits(msgspec.Struct):
     Attributes:
         max_items: how many there may be.
         max_bytes: size of an encoded one.
+        max_total_bytes: size of all encoded ones together.
         max_pixels: width times height of one.
         max_body_bytes: size of a request, which has images as base64.
     """
 
     max_items: int
     max_bytes: int
+    max_total_bytes: int
     max_pixels: int
     max_body_bytes: int
 
@@ -227,8 +229,13 @@ class StatusRoutes:
         if not engine.takes_images:
             return None
         limits = engine.config.images
-        body = self._service.settings.limits.body_bytes
-        return ImageLimits(limits.max_items, limits.max_bytes, limits.max_pixels, body)
+        return ImageLimits(
+            limits.max_items,
+            limits.max_bytes,
+            limits.max_total_bytes,
+            limits.max_pixels,
+            self._service.receiver.max_bytes,
+        )
 
     async def models(self, request: Request) -> Response:  # noqa: ARG002
         """List the model under its names, and its adapters."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
@@ -25,21 +26,14 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.media_format import PlacedMedia
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
-from hardpoint.plugins.requests import MultiModalFeature, Retention
-from hardpoint.plugins.tokenizer import EncodedPair
+from hardpoint.plugins.requests import Retention
+from hardpoint.typed import copied
 from hardpoint.typed.read_only import read_only
 
 from .plugin_arguments import CallRules, PluginArguments
-from .prompts import (
-    Params,
-    Prompt,
-    ReadPrompt,
-    Tokens,
-    checked_ids,
-    read_prompt,
-)
+from .prompts import OUTPUTS, Params, Prompt, checked_ids, read_prompt
 
 T = TypeVar("T")
 
@@ -107,7 +101,11 @@ _POOLED = SamplingParams(max_tokens=1, seed=0, output_kind=RequestOutputKind.FIN
 
 
 class InputProcessor:
-    """Checks parameters, tokenises prompts, resolves plugin arguments. Sends nothing."""
+    """Checks parameters, tokenises prompts, resolves plugin arguments. Sends nothing.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+    """
 
     def __init__(
         self,
@@ -130,7 +128,7 @@ class InputProcessor:
                 before where both have equal parameters.
         """
         self._model_config = model_config
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._in_process = in_process
         self._share_params = share_params
@@ -155,7 +153,7 @@ class InputProcessor:
         extras: RequestExtras = NO_EXTRAS,
         *,
         arrival_time: float = 0.0,
-        token_ids: Tokens | PlacedMedia | None = None,
+        given: GivenPrompt | None = None,
     ) -> tuple[EngineCoreRequest, str | None, OutputParsers]:
         """Return the request, the prompt's text, if that is known, and the parsers of the output.
 
@@ -163,8 +161,7 @@ class InputProcessor:
 
         Args:
             arrival_time: seconds on the frontend's clock, used if neither has one.
-            token_ids: those of a prompt given as text, or with media, from `AsyncTokenizer`; None
-                finds them here.
+            given: what `read` returned for the prompt; None reads it here.
 
         Raises:
             RequestError: naming the field, its value and the expected one.
@@ -174,19 +171,17 @@ class InputProcessor:
             pooling = typed.convert(params, PoolingParams, path="", error=RequestError)
             params = msgspec.structs.replace(_POOLED, plugin_args=pooling.plugin_args)
         params = self.checked(params)
-        given = self._read(prompt)
+        if given is None:
+            given = self.read(prompt)
         salt = given.cache_salt if extras.cache_salt is None else extras.cache_salt
         times = (extras.arrival_time, given.arrival_time, arrival_time)
-        whole, features = self._whole(given, token_ids, pools=pooling is not None)
         room = 0 if pooling is not None else params.max_tokens or 1
-        cut = self._cut(whole, extras.truncate_prompt_tokens, room, given.fields, features)
-        pair = cut if isinstance(cut, EncodedPair) else None
-        token_ids = cut.token_ids if isinstance(cut, EncodedPair) else cut
+        cut = self._cut(given, extras.truncate_prompt_tokens, room)
         if pooling is None:
-            params = self._completed(params, len(token_ids))
+            params = self._completed(params, len(cut.token_ids))
         request = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=cut.token_ids,
             params=params,
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
             arrival_time=next(time for time in times if time is not None),
@@ -197,89 +192,54 @@ class InputProcessor:
             trace_headers=extras.trace_headers,
             kv_transfer_params=extras.kv_transfer_params,
             pooling_params=pooling,
-            second_type_start=None if pair is None else pair.second_type_start,
             lora=extras.lora_request,
             data_parallel_rank=extras.data_parallel_rank,
             retention=extras.retention,
-            features=features,
         )
-        request = msgspec.structs.replace(request, **given.fields)
+        for name, value in cut.fields.items():
+            setattr(request, name, value)
         fields, parsers = self._arguments.resolve(request, extras.tools, extras.calls)
         # The arguments travel resolved; the originals would only travel twice.
         request.params = msgspec.structs.replace(request.params, **{**fields, "plugin_args": {}})
-        return request, given.text if cut is whole else None, parsers
+        return request, cut.text, parsers
 
-    def placed(self, prompt: Prompt, token_ids: list[int] | None = None) -> PlacedMedia:
-        """Return the tokens of a prompt, with its media in their places.
-
-        May be called in any thread, one call at a time; images take milliseconds.
-
-        Args:
-            prompt: text or token ids, with or without media.
-            token_ids: those of its text, from `tokenise`; None tokenises it here.
+    def read(self, prompt: Prompt) -> GivenPrompt:
+        """Return a prompt with its tokens. May be called in any thread, one call at a time.
 
         Raises:
-            RequestError: something is wrong with it.
+            RequestError: it is malformed, or has no tokens.
         """
-        whole, features = self._whole(read_prompt(prompt), token_ids, pools=False)
-        assert not isinstance(whole, EncodedPair), "a pair is refused"
-        return PlacedMedia(whole, features)
+        given: GivenPrompt | None = None
+        if isinstance(prompt, Mapping):
+            own: Mapping[Any, Any] = copied(prompt, "prompt")
+            prompt, given = own, self._parts.read_prompt(own, self)
+        if given is None:
+            given = read_prompt(prompt)
+        if given.token_ids is not None or given.text is None:
+            token_ids = checked_ids(given.token_ids, self._model_config.vocab_size)
+        else:
+            token_ids = self.tokenise(given.text)
+        if not token_ids:
+            raise RequestError("prompt: expected at least one token, got an empty prompt")
+        return dataclasses.replace(given, token_ids=token_ids)
 
     def outputs_of(self, prompt: Prompt) -> Any:
         """Return the outputs that a prompt comes with, by completion; None: it has none."""
-        if not isinstance(prompt, Mapping) or self._parts.reads_prompt(prompt):
+        if not isinstance(prompt, Mapping):
             return None
-        return read_prompt(prompt).outputs
+        given: Mapping[Any, Any] = copied(prompt, "prompt")
+        return given.get(OUTPUTS)
 
-    def _read(self, prompt: Prompt) -> ReadPrompt:
-        own = not isinstance(prompt, str) and self._parts.read_prompt(prompt, self.tokenise)
-        return ReadPrompt.of(own) if own else read_prompt(prompt)
-
-    def _whole(
-        self, given: ReadPrompt, token_ids: Tokens | PlacedMedia | None, *, pools: bool
-    ) -> tuple[Tokens, Sequence[MultiModalFeature]]:
-        """Return the tokens of a prompt before it is cut, and its media."""
-        if isinstance(token_ids, PlacedMedia):
-            return token_ids.token_ids, token_ids.features
-        tokens = self._tokens(given, token_ids, pools=pools)
-        if given.media is None:
-            return tokens, ()
-        if isinstance(tokens, EncodedPair):
-            raise RequestError("multi_modal_data: expected none with a pair of texts")
-        placed = self._parts.place_media(tokens, given.media)
-        return placed.token_ids, placed.features
-
-    def has_media(self, prompt: Prompt) -> bool:
-        """Return whether a prompt has media.
-
-        Raises:
-            RequestError: it is malformed.
-        """
-        if not isinstance(prompt, Mapping) or self._parts.reads_prompt(prompt):
-            return False
-        return read_prompt(prompt).media is not None
-
-    def texts_of(self, prompt: Prompt) -> Sequence[str]:
-        """Return the text to tokenise, or the two of a pair; none if the prompt has token ids."""
-        if self._parts.reads_prompt(prompt):
-            return []
+    def length_of(self, prompt: Prompt) -> int:
+        """Return the length of a prompt's texts to tokenise; large, if it is more than texts."""
+        if isinstance(prompt, Mapping):
+            own: Mapping[Any, Any] = copied(prompt, "prompt")
+            prompt = own
+            if self._parts.reads_prompt(own):
+                texts = (value if isinstance(value, str) else None for value in own.values())
+                return 1 + sum(_LONG_TEXT if text is None else len(text) for text in texts)
         given = read_prompt(prompt)
-        if given.pair is not None:
-            return given.pair
-        return [] if given.text is None or given.token_ids is not None else [given.text]
-
-    def tokens_of(self, texts: Sequence[str]) -> Tokens:
-        """Return the tokens of what `texts_of` has returned. Called as `tokenise`.
-
-        Raises:
-            RequestError: UTF-8 cannot encode a text, or the tokenizer takes no pairs.
-        """
-        if len(texts) == 1:
-            return self.tokenise(texts[0])
-        try:
-            return self._tokenizer.encode_pair(*texts)
-        except NotImplementedError as cause:
-            raise RequestError(f"text_pair: expected one text: {cause}") from cause
+        return 0 if given.text is None or given.token_ids is not None else len(given.text)
 
     def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens. May be called in any thread, one call at a time.
@@ -288,7 +248,7 @@ class InputProcessor:
             RequestError: UTF-8 cannot encode it.
         """
         typed.check_text(text, "prompt", RequestError)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def checked(self, params: SamplingParams) -> SamplingParams:
         """Return a copy of parameters after checking every field, also against the model.
@@ -349,43 +309,18 @@ class InputProcessor:
         room = min(params.max_tokens or room, room)
         return self.seeded(msgspec.structs.replace(params, max_tokens=room))
 
-    def _tokens(self, given: ReadPrompt, token_ids: Tokens | None, *, pools: bool) -> Tokens:
-        if given.pair is not None:
-            if not pools:
-                raise RequestError(
-                    "text_pair: expected one prompt: texts are read in pairs to be classified and "
-                    "scored, not to generate"
-                )
-            return self.tokens_of(given.pair) if token_ids is None else token_ids
-        if given.token_ids is not None or given.text is None:
-            token_ids = checked_ids(given.token_ids, self._model_config.vocab_size)
-        elif token_ids is None:
-            token_ids = self.tokenise(given.text)
-        if not token_ids:
-            raise RequestError("prompt: expected at least one token, got an empty prompt")
-        return token_ids
-
-    def _cut(
-        self,
-        tokens: Tokens,
-        last: int | None,
-        room: int,
-        fields: Collection[str] = (),
-        features: Sequence[MultiModalFeature] = (),
-    ) -> Tokens:
-        """Return the last tokens of a prompt, or a pair of texts without its ends.
+    def _cut(self, given: GivenPrompt, last: int | None, room: int) -> GivenPrompt:
+        """Return a prompt with its last tokens, or as a part cuts it.
 
         Args:
-            tokens: returned as they are, if there are no more.
-            last: number of tokens; -1 is what leaves room for the output.
+            last: number of tokens; -1 is what leaves room for the output. A prompt without more is
+                returned as it is.
             room: tokens of the output.
-            fields: fields of the prompt that stand by its positions.
-            features: its media, without which it is not cut.
         """
-        if last is not None and fields:
+        if last is not None and given.fields and given.cut is None:
             raise RequestError(
                 "truncate_prompt_tokens: expected none for a prompt with "
-                f"{', '.join(sorted(fields))}, got {last}"
+                f"{', '.join(sorted(given.fields))}, got {last}"
             )
         if last == -1:
             last = max(self._max_model_len - room, 1)
@@ -395,19 +330,17 @@ class InputProcessor:
                     f"truncate_prompt_tokens: expected at least 1, or -1 for those that leave room "
                     f"for max_tokens, got {last}"
                 )
-            if isinstance(tokens, EncodedPair):
-                tokens = tokens.cut(last)
-            elif len(tokens) > last:
-                if features:
-                    raise RequestError(
-                        f"truncate_prompt_tokens: expected at least {len(tokens)}, the tokens of "
-                        f"the prompt with its media, which is not cut, got {last}"
-                    )
-                tokens = tokens[-last:]
-        count = len(tokens.token_ids if isinstance(tokens, EncodedPair) else tokens)
+            if len(given.token_ids) > last:
+                if given.cut is not None:
+                    given = given.cut(last)
+                    ids = checked_ids(given.token_ids, self._model_config.vocab_size)
+                else:
+                    ids = given.token_ids[-last:]
+                given = dataclasses.replace(given, token_ids=ids, text=None)
+        count = len(given.token_ids)
         if count + min(room, 1) > self._max_model_len:
             raise PromptTooLongError.of(count, self._max_model_len, generates=room > 0)
-        return tokens
+        return given
 
 
 def _as_bytes(params: SamplingParams) -> bytes | None:
@@ -434,20 +367,18 @@ class AsyncTokenizer:
         self._thread: ThreadPoolExecutor | None = None
         self._running: set[Future[Any]] = set()
 
-    async def tokenise(self, prompt: Prompt) -> Tokens | PlacedMedia | None:
-        """Return the tokens of a prompt given as text, or with media; None for any other.
+    async def read(self, prompt: Prompt | EngineCoreRequest) -> GivenPrompt | None:
+        """Return a prompt with its tokens; None for a request that is made already.
 
-        While a long text is tokenised, or media are processed, others wait for the same thread: a
-        tokenizer is called with one text at a time.
+        While a long text is tokenised, or a part reads more than texts, others wait for the same
+        thread: a tokenizer is called with one text at a time.
         """
-        texts = self._processor.texts_of(prompt)
-        tokens: Tokens | None = None
-        if texts:
-            encode = functools.partial(self._processor.tokens_of, texts)
-            tokens = await self._run(encode, sum(map(len, texts)))
-        if self._processor.has_media(prompt) and not isinstance(tokens, EncodedPair):
-            return await self._in_thread(functools.partial(self._processor.placed, prompt, tokens))
-        return tokens
+        if isinstance(prompt, EngineCoreRequest):
+            return None
+        length = self._processor.length_of(prompt)
+        if not length:
+            return self._processor.read(prompt)
+        return await self._run(functools.partial(self._processor.read, prompt), length)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens."""
@@ -460,12 +391,9 @@ class AsyncTokenizer:
         """Return the result of a call for texts of that length together."""
         if length < _LONG_TEXT and not self._running:
             return encode()
-        return await self._in_thread(encode)
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        future = self._thread.submit(call)
+        future = self._thread.submit(encode)
         self._running.add(future)
         future.add_done_callback(self._running.discard)  # not before the thread is done with it
         return await asyncio.wrap_future(future)

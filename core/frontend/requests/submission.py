@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hardpoint import typed
 from hardpoint.boundary.parts.bound_half import request_fields
@@ -15,20 +16,21 @@ from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.outputs.request_state import OutputSink, ParentRequest
 from hardpoint.plugins import EngineCoreRequest, FinishReason, RequestError, SamplingParams
-from hardpoint.plugins.media_format import PlacedMedia
+from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.params import PoolingParams
+from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
-from .given_outputs import with_outputs
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
-from .prompts import Params, Prompt, Tokens
+from .prompts import OUTPUTS, Params, Prompt
 from .validation import ParsedRequest, PrebuiltRequestValidator, RequestReceivedHook
 
 _log = logging.getLogger("hardpoint")
 
+_IN_ENGINE = "resumed.output_token_ids"
 _AT_ONCE = math.ulp(0.0)
 """The timeout, in seconds, of a request whose time is up before it is sent."""
 
@@ -82,7 +84,7 @@ class Submitter:
         extras: RequestExtras = NO_EXTRAS,
         *,
         sink: OutputSink | None = None,
-        token_ids: Tokens | PlacedMedia | None = None,
+        given: GivenPrompt | None = None,
         arrived: float | None = None,
     ) -> Submission:
         """Check a prompt and register its requests.
@@ -90,7 +92,7 @@ class Submitter:
         Args:
             prompt: or a prebuilt request.
             sink: gets its outputs; without one, `process_outputs` returns them.
-            token_ids: those of a prompt given as text or with media, if they were found already.
+            given: the prompt as `InputProcessor.read` returned it, if it was read already.
             arrived: time of the call, on the clock of the parts; None is now.
 
         Raises:
@@ -114,7 +116,7 @@ class Submitter:
                 self._input.default_params() if params is None else params,
                 extras,
                 arrival_time=arrived,
-                token_ids=token_ids,
+                given=given,
             )
         held = [parsers]
         try:
@@ -149,7 +151,7 @@ class Submitter:
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):
             given = self._input.outputs_of(prompt)
-            children = with_outputs(children, given, self._prebuilt.check_as_engine)
+            children = _with_outputs(children, given, self._prebuilt.check_resumed)
             parent.n = len(children)
         return children
 
@@ -211,6 +213,49 @@ class Submitter:
                 f"request_id: {request_id!r} is the id of a live request, or of a completion of one"
             )
         return request_id
+
+
+def _with_outputs(
+    children: list[EngineCoreRequest],
+    given: Any,
+    check: Callable[[EngineCoreRequest], None],
+) -> list[EngineCoreRequest]:
+    """Return those of a prompt's completions that go on, each with its outputs.
+
+    Args:
+        children: one request per completion.
+        given: for each the token ids of its output so far, or None for one that has ended; None for
+            a prompt without any.
+        check: raises a RequestError for a request that cannot go on.
+
+    Raises:
+        RequestError: the outputs are of another form, of another number, or none can be gone on
+            with.
+    """
+    if given is None:
+        return children
+    outputs: list[list[int] | None] = typed.convert(
+        given, list[list[int] | None], path=OUTPUTS, error=RequestError
+    )
+    if len(outputs) != len(children):
+        raise RequestError(
+            f"{OUTPUTS}: expected a list of token ids, or none, for each of n ({len(children)}) "
+            f"completions, got {len(outputs)}"
+        )
+    going_on = []
+    for child, token_ids in zip(children, outputs, strict=True):
+        if token_ids is None:
+            continue
+        child.resumed = ResumedOutputs(token_ids)
+        try:
+            check(child)
+        except RequestError as error:
+            own = f"{OUTPUTS}[{child.child_index}]"
+            raise RequestError(str(error).replace(_IN_ENGINE, own)) from error
+        going_on.append(child)
+    if not going_on:
+        raise RequestError(f"{OUTPUTS}: expected a list of token ids of a completion, got none")
+    return going_on
 
 
 def _sought_calls(

@@ -33,7 +33,7 @@ class PrebuiltRequestValidator:
     """Checks requests as an engine process does, so that the engine's place makes no difference.
 
     Attributes:
-        check_as_engine: raises a RequestError for a request that an engine process would refuse.
+        check_resumed: as of `RequestCheck`.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class PrebuiltRequestValidator:
     ) -> None:
         """Use the processor to check the sampling parameters; others as in `RequestCheck`."""
         self._processor = processor
-        self.check_as_engine = RequestCheck(vocab_size, used=used, processors=processors)
+        self._check = RequestCheck(vocab_size, used=used, processors=processors)
+        self.check_resumed = self._check.check_resumed
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
     def validate(
@@ -74,7 +75,7 @@ class PrebuiltRequestValidator:
         params = self._processor.checked(request.params)
         copy = self._copy(request, msgspec.structs.replace(params, logits_processors=[]))
         copy.params = self._processor.seeded(params)  # callables are no data, so not the copy's
-        self.check_as_engine(copy)
+        self._check(copy)
         return copy
 
     def _copy(self, request: EngineCoreRequest, params: SamplingParams) -> EngineCoreRequest:

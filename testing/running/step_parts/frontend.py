@@ -6,9 +6,8 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from hardpoint.plugins import (
+    EncodedPair,
     EngineConfig,
     EngineCoreRequest,
     FrontendHalf,
@@ -19,7 +18,9 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.requests import Prompt
 from hardpoint.testing.engine_access import (
     FaultReporter,
     call_declared,
@@ -28,6 +29,8 @@ from hardpoint.testing.engine_access import (
     installed_components,
 )
 from hardpoint.testing.reporting.calls import call
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
+from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
 FRONTEND = Rule(
@@ -137,7 +140,7 @@ def check_prepare(
     once = copy.deepcopy(given)
     refused = _refusal(half, given, reasoning)
     for name in given.__struct_fields__:
-        if refused is not None or _differ(getattr(once, name), getattr(given, name)):
+        if refused is not None or snapshot(getattr(once, name)) != snapshot(getattr(given, name)):
             first, found = short_repr(getattr(once, name)), short_repr(getattr(given, name))
             raise FRONTEND.violation(
                 f"prepare() gave {name} {first}, and when called again {refused or found}"
@@ -145,8 +148,44 @@ def check_prepare(
     return given
 
 
+class _Bytes(ByteTokenizer):
+    """Reads pairs of texts, too."""
+
+    contract = 1
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        ids = [self.encode(text) for text in (first, second)]
+        places = range(len(ids[0])), range(len(ids[0]), len(ids[0]) + len(ids[1]))
+        return EncodedPair([*ids[0], *ids[1]], *places, len(ids[0]))
+
+
+class BytesReader:
+    """Reads prompts of bytes, as a `PromptReader`."""
+
+    tokenizer = _Bytes()
+
+    def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the bytes of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def read(self, prompt: Prompt) -> GivenPrompt:
+        """Return the ids of a text, or those given."""
+        given = prompt
+        if isinstance(given, Mapping):
+            if set(given) not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(f"prompt: expected text or token ids, got {sorted(given)}")
+            (given,) = given.values()
+        if isinstance(given, str):
+            return GivenPrompt(token_ids=self.tokenise(given), text=given)
+        return GivenPrompt(token_ids=list(given))
+
+
 def check_prompt(
-    half: FrontendHalf, prompt: Mapping[str, Any], fields: Collection[str], vocab_size: int
+    half: FrontendHalf,
+    prompt: Mapping[str, Any],
+    fields: Collection[str],
+    vocab_size: int,
+    pooling: PoolingParams | None,
 ) -> None:
     """Check that a half reads a prompt of its own form, and takes the request that it becomes.
 
@@ -155,6 +194,7 @@ def check_prompt(
         prompt: prompt of the suite.
         fields: those that the part makes use of.
         vocab_size: vocabulary size of the model.
+        pooling: parameters of a request that pools; None is one that generates.
 
     Raises:
         Violation: the half breaks a rule.
@@ -165,36 +205,64 @@ def check_prompt(
 
     def read() -> GivenPrompt | str:
         try:
-            return half.read_prompt(prompt, lambda text, **_options: list(text.encode()))
+            return half.read_prompt(prompt, BytesReader())
         except RequestError as refused:
             return str(refused)
 
     found = call(PROMPTS, read)
     if isinstance(found, str):
         raise PROMPTS.violation(f"read_prompt() refused a prompt of the suite: {found}")
-    if not isinstance(found, GivenPrompt) or not all(
-        type(token) is int and 0 <= token < vocab_size for token in found.token_ids
-    ):
-        raise PROMPTS.violation(f"read_prompt() returned {short_repr(found)}")
-    if not set(found.fields) <= set(fields):
-        raise PROMPTS.violation(
-            f"read_prompt() gave the fields {sorted(found.fields)}, and request_fields() is "
-            f"{sorted(fields)}"
-        )
+    _check_given("read_prompt()", found, fields, vocab_size)
+    _check_cut(found, fields, vocab_size)
     request = EngineCoreRequest(
         request_id="r0",
         prompt_token_ids=list(found.token_ids),
         params=SamplingParams(),
+        pooling_params=pooling,
         **found.fields,
     )
     if (refused := _refusal(half, request, None)) is not None:
         raise PROMPTS.violation(f"prepare() refused what read_prompt() gave: {refused}")
 
 
-def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return not np.array_equal(one, other)
-    return bool(one != other)
+def _check_given(name: str, found: Any, fields: Collection[str], vocab_size: int) -> None:
+    """Check what a half has read or cut.
+
+    Raises:
+        Violation: it has something else than ids of the vocabulary and fields of its part.
+    """
+    if not isinstance(found, GivenPrompt) or not all(
+        type(token) is int and 0 <= token < vocab_size for token in found.token_ids
+    ):
+        raise PROMPTS.violation(f"{name} returned {short_repr(found)}")
+    if not set(found.fields) <= set(fields):
+        raise PROMPTS.violation(
+            f"{name} gave the fields {sorted(found.fields)}, and request_fields() is "
+            f"{sorted(fields)}"
+        )
+
+
+def _check_cut(given: GivenPrompt, fields: Collection[str], vocab_size: int) -> None:
+    """Check that a prompt which can be cut gets no longer than it is to be.
+
+    Raises:
+        Violation: the half breaks a rule.
+    """
+    cut, limit = given.cut, len(given.token_ids) - 1
+    if cut is None or limit < 1:
+        return
+
+    def shorter() -> GivenPrompt | None:
+        try:
+            return cut(limit)
+        except RequestError:
+            return None
+
+    if (found := call(PROMPTS, shorter)) is None:
+        return
+    _check_given("cut()", found, fields, vocab_size)
+    if (count := len(found.token_ids)) > limit:
+        raise PROMPTS.violation(f"cut({limit}) returned {count} ids")
 
 
 def _refusal(

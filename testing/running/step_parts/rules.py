@@ -77,6 +77,11 @@ ENDED = Rule(
     "ended: nothing is kept for the id of a request that ended or was refused",
     "forget the id in ended() and in refused(), whatever the request had reached",
 )
+WEIGHTS = Rule(
+    "weights changed: what was made of earlier weights is made again",
+    "forget in weights_changed(), in both halves, what depends on weights, and in the engine that "
+    "workers have it: send what it is made of with the next plan that needs it",
+)
 READS_ONLY = Rule(
     "reads only: plan, request and result belong to the engine",
     "copy what you want to change",
@@ -141,15 +146,15 @@ def check_costs(first: Any, second: Any, capacity: Mapping[str, int]) -> None:
         raise COSTS.violation(f"cost() returned {dict(first)}, and when asked again {dict(second)}")
 
 
-def check_data(data: Any, users: Collection[str]) -> None:
-    """Check what begin() returned for a plan with `users`.
+def check_data(data: Any, users: Collection[str], *, every_plan: bool) -> None:
+    """Check what begin() returned for a plan with `users`; of a part with `every_plan`.
 
     Raises:
         Violation: it is no bytes, or the plan has no request for which it could be.
     """
     if data is not None and not isinstance(data, bytes):
         raise DATA.violation(f"begin() returned {short_repr(data)}, expected bytes or None")
-    if data is not None and not users:
+    if data is not None and not users and not every_plan:
         raise DATA.violation(
             f"begin() returned {len(data)} bytes for a plan without requests that use the part"
         )

@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     Request,
     RequestError,
-    SamplingParams,
     SchedulerOutput,
     WaitReason,
 )
@@ -27,9 +26,10 @@ from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import Rule, short_repr
 
 from . import rules
+from .encoding import FeaturePlans
 from .worker import Rows, WorkerSteps
 
-__all__ = ["RequestScript", "StepPartSession", "Trace", "with_id"]
+__all__ = ["RequestScript", "StepPartSession", "Trace", "with_id", "without_features"]
 
 _MAX_RUNNING = 8
 _MAX_STEPS = 2000
@@ -92,6 +92,8 @@ class _Live:
     num_steps: int = 0
     lost_rows: bytes | None = None
     was_lost: bool = False
+    num_computed: int = 0
+    encodes: list[int] = field(default_factory=list)  # features, in this step
     drafts: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)  # by the part
 
@@ -118,6 +120,7 @@ class StepPartSession:
         worker: WorkerSteps | None = None,
         lost: Sequence[int] = (),
         watch: bool = False,
+        change_weights: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin without requests.
 
@@ -128,10 +131,12 @@ class StepPartSession:
             worker: calls the worker half of the part; None if it has none.
             lost: numbers of plans that are lost, before or after their mask in turn.
             watch: whether to compare what the half is given before and after each call.
+            change_weights: gives the model of the worker half other weights.
         """
         self.half, self._vocab_size, self._limits = half, vocab_size, limits
         self._lost, self._watch = frozenset(lost), watch
-        self._worker = worker
+        self._worker, self._change_weights = worker, change_weights
+        self._features = FeaturePlans(half)
         self.traces: dict[str, Trace] = {}
         self.num_users = 0
         self.call_seconds: list[float] = []
@@ -167,28 +172,35 @@ class StepPartSession:
                 raise rules.READY.violation(f"after {_MAX_STEPS} steps {left} have not ended")
         return self.traces
 
+    def change_weights(self, *, notify: bool) -> None:
+        """Give the model of the worker half other weights, and notify both halves."""
+        self._change_weights()
+        if notify:
+            if self._worker is not None:
+                self._worker.weights_changed()
+            self._call(rules.WEIGHTS, "weights_changed")
+
     def _add(self, script: RequestScript) -> None:
         """Let a request arrive."""
-        live = _Live(script, Request(script.request), Trace())
-        self.traces[live.request_id] = live.trace
+        name, trace = script.request.request_id, Trace()
+        self.traces[name] = trace
         uses = self._call(rules.USES, "uses", script.request)
         if not isinstance(uses, bool):
             raise rules.USES.violation(f"uses() returned {short_repr(uses)}, expected a bool")
         if not uses:
-            live.trace.ended = "other"
+            trace.ended = "other"
             return
         self.num_users += 1
         try:
             self._call(rules.USES, "check", script.request)
+            is_refused = script.ends == "refused" or self._features.refuses(script.request)
         except RequestError:
-            live.trace.ended = "refused"
-            self._call(rules.ENDED, "refused", live.request_id)
+            is_refused = True
+        if is_refused:
+            trace.ended = "refused"
+            self._call(rules.ENDED, "refused", name)
             return
-        if script.ends == "refused":
-            self._call(rules.ENDED, "refused", live.request_id)
-            live.trace.ended = "refused"
-            return
-        self._waiting.append(live)
+        self._waiting.append(_Live(script, Request(_without_data(script.request)), trace))
 
     def _abort(self, now: int) -> None:
         for live in [*self._waiting, *self._running.values()]:
@@ -204,6 +216,8 @@ class StepPartSession:
         self._finished.append(live.request_id)
 
     def _release(self, live: _Live) -> None:
+        live.num_computed = 0
+        self._features.left(live.request)
         if self._running.pop(live.request_id, None) is not None:
             self._used.subtract(live.trace.cost)
 
@@ -253,7 +267,8 @@ class StepPartSession:
 
     def _run_plan(self) -> bool:
         """Plan, execute and process one step; return whether it computed anything."""
-        batch = list(self._running.values())
+        self._features.begin()
+        batch = [live for live in self._running.values() if self._encode(live)]
         for live in batch:
             live.drafts = self._draw_drafts(live)
         plan = self._plan(batch)
@@ -268,7 +283,7 @@ class StepPartSession:
             return False
         users = {live.request_id: len(live.drafts) for live in batch}
         data = self._call(rules.DATA, "begin", plan)
-        rules.check_data(data, users)
+        rules.check_data(data, users, every_plan=self.half.every_plan)
         rules.check_names(self._call(rules.MASKS, "needs_results", plan), users)
         lost = self._step in self._lost and bool(batch)
         if lost and self._step % 2:
@@ -289,8 +304,18 @@ class StepPartSession:
             self.call_seconds.append(self._seconds)
         return bool(batch)
 
+    def _encode(self, live: _Live) -> bool:
+        """Choose the features that the step encodes for a request; return whether it may run."""
+        if live.request.source.features:
+            positions = range(live.num_computed, live.request.num_tokens)
+            chosen = self._features.choose(live.request, positions)
+            live.encodes = chosen or []
+            return chosen is not None
+        return True
+
     def _lose(self, plan: SchedulerOutput) -> None:
         self._call(rules.LOST, "lost", plan)
+        self._features.lost(plan, {name: live.request for name, live in self._running.items()})
         if self._worker is not None:
             self._worker.lost(plan)
 
@@ -307,25 +332,32 @@ class StepPartSession:
         return self._worker.run(plan, part, {_OTHER: _OTHER, **seeds}, output)
 
     def _plan(self, batch: Sequence[_Live]) -> SchedulerOutput:
-        new, cached = [], []
+        new, cached, computed = [], [], []
         for live in batch:
             if live.sent:
-                cached.append(live.request)
+                cached.append(live.request_id)
+                computed.append(live.num_computed)
                 continue
             request = live.request
             outputs, resumed = list(request.output_token_ids), live.num_steps > 0
             new.append(NewRequest(request.source, outputs, [[0]], 0, resumed))
-        num = {live.request_id: 1 + len(live.drafts) for live in batch}
+        num = {
+            live.request_id: live.request.num_tokens - live.num_computed + len(live.drafts)
+            for live in batch
+        }
         if self._step % 3 == 0:
-            cached.append(Request(_other_request()))
+            cached.append(_OTHER)
+            computed.append(0)
             num[_OTHER] = 1
         return SchedulerOutput(
             step=self._step + 1,
             new_requests=new,
-            cached_requests=CachedRequests([r.request_id for r in cached], [0] * len(cached)),
+            cached_requests=CachedRequests(cached, computed),
             num_scheduled_tokens=num,
             total_num_scheduled_tokens=sum(num.values()),
             draft_token_ids={x.request_id: x.drafts for x in batch if x.drafts},
+            encoder_inputs={x.request_id: x.encodes for x in batch if x.encodes},
+            freed_encoder_inputs=self._features.take_freed() if batch or self._waiting else (),
             preempted_request_ids=frozenset(self._preempted),
             finished_request_ids=frozenset(self._finished),
         )
@@ -347,6 +379,8 @@ class StepPartSession:
             rules.check_draft_limits(limits, drafts)
 
     def _draw_drafts(self, live: _Live) -> list[int]:
+        if not live.num_computed:  # its prompt is computed, with the output of one that resumes
+            return []
         if live.proposed:
             return live.proposed
         tokens = self._drawn(live)
@@ -404,6 +438,9 @@ class StepPartSession:
                 continue
             for token in sampled[live.request_id]:
                 live.request.append(token)
+            live.num_computed = live.request.num_tokens - 1
+            if live.request.source.features:
+                self._features.computed(live.request, live.num_computed)
             ends = live.request.source.eos_token_ids
             if live.num_steps >= live.script.steps or set(ends) & {*sampled[live.request_id]}:
                 self._end(live, "finished")
@@ -412,6 +449,7 @@ class StepPartSession:
                 live.sent, live.request.num_preemptions = False, 1
                 self._preempted.add(live.request_id)
                 self._waiting.insert(0, live)
+        self._call(rules.RESULTS, "updated", plan)
 
     def _sample(self, live: _Live, rows: Mapping[str, Any]) -> list[int]:
         """Return the accepted drafts and one more token that the mask allows."""
@@ -443,14 +481,22 @@ class StepPartSession:
         return returned
 
 
-def _other_request() -> EngineCoreRequest:
-    return EngineCoreRequest(request_id=_OTHER, prompt_token_ids=[1], params=SamplingParams())
+def _without_data(request: EngineCoreRequest) -> EngineCoreRequest:
+    """Return a request as the engine queues it."""
+    features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
+    return msgspec.structs.replace(request, features=features)
 
 
 def with_id(script: RequestScript, request_id: str, **changes: Any) -> RequestScript:
     """Return a script whose request has another id, and other changes."""
     request = msgspec.structs.replace(script.request, request_id=request_id)
     return RequestScript(**{**vars(script), **changes, "request": request})
+
+
+def without_features(script: RequestScript) -> RequestScript:
+    """Return a script whose request has no features."""
+    request = msgspec.structs.replace(script.request, features=())
+    return dataclasses.replace(script, request=request)
 
 
 def _engines_own(given: Sequence[Any]) -> list[Any]:

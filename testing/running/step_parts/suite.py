@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume
@@ -23,10 +23,9 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     EngineHalf,
     FrontendHalf,
-    GrammarBitmask,
+    ModelConfig,
     ReasoningMarkers,
     SamplingParams,
-    SchedulerOutput,
     StepPart,
     StepPartContext,
     WorkerHalf,
@@ -34,6 +33,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.frontend_half import FrontendHalfContext
 from hardpoint.plugins.grammars import Vocabulary
+from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import REQUEST_FIELDS, EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.testing.component_suite import ComponentSuite
@@ -42,6 +42,8 @@ from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth,
 from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
 
 from . import rules
+from .compared import PlainHalf, compare
+from .encoding import check_encoder_cache
 from .frontend import (
     ANSWERS,
     FRONTEND,
@@ -51,7 +53,8 @@ from .frontend import (
     check_prepare,
     check_prompt,
 )
-from .session import RequestScript, StepPartSession, Trace, with_id
+from .media import PLACED, MediaPrompt, check_media, check_taken, prompt_of
+from .session import RequestScript, StepPartSession, with_id, without_features
 from .worker import HIDDEN_SIZE, WorkerSteps, overrides
 
 CONTRACT = "contract: the loader can check and build the class and its halves"
@@ -80,6 +83,10 @@ class StepPartSuite(ComponentSuite):
         vocab_size: vocabulary size of the model.
         calls: calls of programs that the part answers: method and arguments.
         prompts: prompts of the part's own forms, which it reads.
+        prompt_pooling: parameters of their requests, if these pool.
+        media: prompts with media, which it reads, too: token ids with placeholders, and items by
+            modality.
+        model_config: configuration of the model, `StepPartContext.model_config`.
         shares: whether the part divides something among requests, so that what one gets depends
             on the others.
         ready_steps: calls of a gate after which, and
@@ -96,6 +103,9 @@ class StepPartSuite(ComponentSuite):
     vocab_size: ClassVar[int] = 300
     calls: ClassVar[Sequence[tuple[str, Mapping[str, Any]]]] = ()
     prompts: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    media: ClassVar[Sequence[MediaPrompt]] = ()
+    model_config: ClassVar[ModelConfig | None] = None
+    prompt_pooling: ClassVar[PoolingParams | None] = None
     shares: ClassVar[bool] = False
     ready_steps: ClassVar[int] = 100
     ready_seconds: ClassVar[float] = 10.0
@@ -115,6 +125,13 @@ class StepPartSuite(ComponentSuite):
             st.sampled_from([0.0, 1.0]),
             st.sampled_from([{}, {"tenant": "acme"}]),
         )
+
+    def loaded(self) -> Any:
+        """Return the model that the worker half gets, `WorkerHalfContext.loaded`."""
+        return None
+
+    def change_weights(self, loaded: Any) -> None:
+        """Give a model that `loaded` returned other weights."""
 
     def _component(self) -> type[Component]:
         return self.part
@@ -138,9 +155,10 @@ class StepPartSuite(ComponentSuite):
         ends. `cost` gives the same amounts each time, of resources in `capacity`. `begin` returns
         bytes, and None for a plan without its requests. A mask is int32
         `[rows, ceil(vocab_size / 32)]`, with 1 + drafts rows, each of which allows a token, of
-        planned requests that use the part. `result` ends only these. `drafts` gives at most
-        `num_draft_tokens` tokens of the vocabulary for each of these, `limit_drafts` numbers from
-        0 to that of the drafts that it got. `figures` gives numbers, lists of them, or texts.
+        planned requests that use the part. `result` ends only these, `updated` raises nothing.
+        `drafts` gives at most `num_draft_tokens` tokens of the vocabulary for each of these,
+        `limit_drafts` numbers from 0 to that of the drafts that it got. `figures` gives numbers,
+        lists of them, or texts.
 
         Methods of the worker half raise nothing. `embedded`, `linear`, `hidden` and `logits` give
         None or a finite tensor of the shape that they got, logits perhaps -inf, and write to no
@@ -187,20 +205,45 @@ class StepPartSuite(ComponentSuite):
         self._search(text, 60, check, request=requests, reasoning=markers, answer=answers)
 
     def test_prompts(self) -> None:
-        """`read_prompt` gives ids and fields of each of `prompts`, of which `prepare` takes all."""
+        """`read_prompt` gives ids and fields of each of `prompts` and `media`, of which `prepare`
+        takes all. `cut` gives no more tokens than it is asked for.
+        """
         if self.part.frontend_half is StepPart.frontend_half:
             pytest.skip("the part has no half in the frontend")
         self._run_checks(PROMPTS.text, self._check_prompts)
 
+    def test_media(self) -> None:
+        """`read_prompt` gives tokens of each of `media`, the same each time, and features that
+        cover them in order, with an identifier for each content, which `prepare` and the engine
+        half take. It refuses other numbers of items, other modalities, and what is no media.
+        """
+        if self.part.frontend_half is StepPart.frontend_half:
+            pytest.skip("the part has no half in the frontend")
+        self._run_checks(PLACED.text, self._check_media)
+
+    def _check_media(self) -> None:
+        part, half = self._build_frontend_half()
+        requests = [] if half is None else check_media(half, self.media, self.vocab_size)
+        if half is not None and requests:
+            halves = self._make()
+            assert halves.engine is not None, "_make() gives one"
+            for request in requests:
+                check_taken(request, half, halves.engine)
+            halves.close()
+        for closed in (half, part):
+            if closed is not None:
+                call(CLOSE, closed.close)
+
     def _check_prompts(self) -> None:
         part, half = self._build_frontend_half()
-        if half is not None and bool(half.prompt_keys) != bool(self.prompts):
-            keys, given = short_repr(half.prompt_keys), len(self.prompts)
+        prompts = [*self.prompts, *map(prompt_of, self.media)]
+        if half is not None and bool(half.prompt_keys) != bool(prompts):
+            keys, given = short_repr(half.prompt_keys), len(prompts)
             raise PROMPTS.violation(f"prompt_keys are {keys}, and the suite has {given} prompts")
         fields = type(part).request_fields(engine_config(self.config))
         if half is not None:
-            for prompt in self.prompts:
-                check_prompt(half, prompt, fields, self.vocab_size)
+            for prompt in prompts:
+                check_prompt(half, prompt, fields, self.vocab_size, self.prompt_pooling)
         for closed in (half, part):
             if closed is not None:
                 call(CLOSE, closed.close)
@@ -246,7 +289,7 @@ class StepPartSuite(ComponentSuite):
                 name = script.request.request_id
                 with self._opened() as session:
                     alone = session.play([with_id(script, name, arrives=0)])[name]
-                _compare(script, alone, together[name], rules.ALONE, "alone", "among others")
+                compare(script, alone, together[name], rules.ALONE, "alone", "among others")
 
         self._search(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
 
@@ -264,7 +307,7 @@ class StepPartSuite(ComponentSuite):
                 again = session.play([second])["again"]
             with self._opened() as session:
                 fresh = session.play([second])["again"]
-            _compare(second, fresh, again, rules.ENDED, "in a new part", "after one of its id")
+            compare(second, fresh, again, rules.ENDED, "in a new part", "after one of its id")
 
         self._search(
             rules.ENDED.text,
@@ -273,6 +316,31 @@ class StepPartSuite(ComponentSuite):
             scripts=self._scripts(2, min_size=2),
             ends=st.sampled_from(["finish", "refused", "aborted"]),
         )
+
+    def test_weights_changed(self) -> None:
+        """After `weights_changed` of both halves, requests get what they do in new halves, which
+        had these weights from the start. Skipped if neither half overrides it.
+        """
+        halves = self._make()
+        halves.close()
+        if not halves.overrides("weights_changed"):
+            pytest.skip("neither half overrides weights_changed")
+
+        def check(scripts: list[RequestScript]) -> None:
+            earlier = [with_id(script, f"e{n}") for n, script in enumerate(scripts)]
+            with self._opened() as session:
+                session.play(earlier)
+                session.change_weights(notify=True)
+                after = session.play(scripts)
+            with self._opened() as session:
+                session.change_weights(notify=False)
+                fresh = session.play(scripts)
+            for script in scripts:
+                name = script.request.request_id
+                where = "in new halves", "after other weights"
+                compare(script, fresh[name], after[name], rules.WEIGHTS, *where)
+
+        self._search(rules.WEIGHTS.text, 30, check, scripts=self._scripts(3))
 
     def test_reads_only(self) -> None:
         """The part changes no plan, no request and no result, in the engine or in a worker."""
@@ -322,8 +390,9 @@ class StepPartSuite(ComponentSuite):
 
     def _make(self) -> _Halves:
         """Return the halves of new parts; skip the test if there is none in the engine."""
-        worker_part, worker = self._build_worker_half()
-        halves = _Halves(*self._build_engine_half(worker), worker_part, worker)
+        loaded = self.loaded()
+        worker_part, worker = self._build_worker_half(loaded)
+        halves = _Halves(*self._build_engine_half(worker), worker_part, worker, loaded)
         if halves.engine is None:
             halves.close()
             pytest.skip("the part has no half in the engine")
@@ -341,14 +410,17 @@ class StepPartSuite(ComponentSuite):
             fields: fields of it besides `components` and `vocab_size`.
         """
         config = engine_config(self.config)
-        part: StepPart = self._build(StepPartContext, config=config)
+        part: StepPart = self._build(StepPartContext, config=config, model_config=self.model_config)
         components = ScriptedComponents(self.components, config)
         given = context(components=components, vocab_size=self.vocab_size, **fields)
         return part, call(_CONTRACT_RULE, getattr(part, method), given)
 
     def _build_frontend_half(self) -> tuple[StepPart, FrontendHalf | None]:
         part, half = self._build_half(
-            "frontend_half", FrontendHalfContext, vocabulary=self._vocabulary_or_none
+            "frontend_half",
+            FrontendHalfContext,
+            vocabulary=self._vocabulary_or_none,
+            encode=lambda text: list(text.encode()),
         )
         if half is not None and not isinstance(half, FrontendHalf):
             raise _CONTRACT_RULE.violation(
@@ -386,7 +458,7 @@ class StepPartSuite(ComponentSuite):
             )
         return part, half
 
-    def _build_worker_half(self) -> tuple[StepPart, WorkerHalf | None]:
+    def _build_worker_half(self, loaded: Any) -> tuple[StepPart, WorkerHalf | None]:
         part, half = self._build_half(
             "worker_half",
             WorkerHalfContext,
@@ -396,6 +468,7 @@ class StepPartSuite(ComponentSuite):
             hidden_size=HIDDEN_SIZE,
             describe_fault=describe_fault,
             host_memory=lambda: 1 << 30,
+            loaded=loaded,
         )
         if half is not None and not isinstance(half, WorkerHalf):
             raise _CONTRACT_RULE.violation(
@@ -412,6 +485,7 @@ class StepPartSuite(ComponentSuite):
             name = halves.worker_part.name
             worker = WorkerSteps(halves.worker, name, self.vocab_size, watch=watch)
         assert halves.engine is not None, "_make() gives one"
+        named["change_weights"] = functools.partial(self.change_weights, halves.loaded)
         return self._engine_session(halves.engine, worker=worker, watch=watch, **named)
 
     def _engine_session(self, half: EngineHalf, **named: Any) -> StepPartSession:
@@ -428,9 +502,12 @@ class StepPartSuite(ComponentSuite):
             raise _CONTRACT_RULE.violation(
                 f"capacity is {short_repr(capacity)}, expected an amount by name"
             )
-        _Halves(part, half, *self._build_worker_half()).close()
+        worker_part, worker = self._build_worker_half(self.loaded())
+        if half is not None:
+            check_encoder_cache(half, worker)
+        _Halves(part, half, worker_part, worker).close()
         fields = type(part).request_fields(engine_config(self.config))
-        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS:
+        if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS.keys():
             raise _CONTRACT_RULE.violation(
                 f"request_fields() returned {short_repr(fields)}, expected some of "
                 f"{', '.join(sorted(REQUEST_FIELDS))}"
@@ -455,10 +532,10 @@ class StepPartSuite(ComponentSuite):
     def _check_memory(self, scripts: list[RequestScript]) -> None:
         scripts = self._ready(scripts)
         halves = self._make()
+        session = self._session(halves)
 
         def use(number: int) -> list[weakref.ref[Any]]:
             script = scripts[number % len(scripts)]
-            session = self._session(halves)
             session.play([with_id(script, f"m{number}", arrives=0, steps=min(script.steps, 2))])
             return []
 
@@ -479,10 +556,10 @@ class StepPartSuite(ComponentSuite):
             with_id(script, f"s{n}", steps=_TIMED_STEPS, preempted_after=0)
             for n, script in zip(range(_RUNNING), itertools.cycle(self._ready(scripts)))
         ]
-        plain, limit = _PlainHalf(self.vocab_size), self.times_plain or 0.0
+        plain, limit = PlainHalf(self.vocab_size), self.times_plain or 0.0
         least = float("inf")
         for _ in range(3):  # on a machine that others use, the best of some
-            seconds = _step_seconds(self._engine_session(plain), scripts)
+            seconds = _step_seconds(self._engine_session(plain), map(without_features, scripts))
             halves = self._make()
             try:
                 least = min(least, _step_seconds(self._session(halves), scripts) / seconds)
@@ -507,12 +584,22 @@ class _Halves:
 
     Attributes:
         worker: None if the part has none.
+        loaded: the model that it has; None if the suite gives none.
     """
 
     part: StepPart
     engine: EngineHalf | None
     worker_part: StepPart
     worker: WorkerHalf | None
+    loaded: Any = None
+
+    def overrides(self, method: str) -> bool:
+        """Return whether one of the halves has a method of its own."""
+        return any(
+            getattr(type(half), method) is not getattr(base, method)
+            for half, base in ((self.engine, EngineHalf), (self.worker, WorkerHalf))
+            if half is not None
+        )
 
     def close(self) -> None:
         """Close all, those of the worker first.
@@ -549,28 +636,6 @@ def _block_hashes(request: Any, num_blocks: int) -> list[bytes]:
     return [repr(tokens[: 16 * (block + 1)]).encode() for block in range(num_blocks)]
 
 
-class _PlainHalf(EngineHalf):
-    """Allows every token, row by row."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._columns, self._users = -(-vocab_size // 32), set[str]()
-
-    def gate(self, request: Any) -> None:
-        self._users.add(request.request_id)
-
-    def mask(self, plan: SchedulerOutput) -> GrammarBitmask:
-        drafts = plan.draft_token_ids
-        users = [name for name in plan.num_scheduled_tokens if name in self._users]
-        names = [name for name in users for _ in range(1 + len(drafts.get(name, ())))]
-        bits = np.zeros((len(names), self._columns), dtype=np.int32)
-        for index in range(len(names)):
-            bits[index] = -1
-        return GrammarBitmask(names, bits)
-
-    def ended(self, request_id: str) -> None:
-        self._users.discard(request_id)
-
-
 def _unused() -> Violation:
     return Violation(
         "uses() returned False for every request that was drawn",
@@ -578,40 +643,6 @@ def _unused() -> Violation:
     )
 
 
-def _step_seconds(session: StepPartSession, scripts: Sequence[RequestScript]) -> float:
-    session.play(scripts)
+def _step_seconds(session: StepPartSession, scripts: Iterable[RequestScript]) -> float:
+    session.play(list(scripts))
     return statistics.median(session.call_seconds or [0.0])
-
-
-def _compare(
-    script: RequestScript, first: Trace, second: Trace, rule: Rule, where: str, elsewhere: str
-) -> None:
-    """Compare what a request got in two sessions.
-
-    Raises:
-        Violation: it is not the same.
-    """
-    if script.ends == "aborted":  # when it happens depends on the time that a gate takes
-        return
-    for name in ("gate", "cost", "masks", "ended"):
-        one, other = getattr(first, name), getattr(second, name)
-        if name == "masks" and one != other:
-            pairs = zip(one, other, strict=False)
-            at = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-            raise rule.violation(
-                f"the mask of its step {at + 1} is another one {where} than {elsewhere}"
-            )
-        if one != other:
-            raise rule.violation(f"its {name} is {one!r} {where}, {other!r} {elsewhere}")
-    for step, (own, others) in enumerate(zip(first.rows, second.rows, strict=True), 1):
-        for what in sorted(own.keys() | others.keys()):
-            if not (what in own and what in others and _are_close(own[what], others[what])):
-                raise rule.violation(
-                    f"the worker half changes its {what} in step {step} to other values {where} "
-                    f"than {elsewhere}"
-                )
-
-
-def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether values are the same but for the order in which sums are computed."""
-    return np.allclose(one, other, rtol=1e-3, atol=1e-3)

@@ -86,7 +86,7 @@ class WorkerSteps:
         if part is None or not plan.total_num_scheduled_tokens:
             return {}
         names = list(plan.num_scheduled_tokens) if part.request_ids is None else part.request_ids
-        num_tokens = plan.num_scheduled_tokens
+        num_tokens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         step = _Step(num_tokens, names, seeds)
         if self._overrides("begin"):
             self._call("begin", plan, part.data)
@@ -100,9 +100,18 @@ class WorkerSteps:
         if self._overrides("after_layers"):
             self._call("after_layers")
         if names and self._overrides("logits"):
-            self._change(step, "logits", "logits", self._vocab_size)
+            sampled = {name: 1 + len(drafts.get(name, ())) for name in names}
+            last = _Step(sampled, names, seeds)
+            self._change(last, "logits", "logits", self._vocab_size)
+            for name, rows in step.changed.items():
+                rows |= last.changed[name]
         self._read_result(names, output)
         return step.changed
+
+    def weights_changed(self) -> None:
+        """Notify the half of other weights."""
+        if self._overrides("weights_changed"):
+            self._call("weights_changed")
 
     def lost(self, plan: SchedulerOutput) -> None:
         """Keep which requests have ended, of a plan that reaches no worker."""

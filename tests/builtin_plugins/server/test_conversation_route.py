@@ -290,6 +290,71 @@ class TestAccess:
                 refused(server, headers={})  # has the file read again
 
 
+class TestConversationsOfAKey:
+    @pytest.fixture
+    def limited(self, tmp_path):
+        """Return a server of a fake engine, on which a key may have two conversations."""
+        path = tmp_path / "keys.toml"
+        path.write_text(FILE.replace("requests_per_minute = 3", ""))
+        path.chmod(0o600)
+        engine = FakeEngine(config=configured(limits={"conversations": 2}))
+        with running(engine, authenticators=[installed(KeyStore(str(path)))]) as one:
+            yield one
+
+    BOB = {"x-api-key": "another-key-of-many-characters"}
+
+    def test_a_further_one_is_refused_and_disturbs_nothing(self, limited):
+        with talking(limited) as first, talking(limited):
+            status, error = refused(limited)
+            assert status == 429
+            assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_conversations")
+            assert error["message"] == (
+                "server.limits.conversations: expected at most 2 open conversations of this key, "
+                "and 2 are open; close one first"
+            )
+            assert first.ask("hello")[1]["turn"] == 0
+            with talking(limited, headers=self.BOB) as other:  # each key has its own
+                assert other.ask("hello")[1]["turn"] == 0
+
+    def test_the_end_of_one_makes_room(self, limited):
+        with talking(limited):
+            for _ in range(3):
+                with opened_in_time(limited) as talk:
+                    assert talk.ask("hello")[1]["turn"] == 0
+        with opened_in_time(limited), opened_in_time(limited):
+            assert refused(limited)[0] == 429
+
+    def test_handshakes_that_are_refused_are_not_counted(self, limited):
+        for query in ("?model=gpt", "?priority=-9", "?keep=1"):
+            for _ in range(3):
+                assert refused(limited, query)[0] in (400, 404)
+        with talking(limited), talking(limited):
+            assert refused(limited)[0] == 429
+
+    def test_without_keys_all_clients_have_one_limit(self):
+        engine = FakeEngine(config=configured(limits={"conversations": 1}))
+        with running(engine) as server, talking(server, headers={}):
+            status, error = refused(server, headers={})
+            assert status == 429
+            assert "at most 1 open conversations of all clients together" in error["message"]
+
+
+@contextlib.contextmanager
+def opened_in_time(server):
+    """Open a conversation once the server has heard that another one has ended."""
+    deadline = time.monotonic() + 20
+    with contextlib.ExitStack() as stack:
+        talk = None
+        while talk is None:
+            try:
+                talk = stack.enter_context(talking(server))
+            except InvalidStatus as error:
+                if error.response.status_code != 429 or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        yield talk
+
+
 def test_what_is_no_handshake_is_told(server):
     answer = server.client.get("/v1/conversations", headers={"x-api-key": KEY})
     assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")

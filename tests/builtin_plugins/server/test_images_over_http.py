@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.gemma_images import SOFT_TOKENS
@@ -10,7 +13,7 @@ from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint import AsyncLLM
-from hardpoint.plugins.image_input import ImageSource
+from hardpoint.plugins.image_input import ImagesConfig, ImageSource
 
 DATA = encoded(gradient())
 URL = data_url(DATA)
@@ -43,7 +46,7 @@ def test_chat_completions(server):
         TEXT,
         {
             "type": "image_url",
-            "image_url": ImageSource(URL, "messages[1].content[1].image_url.url"),
+            "image_url": {"url": ImageSource(URL, "messages[1].content[1].image_url.url")},
         },
     ]
 
@@ -68,7 +71,8 @@ def test_responses(server):
     _, messages = post(server, "/v1/responses", {"input": items})
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
     image = ImageSource(URL, "input[1].content[0].image_url")
-    assert messages[1]["content"] == [{"type": "image_url", "image_url": image}, TEXT]
+    part = {"type": "image_url", "image_url": image, "detail": "auto"}
+    assert messages[1]["content"] == [part, TEXT]
     result = ImageSource(URL, "input[3].output[0].image_url")
     assert messages[3]["content"] == [{"type": "image_url", "image_url": result}]
 
@@ -216,8 +220,9 @@ def test_models_are_listed_with_what_they_take(server, text_server):
     assert model["images"] == {
         "max_items": limits.max_items,
         "max_bytes": limits.max_bytes,
+        "max_total_bytes": limits.max_total_bytes,
         "max_pixels": limits.max_pixels,
-        "max_body_bytes": 8 << 20,
+        "max_body_bytes": (8 << 20) + 44_739_244,
     }
     (model,) = text_server.client.get("/v1/models").json()["data"]
     assert (model["input_modalities"], model["images"]) == (["text"], None)
@@ -231,6 +236,27 @@ def test_the_characters_of_an_image_are_no_prompt():
         assert post(server, "/v1/chat/completions", chat(TEXT, image))[0].status_code == 200
         body = chat({"type": "text", "text": "x" * 101}, image)
         assert post(server, "/v1/chat/completions", body)[0].status_code == 400
+
+
+def test_a_body_may_have_all_images_that_a_prompt_may_have():
+    images = ImagesConfig(max_items=2, max_bytes=4_000_000, max_total_bytes=7_000_000)
+    part = {"type": "image_url", "image_url": {"url": data_url(bytes(3_400_000))}}
+    engine = FakeEngine(config=configured(), takes_images=True)
+    engine.config = msgspec.structs.replace(engine.config, images=images)
+    path, body = "/v1/chat/completions", chat(part, part)
+    assert len(json.dumps(body)) > 9_000_000
+    with running(engine) as server:
+        assert server.client.post(path, json=body).status_code == 200
+        (model,) = server.client.get("/v1/models").json()["data"]
+        assert model["images"]["max_body_bytes"] == 8_388_608 + 9_333_336
+    with running(FakeEngine(config=configured())) as server:
+        refused = server.client.post(path, json=body)
+        assert refused.status_code == 413
+        assert "at most 8388608 bytes (server.limits" in refused.json()["error"]["message"]
+    engine.config = configured(limits={"body_bytes": 1_000_000})
+    with running(engine) as server:
+        refused = server.client.post(path, json=body)
+        assert "at most 1000000 bytes (server.limits" in refused.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +337,29 @@ def test_images_are_answered_and_their_tokens_counted(real_server):
             "messages[0].content[0].source.data: expected",
         ),
         ("/tokenize", chat({"type": "image_url"}), "messages[0].content[0]: expected image_url"),
+        *(
+            (
+                path,
+                chat(TEXT, {"type": "image_url", "image_url": {"url": URL, "detail": "high"}}),
+                "messages[0].content[1].image_url.detail: expected \"auto\", got 'high'; the",
+            )
+            for path in ("/v1/chat/completions", "/tokenize")
+        ),
+        (
+            "/v1/chat/completions",
+            chat({"type": "image_url", "image_url": {"url": URL, "format": "png"}}),
+            "messages[0].content[0].image_url: expected url and detail alone, got 'format'",
+        ),
+        (
+            "/v1/responses",
+            items({"type": "input_text", "text": "a"}, INPUT_IMAGE | {"detail": "low"}),
+            "input[0].content[1].detail: expected \"auto\", got 'low'; the model reads every image",
+        ),
+        (
+            "/v1/messages",
+            message(TEXT, IMAGE_BLOCK | {"detail": "high"}),
+            "messages[0].content[1].detail: unknown",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_image_names_its_part(real_server, path, body, words):

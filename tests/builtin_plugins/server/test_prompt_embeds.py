@@ -26,7 +26,8 @@ ROWS = np.array([[token, token] for token in IDS], dtype=np.float32)
 
 
 def engine(folder, *, allowed, **tables):
-    server = {"port": 0, "prompt_embeds": allowed}
+    limits = {"prompts": 8, "n": 8}
+    server = {"port": 0, "prompt_embeds": allowed, "limits": limits}
     return AsyncLLM(config=config(write_scripted_model(folder), server=server, **tables))
 
 
@@ -93,10 +94,50 @@ def test_a_mixed_prompt_streamed_with_several_completions(server, expected):
     assert found == dict.fromkeys((0, 1), expected["token_ids"])
 
 
+def tokens_of(choices):
+    return [(choice["index"], choice["token_ids"]) for choice in choices]
+
+
+def test_several_in_one_request_are_as_several_prompts(server):
+    ids = [IDS, IDS[:2], IDS[2:]]
+    rows = [ROWS, ROWS[:2], ROWS[2:]]
+    expected = server.post(PATH, body(prompt=ids, n=2)).json()
+    forms = [
+        raw(rows[0]),
+        tensors(prompt_embeds=torch.from_numpy(rows[1]).bfloat16()),
+        raw(rows[2]),
+    ]
+    answer = server.post(PATH, body(prompt_embeds=forms, n=2)).json()
+    assert tokens_of(answer["choices"]) == tokens_of(expected["choices"])
+    assert [index for index, _ in tokens_of(answer["choices"])] == [0, 1, 2, 3, 4, 5]
+    assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] == 10
+    mixed = {
+        "prompt": [[64, 0, 0, 66, 188], [0, 65], [0, 0, 0]],
+        "prompt_is_token_ids": [[True, False, False, True, True], [False, True], [False] * 3],
+        "prompt_embeds": [raw(ROWS[1:3]), raw(ROWS[:1]), raw(ROWS[2:])],
+    }
+    answer = server.post(PATH, body(**mixed, n=2)).json()
+    assert tokens_of(answer["choices"]) == tokens_of(expected["choices"])
+    found = {}
+    for event in server.events(PATH, body(prompt_embeds=forms, stream=True)):
+        for choice in event["choices"]:
+            found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+    whole = server.post(PATH, body(prompt=ids)).json()["choices"]
+    assert sorted(found.items()) == tokens_of(whole)
+    (choice,) = server.post(PATH, body(prompt_embeds=forms[:1])).json()["choices"]
+    assert (choice["index"], choice["token_ids"]) == tokens_of(whole)[0]
+
+
 def saved(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return text(buffer.getvalue())
+
+
+def with_nan(rows):
+    changed = rows.copy()
+    changed[2, 1] = math.nan
+    return changed
 
 
 SHORT = raw(ROWS) | {"shape": [4, 2]}
@@ -115,7 +156,7 @@ REFUSED = {
     "one dimension": ({"prompt_embeds": SHORT | {"shape": [10]}}, r"prompt_embeds\.shape"),
     "no such shape": ({"prompt_embeds": SHORT | {"shape": [-5, 2]}}, r"prompt_embeds\.shape"),
     "a huge shape": ({"prompt_embeds": SHORT | {"shape": [2**60, 2**60]}}, "got 40"),
-    "numbers in a list": ({"prompt_embeds": [[1.0, 2.0]]}, "prompt_embeds: expected"),
+    "numbers in a list": ({"prompt_embeds": [[1.0, 2.0]]}, r"prompt_embeds\[0\]: expected a str"),
     "no rows": ({"prompt_embeds": raw(ROWS[:0])}, "prompt_embeds: expected at least one row"),
     "another width": (
         {"prompt_embeds": raw(ROWS.reshape(2, 5))},
@@ -136,6 +177,59 @@ REFUSED = {
     "another mask": (
         {"prompt": [0] * 4, "prompt_is_token_ids": [False] * 4, "prompt_embeds": raw(ROWS)},
         "prompt_embeds: expected a row for each of 4 positions",
+    ),
+    "an empty list": ({"prompt_embeds": []}, "prompt_embeds: expected at least one prompt, got an"),
+    "too many prompts": (
+        {"prompt_embeds": [raw(ROWS)] * 9},
+        "prompt_embeds: expected at most 8 prompts, got 9",
+    ),
+    "too many completions": (
+        {"prompt_embeds": [raw(ROWS)] * 5, "n": 2},
+        "prompt_embeds and n: expected at most 8 completions .*got 5 prompts with n 2",
+    ),
+    "a pickle in a list": (
+        {"prompt_embeds": [raw(ROWS), saved(TENSOR)]},
+        r"^prompt_embeds\[1\]: .*torch.save or pickle",
+    ),
+    "another width in a list": (
+        {"prompt_embeds": [raw(ROWS), raw(ROWS.reshape(2, 5))]},
+        r"^prompt_embeds\[1\]: expected rows of 2",
+    ),
+    "not finite in a list": (
+        {"prompt_embeds": [raw(ROWS), raw(with_nan(ROWS))]},
+        r"^prompt_embeds\[1\]\[2\]: expected finite numbers, got nan",
+    ),
+    "one mask for several": (
+        {
+            "prompt": [[0] * 5, [0] * 5],
+            "prompt_is_token_ids": [False] * 5,
+            "prompt_embeds": [raw(ROWS)] * 2,
+        },
+        "^prompt_is_token_ids: expected a list of 2 lists, one for each of prompt_embeds",
+    ),
+    "ids for one of several": (
+        {"prompt": [0] * 5, "prompt_is_token_ids": [[False]] * 2, "prompt_embeds": [raw(ROWS)] * 2},
+        "^prompt: expected a list of 2 lists, one for each of prompt_embeds",
+    ),
+    "a mask of lists for one": (
+        {"prompt": [0], "prompt_is_token_ids": [[False]], "prompt_embeds": raw(ROWS[:1])},
+        "^prompt_is_token_ids: expected a list of booleans",
+    ),
+    "a flag in place of a mask": (
+        {
+            "prompt": [[0], [0]],
+            "prompt_is_token_ids": [False, False],
+            "prompt_embeds": [raw(ROWS[:1])] * 2,
+        },
+        r"^prompt_is_token_ids\[0\]: expected a list of booleans",
+    ),
+    "another mask in a list": (
+        {
+            "prompt": [[0], [0, 0]],
+            "prompt_is_token_ids": [[False], [False, True]],
+            "prompt_embeds": [raw(ROWS[:1]), raw(ROWS[:2])],
+        },
+        r"^prompt_embeds\[1\]: expected a row for each of 1 positions",
     ),
     "echo": ({"echo": True, "prompt_embeds": raw(ROWS)}, "echo: expected false with prompt_embeds"),
     "logprobs of the prompt": (

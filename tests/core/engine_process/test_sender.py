@@ -256,8 +256,18 @@ def lives(outputs):
     return result
 
 
+def test_observed_logprobs_follow_one_another():
+    queues = ClientSendQueues()
+    for token, logprob in ((1, -0.5), (2, -(2.0**-40)), (3, -1.5)):
+        queues.put(0, batch(output("a", [token], observed_logprobs=[logprob])))
+    (merged,) = queues.pop(lambda _: True)[1].outputs
+    assert merged.new_token_ids == [1, 2, 3]
+    assert merged.observed_logprobs == [-0.5, -(2.0**-40), -1.5]
+
+
 def test_no_field_of_an_output_is_forgotten():
     looked_at = {"request_id", "finish_reason", "stop_reason", "error", "error_kind"}
     looked_at |= {"faulty_plugin", "new_token_ids", "logprobs", "prompt_logprobs", "events"}
     looked_at |= {"num_nans_in_logits", "routed_experts", "part_figures", *_SET_ONCE}
+    looked_at |= {"observed_logprobs"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutput)} == looked_at

@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 from support.driving import run
+from support.internals import engine_of
 
 from hardpoint import LLM, RequestError, RequestOutputKind, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -195,7 +196,7 @@ def test_texts_conversations_and_several_completions_of_one_request_take_none(ll
         resumed=ResumedOutputs([1]),
     )
     with pytest.raises(RequestError, match="resumed: expected none with n 2, for each"):
-        llm._engine.add_request("r", request)
+        engine_of(llm).add_request("r", request)
 
 
 def test_no_room_is_left(folder):

@@ -101,6 +101,8 @@ class TestTokenInputs:
                 "prompt.salt: unknown field; known here: type, ",
             ),
             ({"prompt_token_ids": [1], "type": "embeds"}, "prompt.type: expected .*token.*embeds"),
+            ({"prompt_token_ids": [1], "type": "multimodal"}, "prompt.type: expected .*multimodal"),
+            ({"type": "enc_dec", "decoder_prompt": "a"}, "prompt.type: expected .*token.*enc_dec"),
         ],
     )
     def test_it_is_checked(self, engine, fields, words):
@@ -110,14 +112,40 @@ class TestTokenInputs:
 
     def test_its_text_is_not_tokenised(self, engine):
         prompt = {"type": "token", "prompt_token_ids": [1], "prompt": "x" * 5000}
-        assert input_processor_of(engine).texts_of(prompt) == []
-        assert input_processor_of(engine).texts_of({"prompt": "x"}) == ["x"]
+        assert input_processor_of(engine).length_of(prompt) == 0
+        assert input_processor_of(engine).length_of({"prompt": "xy"}) == 2
+
+    def test_a_prompt_of_more_than_texts_is_long(self, engine):
+        length_of = input_processor_of(engine).length_of
+        assert length_of({"text": "ab", "text_pair": "c"}) == 4
+        assert length_of({"prompt": "x", "multi_modal_data": {}}) >= 2000
+        assert [length_of(prompt) for prompt in ("xyz", [1, 2], {"prompt_token_ids": [1]})] == [
+            3,
+            0,
+            0,
+        ]
 
     def test_ids_of_a_mapping_are_a_list(self, engine):
         with pytest.raises(
             RequestError, match="^prompt_token_ids: expected a list of token ids, go"
         ):
             engine.add_request("r", {"prompt_token_ids": "text"}, GREEDY)
+
+    @pytest.mark.parametrize(
+        "others",
+        [
+            {"cache_salt": "s"},
+            {"mm_processor_kwargs": {}},
+            {"multi_modal_uuids": {}, "multi_modal_data": {}},
+            {"encoder_prompt": "a", "decoder_prompt": "b"},
+        ],
+    )
+    def test_a_text_has_no_other_fields(self, engine, others):
+        name = next(iter(others))
+        words = f"^prompt: expected a mapping with either .*, got the keys .*'{name}'"
+        with pytest.raises(RequestError, match=words):
+            engine.add_request("r", {"prompt": "x", **others}, GREEDY)
+        assert not engine.has_unfinished_requests()
 
     @pytest.mark.parametrize(
         ("several", "what"),

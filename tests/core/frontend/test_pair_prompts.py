@@ -11,6 +11,8 @@ from support.pairs import write_tokenizer
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.errors import RequestError
+from hardpoint.features.pooling.folder import ModelPooling
+from hardpoint.features.pooling.requests import PooledRequests, PooledResults
 from hardpoint.plugins import (
     EngineCoreRequest,
     ModelFiles,
@@ -18,6 +20,7 @@ from hardpoint.plugins import (
     TokenizerContext,
 )
 from hardpoint.plugins.block_hash import extra_keys, sharing_key
+from hardpoint.plugins.params import PoolingParams
 
 
 @pytest.fixture(scope="module", params=["Bert", "Roberta", "Llama"])
@@ -87,9 +90,12 @@ def test_types_of_tokens_are_part_of_what_blocks_depend_on():
 
 @pytest.mark.parametrize("start", [-1, 21])
 def test_types_begin_inside_of_the_prompt(start):
-    check = RequestCheck(100, used=("second_type_start",))
-    check(request_of(20))
+    half = PooledResults("pooling", ["cls"], ModelPooling(token_types=True))
+    pooled = PoolingParams(task="score", pooler="cls")
+    half.check(request_of(20, pooling_params=pooled))
     with pytest.raises(RequestError, match=f"second_type_start: .* from 0 to 20, got {start}"):
-        check(request_of(start))
+        half.check(request_of(start, pooling_params=pooled))
+    with pytest.raises(RequestError, match=f"second_type_start: .* from 0 to 20, got {start}"):
+        PooledRequests(None, ModelPooling()).prepare(request_of(start), None)
     with pytest.raises(RequestError, match="second_type_start: expected none, no model here"):
         RequestCheck(100)(request_of(5))

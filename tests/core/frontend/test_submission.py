@@ -26,7 +26,7 @@ def llm(scripted):
 
 def test_one_tokenizer_for_all(llm):
     frontend = engine_of(llm)._frontend
-    assert frontend.input._tokenizer is llm.tokenizer
+    assert frontend.input.tokenizer is llm.tokenizer
     assert frontend.output._tokenizer is llm.tokenizer
 
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -311,6 +312,22 @@ def test_types_without_containers_of_anything_are_not_tracked():
         "Hello",
         "Ready",
     }
+
+
+def test_media_of_a_request_are_frames_of_its_message_and_not_copied():
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    features = [MultiModalFeature("a", 0, 1, data=pixels), MultiModalFeature("b", 1, 1)]
+    request = EngineCoreRequest(
+        request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(), features=features
+    )
+    frames = Encoder().encode(request)
+    pixels[3, 4, 1] = 7
+    assert len(frames) == 2
+    back = Decoder(EngineCoreRequest).decode([bytes(frames[0]), *frames[1:]]).features
+    assert np.shares_memory(back[0].data, pixels)
+    assert (back[0].data.dtype, back[0].data.shape) == (np.uint8, (32, 32, 3))
+    assert back[0].data[3, 4, 1] == 7
+    assert back[1] == features[1]
 
 
 # What is part of the protocol

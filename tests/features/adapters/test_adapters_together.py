@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
+import torch
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
 
-from hardpoint import LLM, AsyncLLM, SamplingParams
+from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.plugins.structured import StructuredOutputs
 
 MULTIPROC = {"executor": {"use": "multiproc"}}
@@ -147,3 +149,36 @@ def test_async(folders):
     with LLM(str(base), config=settings_of("plain"), max_model_len=64) as llm:
         expected = llm.generate(prompts, params, lora_request=chosen)
     assert contents(outputs) == contents(expected)
+
+
+def test_vectors_are_those_of_the_merged_model(folders):
+    """Calls that pool load adapters as those that generate do."""
+    model, base, merged = folders
+    (first, one), (second, other), *_ = merged.items()
+    prompt = [7, 9, 11, 13, 2]
+
+    @torch.no_grad()
+    def expected(own):
+        vector = own.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        return torch.nn.functional.normalize(vector, dim=0).numpy()
+
+    def check(outputs, models):
+        for output, own in zip(outputs, models, strict=True):
+            np.testing.assert_allclose(output.outputs, expected(own), atol=NEAR)
+
+    async def run():
+        async with AsyncLLM(str(base), config=settings_of("plain"), max_model_len=64) as llm:
+            alone = [x async for x in llm.encode(prompt, lora_request=lora("one", 1, first))]
+            batch = await llm.encode_batch([prompt] * 2, lora_request=lora("two", 2, second))
+            return [*alone, *batch]
+
+    check(asyncio.run(run()), [one, other, other])
+    with LLM(str(base), config=settings_of("plain"), max_model_len=64) as llm:
+        chosen = [lora("one", 1, first), None, lora("two", 2, second)]
+        check(llm.embed([prompt] * 3, lora_request=chosen), [one, model, other])
+        check(llm.embed([prompt], lora_request=lora("two", 2)), [other])
+        with pytest.raises(RequestError, match="^lora_request: expected one of 'one', 'two', or"):
+            llm.embed([prompt], lora_request=lora("three", 3))
+        (score,) = llm.score([prompt], [[4, 5]], lora_request=lora("one", 1))
+        (plain,) = llm.score([prompt], [[4, 5]])
+        assert score.outputs != plain.outputs

@@ -20,9 +20,6 @@ ITEM = EncoderItem("x", "image", (2, 2, 3), PIXELS.tobytes())
 class Four(MediaFormat):
     num_tokens, token_id, item_shape, sees_itself = 4, 6, (2, 2, 3), False
 
-    def process(self, image):
-        return PIXELS
-
 
 @pytest.fixture
 def half():
@@ -57,8 +54,7 @@ def sent(half, plan):
     return None if data is None else msgspec.msgpack.decode(data, type=EncoderStep)
 
 
-def test_pixels_leave_the_request_and_ride_on_the_plan_that_encodes_them(half, request_):
-    assert request_.features[0].data is None
+def test_pixels_ride_on_the_plan_that_encodes_them(half, request_):
     first = sent(half, plan(request_, 1, 0, 4, encoder_inputs={"a": [0]}))
     assert first == EncoderStep([], [ITEM], {"a": [Span("x", 2, 0, 2)]})
     second = sent(half, plan(request_, 2, 4, 3))

@@ -179,3 +179,21 @@ def test_equal_images_are_encoded_once_and_kept_while_there_is_room(folder, monk
         for prompts in (given[1:2], given[2:], given[1:2]):
             llm.generate(prompts, GREEDY)
         assert len(encoded) == 3
+
+
+def test_a_reset_of_the_encoder_cache_changes_no_request_that_runs(folder, alone):
+    tables = {"scheduler": {"max_num_batched_tokens": 24}, "kv_cache": {"prefix_caching": False}}
+    found, num_resets = {}, 0
+    with open_llm(folder, **tables) as llm:
+        engine = llm.llm_engine
+        for name in ("four", "twice", "text 0"):
+            engine.add_request(name, ALL[name], GREEDY)
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step() if output.finished}
+            llm.reset_encoder_cache()
+            num_resets += 1
+    assert num_resets > 8  # while prompts are computed, and afterwards
+    assert {name: output.outputs[0].token_ids for name, output in found.items()} == {
+        name: alone[name][0] for name in found
+    }
+    assert len(found) == 3

@@ -49,7 +49,8 @@ REFUSED = {
     "fewer images": (media(IMAGES[0], text=IMAGE * 3), r"got 1 images and 3 placeholders"),
     "too many": (
         media(*IMAGES * 2, text=IMAGE * 4),
-        r"multi_modal_data.image: expected at most 3 images \(plugin.encoders.max_items\), got 4",
+        r"multi_modal_data.image\[3\]: expected at most 3 images in a prompt \(images.max_items\), "
+        r"got 4",
     ),
     "audio": (
         media(IMAGES[0], audio=[b"sound"]),
@@ -81,10 +82,26 @@ REFUSED = {
 }
 
 
+def test_media_stand_in_texts_and_token_ids_alone(folder):
+    config = settings(plugin={"prompt_embeddings": {"enabled": True}})
+    with LLM(str(folder), config=config) as llm:
+        width = llm.llm_engine.parts.model_config.hf["text_config"]["hidden_size"]
+        rows = np.zeros((2, width), "float32")
+        for others in ({"text": "a", "text_pair": "b"}, {"prompt_embeds": rows}):
+            words = f"multi_modal_data: expected none with {', '.join(others)}$"
+            with pytest.raises(RequestError, match=words):
+                llm.generate([others | {"multi_modal_data": {"image": IMAGES[:1]}}], GREEDY)
+        words = r"prompt: expected a mapping with either .*, got the keys \[\]"
+        with pytest.raises(RequestError, match=words):
+            llm.generate([{"multi_modal_data": {"image": IMAGES[:1]}}], GREEDY)
+        with pytest.raises(RequestError, match="text_pair: expected one prompt: texts are read in"):
+            llm.generate([{"text": "a", "text_pair": "b"}], GREEDY)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(folder, name):
     given, words = REFUSED[name]
-    config = settings(plugin={"encoders": {"max_items": 3}})
+    config = settings(images={"max_items": 3})
     with LLM(str(folder), config=config) as llm, pytest.raises(RequestError, match=words):
         llm.generate([given], GREEDY)
 
@@ -117,7 +134,9 @@ def test_all_forms_of_an_image_are_the_same(llm):
         {"prompt": f"see {IMAGE}", "multi_modal_data": {"image": form}} for form in forms
     ]
     ids = llm.tokenizer.encode(f"see {IMAGE}", add_special_tokens=False)
-    prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"image": array}})
+    typed = {"type": "token", "prompt_token_ids": ids, "cache_salt": "its own"}
+    for given in ({"prompt_token_ids": ids}, typed):
+        prompts.append({**given, "multi_modal_data": {"image": array}})
     found = llm.generate(prompts, GREEDY)
     assert len({tuple(output.outputs[0].token_ids) for output in found}) == 1
     assert len({tuple(output.prompt_token_ids) for output in found}) == 1

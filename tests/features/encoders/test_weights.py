@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from support.builtins.checkpoint_harness import write_gguf
 from support.gemma_images import config, image, prompt, reference, write_model
+from support.triton import kernel_device
 
-from hardpoint import LLM, ModelError, SamplingParams
+from hardpoint import LLM, ModelError, RequestError, SamplingParams
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
-from hardpoint.builtin_plugins.attention.triton import TritonAttention
+from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
+from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.gemma_images import Gemma3Images, Gemma3WithImages
 from hardpoint.plugins import ModelConfig
-from hardpoint.plugins.media import Image
+from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.toolkit.images import ImageReader
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)
 PROMPTS = [prompt("see ", 0, " and ", 1, "."), prompt("text alone"), prompt("again ", 0)]
@@ -134,10 +142,63 @@ class Causal(TorchAttention):
     sees_ahead = False
 
 
-def test_triton_refuses_tokens_that_see_later_ones(folder):
-    assert not TritonAttention.sees_ahead
-    with pytest.raises(ModelError, match="lets no token see later ones"):
-        open_llm(folder, attention={"use": f"{__name__}:Causal"})
+@pytest.mark.parametrize("use", ["triton", f"{__name__}:Causal"])
+def test_a_backend_in_which_tokens_see_no_later_ones_is_refused_by_name(folder, monkeypatch, use):
+    kernel_device()
+    monkeypatch.setattr(SafetensorsLoader, "cut_weights", _not_read)
+    words = rf"attention.use: .*{use}.* lets no token see later ones .*choose another attention"
+    with pytest.raises(ModelError, match=words):
+        open_llm(folder, attention={"use": use})
+
+
+def _not_read(self, *given):
+    raise AssertionError("weights are read")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (
+            "mmproj.gguf",
+            "mmproj.gguf: general.architecture: 'clip' is the encoder of images of another file's "
+            "model; expected that file, which is read as a model of text alone",
+        ),
+        ("", "it is a directory; expected the path of a file in it, mmproj.gguf for example"),
+    ],
+    ids=["file", "folder"],
+)
+def test_gguf_files_of_encoders_are_refused_before_weights_are_read(
+    folder, tmp_path, monkeypatch, path, words
+):
+    target = shutil.copytree(folder, tmp_path / "model")
+    (target / "model.safetensors").unlink()
+    write_encoder(target / "mmproj.gguf")
+    monkeypatch.setattr(GGUFLoader, "cut_weights", _not_read)
+    with pytest.raises(ModelError, match=words):
+        open_llm(target / path)
+
+
+def write_encoder(path: Path) -> None:
+    """Write the encoder of a Gemma 3, as llama.cpp's converter does beside the text model."""
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "gemma3")
+    writer.add_tensor("mm.input_projection.weight", np.zeros((48, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_the_text_model_of_gguf_takes_no_images(folder, tmp_path):
+    whole = transformers.Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    text = transformers.Gemma3ForCausalLM(whole.config.text_config)
+    write_gguf(tmp_path / "text.gguf", text, "gemma3")
+    words = "multi_modal_data: 'image': the model Gemma3ForCausalLM takes text alone"
+    with open_llm(tmp_path / "text.gguf", tokenizer={"path": str(folder)}) as llm:
+        with pytest.raises(RequestError, match=words):
+            llm.generate(PROMPTS[:1], GREEDY)
+        assert llm.generate(PROMPTS[1:2], GREEDY)[0].finished
 
 
 def test_a_fault_of_the_encoder_ends_the_requests_with_images_alone(folder, monkeypatch):
@@ -170,5 +231,7 @@ def test_plain_torch_numbers_are_read_as_transformers_does(folder):
         {},
     )
     array = image(0)
-    found = media.process(Image(array.shape[1], array.shape[0], array.tobytes()))
-    assert torch.equal(media.numbers(torch.from_numpy(found.copy())), known)
+    with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
+        (found,) = reader.read([("x", array)])
+    pixels = torch.frombuffer(bytearray(found.data), dtype=torch.uint8).view(media.item_shape)
+    assert torch.equal(media.numbers(pixels), known)

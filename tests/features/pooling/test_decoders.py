@@ -214,8 +214,15 @@ WRONG = [
      "embed, token_embed"),
     ([1], PoolingParams(task="guess"), r"guess: this model cannot do it; it can: generate, embed"),
     ([1], PoolingParams(dimensions=0), r"dimensions: expected .*>= 1"),
-    ([1], PoolingParams(plugin_args={"step": {"step_tag_id": -1}}), r"args.step.step_tag_id: exp"),
+    ([1], PoolingParams(task="token_embed", pooler="step",
+                        plugin_args={"step": {"step_tag_id": -1}}), r"args.step.step_tag_id: exp"),
     ([1], PoolingParams(plugin_args={"mean": {}}), r"plugin_args.mean: poolers/mean takes no arg"),
+    ([1], PoolingParams(plugin_args={"step": {"step_tag_id": 1}}),
+     r"prompts\[0\]: plugin_args.step: expected none, for the request's pooler is 'last'"),
+    ([1], PoolingParams(plugin_args={"min_p": {"min_p": 0.5}}),
+     r"\[0\]: plugin_args.min_p: expected none, for the request pools, and logits_processors are"),
+    ([1], PoolingParams(plugin_args={"logits_processors/min_p": {"min_p": 0.5}}),
+     "plugin_args.logits_processors/min_p: expected none"),
     ([1], SamplingParams(), r"^pooling_params: expected PoolingParams, got SamplingParams$"),
     ([[1], []], PoolingParams(), r"prompts\[1\]: prompt: expected at least one token"),
     ([[1], [299]], PoolingParams(), r"prompts\[1\]: prompt.*\[0\]: expected .*256.*299"),
@@ -234,6 +241,10 @@ def test_wrong_requests_are_refused_and_disturb_nothing(folder, in_process):
             llm.embed([1], PoolingParams(task="score"))
         with pytest.raises(RequestError, match="sampling_params: expected SamplingParams, got"):
             llm.generate([1], PoolingParams())
+        for_pooler = SamplingParams(plugin_args={"poolers/step": {"step_tag_id": 1}})
+        words = "plugin_args.poolers/step: expected none, for the request does not pool"
+        with pytest.raises(RequestError, match=words):
+            llm.generate([1], for_pooler)
         assert llm.encode([]) == []
         np.testing.assert_array_equal(llm.embed(PROMPTS[4])[0].outputs, expected)
 

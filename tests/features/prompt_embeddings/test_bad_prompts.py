@@ -12,6 +12,7 @@ from support.embedded import prompt_of
 
 from hardpoint import LLM, PluginError, PoolingParams, RequestError, SamplingParams
 from hardpoint.errors import PromptTooLongError
+from hardpoint.features.prompt_embeddings.engine_half import EmbeddedPrompts
 from hardpoint.plugins import EngineCoreRequest
 from hardpoint.testing import scripted_config, write_scripted_model
 
@@ -41,6 +42,7 @@ EMBEDS = {
     "no rows": (torch.ones(0, 64), r"expected at least one row, got \[0, 64\]"),
     "float64": (np.ones((3, 64)), "of float32, float16 or bfloat16, got dtype float64"),
     "integers": (torch.ones(3, 64, dtype=torch.int64), "got dtype int64"),
+    "bits": (np.ones((3, 64), np.uint16), "of float32, float16 or bfloat16, got dtype uint16"),
     "complex": (torch.ones(3, 64, dtype=torch.complex64), "got dtype complex64"),
     "objects": (np.full((3, 64), None), "got dtype object"),
     "a list": ([[1.0] * 64], "expected a tensor or array"),
@@ -138,6 +140,9 @@ def test_numbers_that_are_not_finite(llm, name):
     refuse(llm, {"prompt_embeds": with_row(1, NUMBERS[name])}, message)
     message = message.replace("prompt_embeds", r"prompt_parts\[1\]")
     refuse(llm, {"prompt_parts": [[1], with_row(1, NUMBERS[name])]}, message)
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = torch.from_numpy(with_row(1, NUMBERS[name])).to(dtype)
+        refuse(llm, {"prompt_parts": [[1], halves]}, message)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -161,6 +166,11 @@ def test_a_prompt_that_is_too_long(llm, embedded):
         llm.embed({"prompt_parts": [[1] * 70, ROWS.repeat(9, axis=0)]}, PoolingParams())
 
 
+def bits_of(rows):
+    """Return the bits of rows in bfloat16."""
+    return torch.from_numpy(rows).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
 def prebuilt(**fields):
     base = {
         "request_id": "r",
@@ -177,6 +187,11 @@ def prebuilt(**fields):
         ({"prompt_token_ids": [0, 0]}, "prompt_embeds: expected a row for each of 2 positions"),
         ({"prompt_token_ids": [0, 4, 0]}, r"prompt_token_ids\[1\]: expected 0"),
         ({"prompt_embeds": with_row(2, math.nan)}, r"prompt_embeds\[2\]: expected finite numbers"),
+        (
+            {"prompt_embeds": bits_of(with_row(2, math.inf))},
+            r"prompt_embeds\[2\]: expected finite numbers, got inf",
+        ),
+        ({"prompt_embeds": bits_of(ROWS)[:2]}, "prompt_embeds: expected a row for each of 3 pos"),
         ({"prompt_embeds": [[0.5]]}, "prompt_embeds: expected a tensor or array"),
         ({"prompt_is_token_ids": [True, False]}, "prompt_is_token_ids: expected one for each of 3"),
         (
@@ -199,6 +214,25 @@ def refuse_ready(llm, request, message):
         llm.llm_engine.add_request("r", request)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("text", "prompt_embeds: expected an array of float32, .*, got 'text'"),
+        ([[0.5]], r"prompt_embeds: expected an array of float32, .*, got \[\[0.5\]\]"),
+        (ROWS.astype("float64"), r"prompt_embeds: expected .*, got float64 \[3, 64\]$"),
+        (np.array(0.5, np.float32), r"prompt_embeds: expected two dimensions, .*, got \[\]"),
+        (ROWS[:2], "prompt_embeds: expected a row for each of 3 positions"),
+    ],
+)
+def test_what_another_program_sends_is_no_fault_of_the_part(rows, message):
+    """Blocks are keyed before a request is checked."""
+    half = EmbeddedPrompts(64, MAX_BYTES, lambda message: [])
+    request = prebuilt(prompt_embeds=rows)
+    half.block_key(request, range(3))
+    with pytest.raises(RequestError, match=f"^{message}"):
+        half.check(request)
+
+
 def test_a_ready_made_request_has_what_its_prompt_has(llm, embedded):
     rows = embedded.table[IDS].to(torch.bfloat16)
     zeros = [0] * len(IDS)
@@ -208,6 +242,11 @@ def test_a_ready_made_request_has_what_its_prompt_has(llm, embedded):
     while engine.has_unfinished_requests():
         found = (engine.step() or [None])[-1]
     (expected,) = llm.generate([{"prompt_embeds": rows}], PARAMS)
+    bits = bits_of(rows.float().numpy())
+    engine.add_request("r", prebuilt(prompt_token_ids=zeros, prompt_embeds=bits))
+    while engine.has_unfinished_requests():
+        same = (engine.step() or [None])[-1]
+    assert same.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.prompt_token_ids == expected.prompt_token_ids == [None] * len(IDS)
 

@@ -10,7 +10,11 @@ import torch
 from support.embedded import EmbeddedModel, prompt_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
+from hardpoint.features.prompt_embeddings.requests import EmbeddedRequests
+from hardpoint.plugins import EngineCoreRequest
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.system.encoding import Decoder, Encoder
+from hardpoint.toolkit.half_floats import float32_of
 
 PROMPTS = [prompt_of(length) for length in (1, 3, 8, 17, 40, 61)]
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3, ignore_eos=True)
@@ -134,6 +138,34 @@ def test_rows_of_any_float_are_rounded_to_the_dtype_of_the_model(tmp_path, dtype
         assert results(llm.generate({"prompt_embeds": rows}, GREEDY)) == by_ids
         as_array = rows.float().numpy()
         assert results(llm.generate({"prompt_embeds": as_array}, GREEDY)) == by_ids
+        parts = {"prompt_parts": [rows[:3], as_array[3:]]}
+        assert results(llm.generate(parts, GREEDY)) == by_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_keep_their_dtype_on_the_way(dtype):
+    """Of bfloat16, which numpy has not, the bits travel."""
+    half = EmbeddedRequests(4, 1000)
+    rows = torch.linspace(-3, 70, 12).reshape(3, 4).to(dtype)
+    size = {torch.float32: 48}.get(dtype, 24)
+    parts = [
+        half.read_prompt({"prompt_embeds": rows}, None),
+        half.read_prompt({"prompt_parts": [rows[:1], rows[1:]]}, None),
+    ]
+    for given in parts:
+        found = given.fields["prompt_embeds"]
+        assert found.nbytes == size
+        assert float32_of(found).tolist() == rows.float().tolist()
+        request = EngineCoreRequest(
+            request_id="r", prompt_token_ids=[0] * 3, params=GREEDY, prompt_embeds=found
+        )
+        frames = [bytes(frame) for frame in Encoder().encode(request)]
+        assert Decoder(EngineCoreRequest).decode(frames).prompt_embeds.tobytes() == found.tobytes()
+        half.prepare(request, None)
+        assert request.prompt_embeds is found
+    mixed = half.read_prompt({"prompt_parts": [rows, rows.half()]}, None).fields["prompt_embeds"]
+    assert mixed.dtype == (np.float16 if dtype == torch.float16 else np.float32)
+    assert float32_of(mixed).tolist() == torch.cat([rows.float(), rows.half().float()]).tolist()
 
 
 def test_vectors_are_those_of_ids(embedded):

@@ -48,6 +48,10 @@ def test_equal_prompts_share_and_others_do_not(embedded, stores):
         )  # ids share nothing with their own embeddings
         assert shared({"prompt_embeds": rows}, 32) == 32
         assert shared({"prompt_embeds": rows.numpy()}, 32) == 32
+        halves = rows.bfloat16()
+        assert shared({"prompt_embeds": halves}, 0) == 0  # rounded
+        assert shared({"prompt_embeds": halves}, 32) == 32
+        assert shared({"prompt_embeds": halves.float()}, 32) == 32  # the same numbers
         assert shared({"prompt_embeds": other}, 16) == 16  # the blocks before the other row
         assert shared({"prompt_embeds": other}, 32) == 32
         assert shared([0] * 40, 0) == 0  # what stands there is no token 0

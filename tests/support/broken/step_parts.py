@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from hardpoint.plugins import (
@@ -314,6 +316,11 @@ class _EndsOthersHalf(GoodHalf):
         return {name: RequestFault("it is over") for name in names}
 
 
+class _UpdatedRaisesHalf(GoodHalf):
+    def updated(self, plan):
+        raise KeyError(plan.step)
+
+
 class _FaultAsTextHalf(GoodHalf):
     def result(self, plan, result):
         return dict.fromkeys(self.planned(plan), "it is over")
@@ -540,6 +547,7 @@ TextAsData = part_of(_TextAsDataHalf)
 RaisesInLost = part_of(_RaisesInLostHalf)
 CountsPlans = part_of(_CountsPlansHalf)
 EndsOthers = part_of(_EndsOthersHalf)
+UpdatedRaises = part_of(_UpdatedRaisesHalf)
 FaultAsText = part_of(_FaultAsTextHalf)
 Remembers = part_of(_RemembersHalf)
 ForgetsLate = part_of(_ForgetsLateHalf)
@@ -591,7 +599,7 @@ class ReadsLetters(Good):
     class Requests(GoodRequests):
         prompt_keys = ("letters",)
 
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97] * prompt["letters"])
 
     contract = 1
@@ -599,15 +607,24 @@ class ReadsLetters(Good):
 
 class ReadsIntoList(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return [97] * prompt["letters"]
+
+    contract = 1
+
+
+class CutsNothing(Good):
+    class Requests(ReadsLetters.Requests):
+        def read_prompt(self, prompt, reader):
+            given = GivenPrompt(token_ids=[97] * prompt["letters"])
+            return dataclasses.replace(given, cut=lambda limit: given)
 
     contract = 1
 
 
 class ReadsNoToken(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[-1])
 
     contract = 1
@@ -615,7 +632,7 @@ class ReadsNoToken(Good):
 
 class ReadsFieldsOfOthers(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97], fields={"resumable": True})
 
     contract = 1
@@ -631,7 +648,7 @@ class RefusesWhatItReads(Good):
 
 class ReadPromptRaises(Good):
     class Requests(ReadsLetters.Requests):
-        def read_prompt(self, prompt, tokenise):
+        def read_prompt(self, prompt, reader):
             raise KeyError("letter")
 
     contract = 1

@@ -1,7 +1,8 @@
-"""Components that do not go together with a KV connector, or with planning ahead."""
+"""Components that do not go together with a KV connector, planning ahead, or images."""
 
 from __future__ import annotations
 
+from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.plugins import EngineHalf, KVSpec, StepPart
@@ -16,6 +17,11 @@ class OneAtATime(UniprocExecutor):
 class NoLayout(HistoryAttention):
     contract = 1
     kv_layout = ""
+
+
+class SeesNothingAhead(TorchAttention):
+    contract = 1
+    sees_ahead = False
 
 
 class SilentLoader(DummyLoader):

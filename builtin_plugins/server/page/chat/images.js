@@ -92,9 +92,10 @@ export class ImagePicker {
     if (urls.length > this.#limits.max_items) {
       return `${name}: a conversation may have ${this.#limits.max_items} images.`;
     }
-    const room = this.#limits.max_body_bytes - OTHER_BYTES;
-    if (urls.reduce((sum, one) => sum + one.length, 0) > room) {
-      return `${name}: the images of a conversation may have ${size((room / 4) * 3)} together.`;
+    const { max_total_bytes: total, max_body_bytes: body } = this.#limits;
+    const room = Math.min(total, ((body - OTHER_BYTES) / 4) * 3);
+    if ((urls.reduce((sum, one) => sum + one.length, 0) / 4) * 3 > room) {
+      return `${name}: the images of a conversation may have ${size(room)} together.`;
     }
     this.#images.push({ url, name });
     this.#show();

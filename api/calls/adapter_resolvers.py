@@ -9,10 +9,10 @@ from pathlib import Path
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import UNWATCHED, guard
+from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import AdapterResolver, AdapterResolverContext, EngineConfig, LoRARequest
+from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.plugin_set import PluginSet
 
 KIND = "adapter_resolvers"
 _THREADS = 4  # of their own: one that hangs must not keep others from tokenising
@@ -23,15 +23,16 @@ def guarded_resolver(resolver: AdapterResolver, source: Source) -> AdapterResolv
     return guard(resolver, KIND, calls=PluginCalls(UNWATCHED, KIND, source))
 
 
-class AdapterResolvers:
+class AdapterResolvers(Companion):
     """The enabled adapter resolvers of a frontend."""
 
-    def __init__(self, plugins: PluginSet, config: EngineConfig) -> None:
-        """Build them.
+    def __init__(self, opening: Opening) -> None:
+        """Build them, for an engine that is opened.
 
         Raises:
             PluginError, ConfigError: one cannot be built.
         """
+        config, plugins = opening.config, opening.plugins
         self._seconds = config.adapters.resolve_seconds
         self._threads = ThreadPoolExecutor(_THREADS, "adapter-resolver")
         self._resolvers: list[tuple[AdapterResolver, Source]] = []

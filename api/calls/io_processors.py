@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.boundary.plugin_health import PluginHealth
+from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import EngineClosedError, PluginFaultError, shown
 from hardpoint.plugins import (
     IOProcessor,
@@ -26,7 +27,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import PoolingRequestOutput, Prompt, RequestOutput
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.engine_lock import OwnerProcess
 from hardpoint.typed import json_schema, suggest
 
@@ -159,7 +159,7 @@ class OpenIOProcessor:
                 raise
 
 
-class IOProcessors:
+class IOProcessors(Companion):
     """The enabled IO processors of a frontend."""
 
     def __init__(
@@ -216,25 +216,20 @@ def _close(processors: Iterable[OpenIOProcessor]) -> None:
             stack.callback(processor.close)
 
 
-def open_io_processors(
-    plugins: PluginSet, fields: Mapping[str, Any], new_tokenizer: Callable[[], Tokenizer]
-) -> IOProcessors:
-    """Build the enabled IO processors.
-
-    Args:
-        fields: fields of their contexts.
-        new_tokenizer: opens a tokenizer.
+def open_io_processors(opening: Opening) -> IOProcessors:
+    """Build the enabled IO processors, for an engine that is opened.
 
     Raises:
         PluginError, ConfigError: one cannot be built; none is left open.
     """
-    opened: list[OpenIOProcessor] = []
+    plugins, opened = opening.plugins, list[OpenIOProcessor]()
+    fields = {"model_config": opening.model_config, "max_model_len": opening.max_model_len}
     try:
         for entry in plugins.entries(KIND):
             tokenizers: list[Tokenizer] = []
 
             def tokenizer(own: list[Tokenizer] = tokenizers) -> Tokenizer:
-                own.append(new_tokenizer())
+                own.append(opening.new_tokenizer())
                 return own[-1]
 
             try:

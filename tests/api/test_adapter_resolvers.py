@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from hardpoint.core.frontend.adapter_resolvers import AdapterResolvers
+from hardpoint.calls.adapter_resolvers import AdapterResolvers
+from hardpoint.core.frontend.engine_parts import Opening
 from hardpoint.errors import PluginFaultError, PluginLoadError, RequestError
 from hardpoint.plugins import AdapterResolver, EngineConfig
 from hardpoint.registry.configuration import config_from
@@ -56,7 +57,8 @@ def opened(tmp_path, *resolvers, seconds=10.0) -> AdapterResolvers:
         caller="LLM",
     )
     assert isinstance(config, EngineConfig)
-    return AdapterResolvers(resolve_plugins(config, sources), config)
+    opening = Opening(config, resolve_plugins(config, sources), None, 0, None)
+    return AdapterResolvers(opening)
 
 
 def ask(resolvers, name):

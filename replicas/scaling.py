@@ -1,0 +1,101 @@
+"""Changes of the number of engines, while they serve."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from hardpoint.core.client.base import EngineSet
+from hardpoint.errors import shown
+from hardpoint.plugins import HardpointError, RequestError
+
+from .ledger import Ledger
+from .replicas import Replica, Replicas
+
+_MOST_ENGINES = 1024
+_POLL_S = 0.02
+
+
+class Scaling:
+    """Starts and retires engines; one change at a time, each whole or undone."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        ledger: Ledger,
+        changed: threading.Condition,
+        move: Callable[[Replica], None],
+    ) -> None:
+        """Begin with no change.
+
+        Args:
+            replicas: the engines.
+            ledger: the requests in flight.
+            changed: guards both.
+            move: lets the requests of an engine go on at others.
+        """
+        self._replicas, self._ledger = replicas, ledger
+        self._changed, self._move = changed, move
+        self._epoch = 0
+        self._is_busy = threading.Lock()
+
+    def scale(self, num_engines: int, drain_s: float) -> EngineSet:
+        """Start or retire engines, so that there are so many; those of the highest ranks go.
+
+        Raises:
+            RequestError: it is no such number.
+            HardpointError: another change is under way, or an engine cannot be started.
+        """
+        if type(num_engines) is not int or not 1 <= num_engines <= _MOST_ENGINES:
+            raise RequestError(
+                f"scale: expected 1 to {_MOST_ENGINES} engines, got {shown(num_engines)}"
+            )
+        ranks = self._replicas.ranks
+        return self._change(num_engines - len(ranks), ranks[num_engines:], drain_s)
+
+    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
+        """End engines, once their requests have ended or the time is up.
+
+        Raises:
+            RequestError: one is no engine, or none would be left.
+            HardpointError: another change is under way.
+        """
+        known = self._replicas.ranks
+        for rank in ranks:
+            if rank not in known:
+                listed = ", ".join(map(str, known))
+                raise RequestError(f"retire: expected ranks of {listed}, got {shown(rank)}")
+        if set(ranks) == set(known):
+            raise RequestError("retire: expected that an engine is left, got all of them")
+        return self._change(0, tuple(dict.fromkeys(ranks)), drain_s)
+
+    def _change(self, num_added: int, retired: Sequence[int], drain_s: float) -> EngineSet:
+        if not drain_s >= 0:
+            raise RequestError(f"drain_seconds: expected seconds >= 0, got {shown(drain_s)}")
+        if not self._is_busy.acquire(blocking=False):
+            raise HardpointError("scale: the engines are being changed already; try again later")
+        try:
+            if num_added > 0:
+                self._replicas.add(num_added)
+            if retired:
+                self._retire([self._replicas.of(rank) for rank in retired], drain_s)
+            self._epoch += num_added > 0 or bool(retired)
+            return EngineSet(self._epoch, self._replicas.ranks)
+        finally:
+            self._is_busy.release()
+
+    def _retire(self, replicas: Sequence[Replica], drain_s: float) -> None:
+        for replica in replicas:
+            self._replicas.drain(replica)
+        deadline = time.monotonic() + drain_s
+        with self._changed:
+            while self._has_requests(replicas) and time.monotonic() < deadline:
+                self._changed.wait(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
+        for replica in replicas:
+            current = self._replicas.of(replica.rank)  # another one, if it died in the meantime
+            self._move(current)
+            self._replicas.remove(current)
+
+    def _has_requests(self, replicas: Sequence[Replica]) -> bool:
+        return not self._replicas.is_closed and any(map(self._ledger.of, replicas))

@@ -1,0 +1,1 @@
+"""The rules for models whose prompts have images, and their checks."""

@@ -1,0 +1,270 @@
+"""The checks of models whose prompts have images: of their format, and of embeddings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hardpoint.plugins import Model, ModelConfig, ModelFiles
+from hardpoint.plugins.image_input import ImagesConfig
+from hardpoint.plugins.media import Image, ProcessedImage
+from hardpoint.plugins.media_format import MediaFormat
+from hardpoint.testing.model.model_sequences import relative_difference, summary
+from hardpoint.testing.reporting.calls import call
+from hardpoint.testing.suite import short_repr
+from hardpoint.toolkit.images import ImageReader
+
+from .rules import EMBEDDED, ENCODE, FORMAT, IDENTIFIERS, PROCESS
+
+__all__ = ["MediaChecks", "encoded"]
+
+_SIZES = ((1, 1), (40, 3), (9, 64), (64, 9))
+"""Widths and heights of images."""
+
+
+def _examples_of(media: MediaFormat) -> list[Image]:
+    """Return images of several sizes."""
+    drawn = np.random.default_rng(len(media.modalities))
+    return [
+        Image(width, height, drawn.integers(0, 256, 3 * width * height, np.uint8).tobytes())
+        for width, height in _SIZES
+    ]
+
+
+def encoded(model: Model, media: MediaFormat) -> list[torch.Tensor]:
+    """Return the embeddings of one image, encoded by a loaded model."""
+    (processed,) = _processed(media, _examples_of(media)[1:2])
+    return list(model.encode_media(media.modalities[0], [_item(model, media, processed)]))
+
+
+def _processed(media: MediaFormat, images: Sequence[Image]) -> list[ProcessedImage]:
+    """Return images as the program of a format processes them, in a process of its own."""
+    with contextlib.closing(ImageReader(ImagesConfig(), media=media)) as reader:
+        named = [(f"an image of {image.width} x {image.height}", image) for image in images]
+        found: list[ProcessedImage] = [call(PROCESS, reader.read, [one])[0] for one in named]
+    return found
+
+
+def _item(model: Model, media: MediaFormat, image: ProcessedImage) -> torch.Tensor:
+    """Return a processed image as the encoder gets it."""
+    numbers = torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
+    return numbers.view(media.item_shape).to(model.context.device)
+
+
+@dataclass(frozen=True)
+class MediaChecks:
+    """The checks of one model.
+
+    Attributes:
+        model: its class.
+        config: its configuration.
+        files: its files, if its format is read from some.
+        tolerance: maximum relative difference of embeddings.
+    """
+
+    model: type[Model]
+    config: ModelConfig
+    files: ModelFiles | None
+    tolerance: float
+
+    def format(self) -> MediaFormat | None:
+        """Return the model's format, which is as it should be; None for a model of text alone.
+
+        Raises:
+            Violation: it is not.
+        """
+        first, second = (
+            call(FORMAT, self.model.media_format, self.config, self.files) for _ in range(2)
+        )
+        if first is None and second is None:
+            return None
+        for found in (first, second):
+            if not isinstance(found, MediaFormat):
+                raise FORMAT.violation(
+                    f"media_format() returned {short_repr(found)}, expected a MediaFormat or None"
+                )
+            self._check_format(found)
+        for name in _ATTRIBUTES:
+            one, other = getattr(first, name), getattr(second, name)
+            if one != other:
+                raise FORMAT.violation(
+                    f"{name} is {short_repr(one)}, and of a second format {short_repr(other)}"
+                )
+        if first.sees_itself and not self.model.sees_ahead:
+            raise FORMAT.violation(
+                "sees_itself is True, and the model's sees_ahead is False",
+                "set `sees_ahead = True` in the model's class body",
+            )
+        checked: MediaFormat = first
+        return checked
+
+    def _check_format(self, media: MediaFormat) -> None:
+        for name, (is_right, expected) in _ATTRIBUTES.items():
+            value = getattr(media, name, None)
+            if not is_right(value):
+                raise FORMAT.violation(f"{name} is {short_repr(value)}, expected {expected}")
+        tokens = (media.placeholder_id, media.token_id, *media.begin_ids, *media.end_ids)
+        if wrong := [token for token in tokens if not 0 <= token < self.config.vocab_size]:
+            last = self.config.vocab_size - 1
+            raise FORMAT.violation(f"it has the token {wrong[0]}, expected token ids in 0..{last}")
+        if media.token_id in (media.placeholder_id, *media.begin_ids, *media.end_ids):
+            raise FORMAT.violation(
+                f"token_id is {media.token_id}, which is also the placeholder's or is around images"
+            )
+
+    def check_process(self, media: MediaFormat) -> None:
+        """Check what the encoder gets of images, and their identifiers.
+
+        Raises:
+            Violation: it is wrong.
+        """
+        images = _examples_of(media)
+        seen: dict[str, ProcessedImage] = {}
+        again = _processed(media, images)  # by another process
+        for one, other in zip(_processed(media, images), again, strict=True):
+            if one.data != other.data:
+                raise PROCESS.violation(
+                    f"an image of {one.width} x {one.height}: the program made other numbers of it "
+                    f"when it was asked again"
+                )
+            names = [call(IDENTIFIERS, media.identifier, x.content_hash) for x in (one, other)]
+            if names[0] != names[1] or not (isinstance(names[0], str) and names[0]):
+                raise IDENTIFIERS.violation(
+                    f"identifier() returned {short_repr(names[0])}, and of an equal image "
+                    f"{short_repr(names[1])}"
+                )
+            if (known := seen.setdefault(names[0], one)) is not one:
+                raise IDENTIFIERS.violation(
+                    f"images of {known.width} x {known.height} and {one.width} x {one.height} "
+                    f"have the identifier {short_repr(names[0])}"
+                )
+
+    def check_encode(self, model: Model, media: MediaFormat) -> None:
+        """Check the embeddings of a loaded model.
+
+        Raises:
+            Violation: they are wrong.
+        """
+        modality = media.modalities[0]
+        items = [_item(model, media, one) for one in _processed(media, _examples_of(media))]
+        given = [item.clone() for item in items]
+        together = self._embeddings(model, media, modality, items)
+        for index, (item, before, found) in enumerate(zip(items, given, together, strict=True)):
+            if not torch.equal(item, before):
+                raise ENCODE.violation("encode_media() changed the numbers that it was given")
+            (alone,) = self._embeddings(model, media, modality, [item])
+            if (difference := relative_difference(alone, found)) > self.tolerance:
+                raise ENCODE.violation(
+                    f"the embeddings of item {index} alone differ from those among others by "
+                    f"{difference:.3g} of the largest one"
+                )
+        if torch.equal(together[-1], together[-2]):
+            raise ENCODE.violation("the embeddings of two different images are equal")
+
+    def _embeddings(
+        self, model: Model, media: MediaFormat, modality: str, items: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        found = call(ENCODE, model.encode_media, modality, items)
+        shape = (media.num_tokens, model.hidden_size)
+        if not isinstance(found, Sequence) or len(found) != len(items):
+            raise ENCODE.violation(
+                f"encode_media() of {len(items)} items returned {summary(found)}, expected "
+                f"{len(items)} tensors"
+            )
+        for one in found:
+            if not isinstance(one, torch.Tensor) or tuple(one.shape) != shape:
+                raise ENCODE.violation(
+                    f"encode_media() returned {summary(one)} for an item, expected {list(shape)}"
+                )
+            if not one.is_floating_point() or not one.isfinite().all():
+                raise ENCODE.violation("encode_media() returned numbers that are not finite")
+        return [one.clone() for one in found]
+
+    def check_embedded(
+        self,
+        model: Model,
+        tokens: Sequence[Sequence[int]],
+        hidden: Callable[[Sequence[int]], torch.Tensor],
+    ) -> None:
+        """Check that embeddings may take the place of embedded tokens.
+
+        Args:
+            model: loaded.
+            tokens: two sequences of the same length.
+            hidden: returns the hidden states of a sequence.
+
+        Raises:
+            Violation: they may not.
+        """
+        hooks, taken = model.context.hooks, list[torch.Tensor]()
+        one, other = tokens
+
+        def note(x: torch.Tensor) -> torch.Tensor:
+            taken.append(x.clone())
+            return x
+
+        def replace(x: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+            return taken[0]
+
+        try:
+            hooks.embedded = note
+            expected = hidden(one)
+            hooks.embedded = replace
+            found = hidden(other) if taken else None
+        finally:
+            hooks.embedded = None
+        if found is None or len(taken) != 1:
+            raise EMBEDDED.violation(f"forward called hooks.embedded {len(taken)} times in a step")
+        shape = (len(one), model.hidden_size)
+        if tuple(taken[0].shape) != shape:
+            raise EMBEDDED.violation(
+                f"forward called hooks.embedded with {summary(taken[0])}, expected {list(shape)}"
+            )
+        if (difference := relative_difference(found, expected)) > self.tolerance:
+            raise EMBEDDED.violation(
+                f"with the embeddings of other tokens, hidden states differ from those of these "
+                f"tokens by {difference:.3g} of the largest one"
+            )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(map(_is_id, value))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(map(_is_count, value))
+
+
+_ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "placeholder": (_is_text, "the text that stands for an image"),
+    "placeholder_id": (_is_id, "its token"),
+    "token_id": (_is_id, "a token"),
+    "begin_ids": (_are_ids, "a sequence of tokens"),
+    "end_ids": (_are_ids, "a sequence of tokens"),
+    "around": (lambda value: isinstance(value, str) and not value.strip("\n"), "newlines or ''"),
+    "num_tokens": (_is_count, "a number of tokens"),
+    "sees_itself": (lambda value: type(value) is bool, "a bool"),
+    "item_shape": (_is_shape, "a tuple of sizes"),
+    "encode_bytes": (lambda value: type(value) is int and value >= 0, "a number of bytes"),
+    "processor": (_is_text, "the path of the program that processes images"),
+    "processor_settings": (lambda value: isinstance(value, Mapping), "a mapping for it"),
+    "settings": (_is_text, "a text of all that the encoder's input depends on"),
+}
+"""Attributes of a format, with what they are."""

@@ -101,7 +101,7 @@ class EngineGroup(UtilityCalls):
         self._ledger = Ledger()
         self._recovery = Recovery(start.config.engine)
         self._totals = Totals()
-        self._calls = JointCalls(choice, PluginSet(start.manifest))
+        self._calls = JointCalls(choice, PluginSet(start.manifest), self._totals)
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
@@ -276,6 +276,7 @@ class EngineGroup(UtilityCalls):
                 if entry is not None and entry.replica is replica:
                     self._end(entry)
             item.outputs = outputs
+            item.engine_index = 0  # sinks get the sums of all engines, as those of one
             if item.scheduler_stats is not None:
                 item.scheduler_stats = self._stats()
             if item.outputs or item.finished_requests or item.scheduler_stats is not None:
@@ -461,7 +462,7 @@ class EngineGroup(UtilityCalls):
             self._check()
             serving = [one for one in self._replicas.serving if rank in (None, one.rank)]
             owners = {entry.request.request_id: entry.replica for entry in self._ledger}
-        return self._calls.call(serving, owners, method, args)
+        return self._calls.call(serving, owners, method, args, is_for_all=rank is None)
 
     def _wait_until_serving(self, timeout_s: float | None) -> None:
         with self._changed:

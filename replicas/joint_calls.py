@@ -8,6 +8,8 @@ from operator import attrgetter
 from threading import Lock
 from typing import Any, cast
 
+import msgspec
+
 from hardpoint.boundary.errors import error_of, kind_of
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import HardpointError, StepPart, WaitReason
@@ -23,7 +25,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .choice import EngineChoice
 from .replicas import Replica
-from .statistics import added_structs, merged_stats
+from .statistics import Totals, added_structs, merged_stats
 
 Merge = Callable[[list[Any]], Any]
 """Makes one answer of the engines' answers, in the order of their ranks, at least one."""
@@ -95,14 +97,15 @@ _MERGES: dict[str, Merge] = {
 class JointCalls:
     """Makes control calls to several engines."""
 
-    def __init__(self, choice: EngineChoice, plugins: PluginSet) -> None:
+    def __init__(self, choice: EngineChoice, plugins: PluginSet, totals: Totals) -> None:
         """Begin.
 
         Args:
             choice: has the faults of the balancer, which are reported with those of the engines.
             plugins: the step parts among them make one answer of those of their halves.
+            totals: of engines that have died.
         """
-        self._choice, self._plugins = choice, plugins
+        self._choice, self._plugins, self._totals = choice, plugins, totals
         self._answered: dict[Any, dict[int, Any]] = {}
 
     def call(
@@ -111,6 +114,8 @@ class JointCalls:
         owners: Mapping[str, Replica | None],
         method: str,
         args: Sequence[Any],
+        *,
+        is_for_all: bool = True,
     ) -> Future[Any]:
         """Call a utility of engines; return the future of the one answer.
 
@@ -119,6 +124,7 @@ class JointCalls:
             owners: the engine of each request in flight.
             method: name of the utility.
             args: its arguments.
+            is_for_all: whether all engines are meant, also those that have died.
 
         Raises:
             RequestError: the arguments cannot be encoded.
@@ -132,7 +138,8 @@ class JointCalls:
         if method == "call_part" and len(args) >= 2:
             return self._call_part(replicas, args)
         calls = {one.rank: one.open_client.call(method, *args) for one in replicas}
-        return JointCall(calls, self._merge_of(method)).future
+        merge = self._merge_of(method) if is_for_all else _MERGES.get(method, _first)
+        return JointCall(calls, merge).future
 
     def _merge_of(self, method: str) -> Merge:
         merge = _MERGES.get(method, _first)
@@ -141,10 +148,17 @@ class JointCalls:
                 return lambda answers: merge([*answers, self._choice.faults()])
             case "slow_plugins":
                 return lambda answers: merge([*answers, self._choice.slow()])
+            case "scheduler_stats":
+                return self._totals.of
             case "plugin_report":
-                health = Health({}, {}, self._choice.faults(), self._choice.slow())
-                return lambda answers: merge([*answers, PluginReport(health=health)])
+                return self._report
         return merge
+
+    def _report(self, answers: list[PluginReport]) -> PluginReport:
+        health = Health({}, {}, self._choice.faults(), self._choice.slow())
+        merged = _reports([*answers, PluginReport(health=health)])
+        stats = self._totals.of([answer.scheduler for answer in answers])
+        return msgspec.structs.replace(merged, scheduler=stats)
 
     def _why_waiting(
         self,

@@ -114,7 +114,7 @@ class Entry:
         request = self.request
         timeout = self._deadline and max(self._deadline - time.monotonic(), _LEAST_S)
         resumed = request.resumed
-        if self.num_moves and request.pooling_params is None:
+        if self.num_moves and self.has_output and request.pooling_params is None:
             before = 0 if resumed is None else resumed.num_resumes
             resumed = ResumedOutputs(
                 self._token_ids,

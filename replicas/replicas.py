@@ -321,14 +321,40 @@ class Replicas:
             EngineClosedError: `close` was called in the meantime.
             HardpointError: the engine cannot be started.
         """
+        while True:
+            begun = self.start
+            client = self._started(begun, replica, process, num_sharing)
+            with self._changed:
+                if replica.failure is not None or self._is_closed:
+                    break
+                if begun is self.start:
+                    replica.client, replica.is_serving = client, True
+                    self._clients.append(client)
+                    self._refresh()
+                    return client
+            client.close()  # it has settings that were changed in the meantime
+            process = None
+        client.close()
+        self._check_open()
+        assert replica.failure is not None
+        raise replica.failure
+
+    def _started(
+        self,
+        begun: EngineStart,
+        replica: Replica,
+        process: EngineProcess | None,
+        num_sharing: int,
+    ) -> ProcessClient:
+        """Return the client of an engine that is ready."""
         rank = replica.rank
-        start = dataclasses.replace(self.start, engine_index=rank, num_sharing=num_sharing)
+        start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
         process = process or EngineProcess.spawn(start.interpreter)
         try:
             with self._changed:
                 self._check_open()
                 self._starting.append(process)
-            client = ProcessClient(start, self._sink_of(replica), process)
+            return ProcessClient(start, self._sink_of(replica), process)
         except BaseException:
             process.close(0)
             self._check_open()
@@ -336,17 +362,6 @@ class Replicas:
         finally:
             with self._changed, contextlib.suppress(ValueError):
                 self._starting.remove(process)
-        with self._changed:
-            failure = replica.failure
-            if failure is None and not self._is_closed:
-                replica.client, replica.is_serving = client, True
-                self._clients.append(client)
-                self._refresh()
-                return client
-        client.close()
-        self._check_open()
-        assert failure is not None
-        raise failure
 
     def _check_open(self) -> None:
         if self._is_closed:

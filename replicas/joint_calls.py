@@ -103,7 +103,7 @@ class JointCalls:
         Args:
             choice: has the faults of the balancer, which are reported with those of the engines.
             plugins: the step parts among them make one answer of those of their halves.
-            totals: of engines that have died.
+            totals: totals of engines that have died.
         """
         self._choice, self._plugins, self._totals = choice, plugins, totals
         self._answered: dict[Any, dict[int, Any]] = {}

@@ -82,15 +82,12 @@ from .quantization import Quantization, QuantizationContext
 from .request import Request, RequestStatus
 from .requests import (
     CompletionOutput,
-    EngineCoreEvent,
-    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
     Logprob,
     LoRARequest,
-    PrefillStats,
     RequestOutput,
 )
 from .sampler import Sampler, SamplerContext, SamplingRows
@@ -98,9 +95,12 @@ from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
 from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
 from .speculator import DraftRequest, Speculator, SpeculatorContext
 from .stats import (
+    EngineCoreEvent,
+    EngineCoreEventType,
     IterationStats,
     KVTierStats,
     PluginReport,
+    PrefillStats,
     PrefixCacheStats,
     SchedulerStats,
     StatSink,

@@ -8,7 +8,8 @@ from typing import Generic
 from hardpoint.typed.read_only import ReadOnlyList
 
 from .params import SamplingParams
-from .requests import EngineCoreEvent, EngineCoreRequest
+from .requests import EngineCoreRequest
+from .stats import EngineCoreEvent
 from .type_variables import ArgumentsT_co
 
 __all__ = ["Request", "RequestStatus"]

@@ -15,13 +15,16 @@ from .markers import ReasoningMarkers
 from .media import MultiModalFeature
 from .params import PoolingParams, SamplingParams
 from .resumed import ResumedOutputs, WeightRun
-from .stats import RequestMetrics, SchedulerStats
+from .stats import (
+    EngineCoreEvent,
+    PrefillStats,
+    RequestMetrics,
+    SchedulerStats,
+)
 
 __all__ = [
     "AdapterScale",
     "CompletionOutput",
-    "EngineCoreEvent",
-    "EngineCoreEventType",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
@@ -30,7 +33,6 @@ __all__ = [
     "Logprob",
     "MultiModalFeature",
     "PoolingRequestOutput",
-    "PrefillStats",
     "Prompt",
     "RequestOutput",
     "ResumedOutputs",
@@ -235,40 +237,6 @@ class TokenLogprobs(msgspec.Struct, gc=False):
     rank: int
 
 
-class EngineCoreEventType(IntEnum):
-    """Type of a request's event in the scheduler."""
-
-    QUEUED = 1
-    SCHEDULED = 2
-    PREEMPTED = 3
-
-
-class EngineCoreEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event of a request.
-
-    Attributes:
-        timestamp: seconds on the engine's clock, by default now; comparable within one engine
-            only.
-    """
-
-    type: EngineCoreEventType
-    timestamp: float = msgspec.field(default_factory=time.monotonic)
-
-
-class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
-    """How a prompt was computed.
-
-    Attributes:
-        num_prompt_tokens: its length.
-        num_cached_tokens: those that were not computed.
-        num_external_tokens: those of the cached ones that a KV connector loaded.
-    """
-
-    num_prompt_tokens: int
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
-
-
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """Output of one step for one request.
 
@@ -293,6 +261,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         trace_headers: in the last output, those of the request.
         part_figures: figures so far, by the step part that has them; those of
             `SamplingParams.include`.
+        num_resumes: in the last output, how often the request went on at another engine; the
+            client of several engines sets it.
         weight_runs: versions of all output tokens, once there are several versions; in the first
             output, and in the first one after a change.
         observed_logprobs: per new token, its logprob as logits processors of the request observe
@@ -318,6 +288,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     trace_headers: dict[str, str] | None = None
     part_figures: dict[str, dict[str, Any]] | None = None
     weight_runs: list[WeightRun] | None = None
+    num_resumes: int = 0
     observed_logprobs: list[float] | None = None
 
     @property
@@ -416,6 +387,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             and values came from the prefix cache.
         part_figures: in the last output, figures of step parts by their names; None unless
             `SamplingParams.include` names some.
+        num_resumes: in its last output, how often it went on at another engine (`parallel.data`,
+            `engine.restart`).
         weight_runs: versions of the weights that the output tokens were sampled with, by the first
             token of each; None while the engine has had only one version.
     """
@@ -438,6 +411,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     routed_experts: Any = None
     part_figures: dict[str, dict[str, Any]] | None = None
     weight_runs: list[WeightRun] | None = None
+    num_resumes: int = 0
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
@@ -475,6 +449,11 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     def metrics(self) -> RequestMetrics | None:
         """Metrics of its first completion; see `CompletionOutput.metrics`."""
         return self.outputs[0].metrics if self.outputs else None
+
+    @property
+    def num_resumes(self) -> int:
+        """How often its completions went on at another engine; of those that have ended."""
+        return sum(completion.num_resumes for completion in self.outputs)
 
 
 class PoolingRequestOutput(msgspec.Struct, kw_only=True):

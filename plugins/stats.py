@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import msgspec
 
@@ -12,12 +14,15 @@ from .behaviour import NO_TEXT, TEXT, notifies, returns
 from .component import Component, Context
 
 __all__ = [
+    "EngineCoreEvent",
+    "EngineCoreEventType",
     "FinishedRequest",
     "Health",
     "IterationStats",
     "KVTierStats",
     "PluginMeter",
     "PluginReport",
+    "PrefillStats",
     "PrefixCacheStats",
     "RequestMetrics",
     "SchedulerStats",
@@ -65,6 +70,40 @@ class KVTierStats(msgspec.Struct, kw_only=True, gc=False):
     dropped_blocks: int = 0
     failures: int = 0
     used_bytes: int | None = None
+
+
+class EngineCoreEventType(IntEnum):
+    """Type of a request's event in the scheduler."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, frozen=True, gc=False):
+    """An event of a request.
+
+    Attributes:
+        timestamp: seconds on the engine's clock, by default now; comparable within one engine
+            only.
+    """
+
+    type: EngineCoreEventType
+    timestamp: float = msgspec.field(default_factory=time.monotonic)
+
+
+class PrefillStats(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
+    """How a prompt was computed.
+
+    Attributes:
+        num_prompt_tokens: its length.
+        num_cached_tokens: those that were not computed.
+        num_external_tokens: those of the cached ones that a KV connector loaded.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):

@@ -293,6 +293,7 @@ class EngineGroup(UtilityCalls):
             return False
         entry.read(output)
         if output.finish_reason is not None:
+            output.num_resumes = entry.num_moves
             self._end(entry)
         else:
             self._recovery.record_output(entry)

@@ -97,6 +97,7 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
     if later.part_figures is not None:
         held.part_figures = later.part_figures
     held.num_nans_in_logits += later.num_nans_in_logits
+    held.num_resumes = later.num_resumes
     if held.routed_experts is None:
         held.routed_experts = later.routed_experts
     elif later.routed_experts is not None:

@@ -39,6 +39,7 @@ def test_requests_of_a_dead_engine_go_on_at_another(world):
     assert loads(group)[0] == (4, 13)
     world.of(0).give("r1", 6, finish=FinishReason.STOP)
     assert world.tokens("r1") == [5, 6]
+    assert world.outputs("r1")[-1].num_resumes == 1
     assert set(group.pids) == {0}
 
 

@@ -286,6 +286,7 @@ class Choice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
+    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -301,6 +302,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
+    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -391,6 +393,8 @@ def ended(completion: CompletionOutput) -> dict[str, Any]:
         fields["part_figures"] = completion.part_figures
     if completion.weight_runs is not None and completion.finish_reason is not None:
         fields["weight_runs"] = completion.weight_runs
+    if completion.num_resumes:
+        fields["num_resumes"] = completion.num_resumes
     return fields
 
 

@@ -111,14 +111,17 @@ class CompletionRequest(TextFields):
                 raise RequestError(
                     f"{name}: expected a list of {len(given)} lists, one for each of prompt_embeds"
                 )
+        tables = _of_one_width(
+            [decoded(one, f"prompt_embeds[{index}]") for index, one in enumerate(given)]
+        )
         return [
             _mixed(
-                decoded(one, f"prompt_embeds[{index}]"),
+                table,
                 ids if mask is None else ids[index],
                 None if mask is None else mask[index],
                 f"[{index}]",
             )
-            for index, one in enumerate(given)
+            for index, table in enumerate(tables)
         ]
 
     def prompts(self, limits: ServerLimits) -> list[str | list[int]]:
@@ -169,6 +172,22 @@ class CompletionRequest(TextFields):
         return given
 
 
+def _of_one_width(tables: list[Any]) -> list[Any]:
+    """Return embeddings of several prompts; refuse them before the first one begins.
+
+    Raises:
+        RequestError: one is of another width than the first one.
+    """
+    width = tables[0].shape[-1]
+    for index, table in enumerate(tables):
+        if table.shape[-1] != width:
+            raise RequestError(
+                f"prompt_embeds[{index}]: expected rows of {width} numbers, as prompt_embeds[0] "
+                f"has, got {list(table.shape)}"
+            )
+    return tables
+
+
 def _mixed(rows: Any, ids: Any, mask: Any, place: str) -> dict[str, Any]:
     """Return the prompt of embeddings, mixed with token ids if there is a mask.
 
@@ -211,6 +230,7 @@ class Choice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
+    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True, omit_defaults=True):

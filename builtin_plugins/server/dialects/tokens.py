@@ -153,6 +153,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
+    num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct, kw_only=True):

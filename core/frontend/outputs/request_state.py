@@ -123,6 +123,8 @@ class RequestState:
         plugins: names of the plugins that get arguments of the request.
     """
 
+    _num_resumes = 0
+
     def __init__(
         self,
         request: EngineCoreRequest,
@@ -210,6 +212,7 @@ class RequestState:
             self._num_cached_tokens = output.num_cached_tokens
         self._part_figures = output.part_figures or self._part_figures
         self._weight_runs = output.weight_runs or self._weight_runs
+        self._num_resumes = output.num_resumes
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
@@ -372,6 +375,7 @@ class RequestState:
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
             completion.part_figures = self._part_figures
+            completion.num_resumes = self._num_resumes
             completion.routed_experts = self._all_experts()
             self.close()
         outputs, is_last = self.parent.gather(

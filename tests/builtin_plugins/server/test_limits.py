@@ -410,8 +410,9 @@ def test_requests_at_once():
 
 
 def test_every_limit_is_tested_here():
-    """Header bytes and connections are the HTTP protocol's, and tested with it."""
-    assert {*LIMITS, "header_bytes", "connections"} == {*ServerLimits.__struct_fields__}
+    """Header bytes and connections are the HTTP protocol's, conversations have their own route."""
+    elsewhere = {"header_bytes", "connections", "conversations"}
+    assert {*LIMITS, *elsewhere} == {*ServerLimits.__struct_fields__}
 
 
 def test_negative_numbers_are_no_way_around(server):

@@ -27,8 +27,7 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.requests import PrefillStats
-from hardpoint.plugins.stats import RequestMetrics, StepFault
+from hardpoint.plugins.stats import PrefillStats, RequestMetrics, StepFault
 from hardpoint.testing import ScriptedClock
 
 QUEUED, SCHEDULED, PREEMPTED = EngineCoreEventType

@@ -209,6 +209,7 @@ OUTPUTS = whole(
     error_kind=MAYBE_TEXT,
     pooling_output=PLAIN,
     num_nans_in_logits=COUNT,
+    num_resumes=COUNT,
     prefill_stats=st.none() | PREFILL,
     routed_experts=PLAIN,
     trace_headers=HEADERS,

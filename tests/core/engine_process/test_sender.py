@@ -268,6 +268,7 @@ def test_observed_logprobs_follow_one_another():
 def test_no_field_of_an_output_is_forgotten():
     looked_at = {"request_id", "finish_reason", "stop_reason", "error", "error_kind"}
     looked_at |= {"faulty_plugin", "new_token_ids", "logprobs", "prompt_logprobs", "events"}
-    looked_at |= {"num_nans_in_logits", "routed_experts", "part_figures", *_SET_ONCE}
+    looked_at |= {"num_nans_in_logits", "num_resumes", "routed_experts", "part_figures"}
+    looked_at |= {*_SET_ONCE}
     looked_at |= {"observed_logprobs"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutput)} == looked_at

@@ -776,7 +776,7 @@ def test_images_are_pasted_dropped_removed_and_sent(browser, image_server, tmp_p
             (message,) = image_server.engine.asked[-1][0]
             (image, text) = message["content"]
             assert text == {"type": "text", "text": "What is this?"}
-            assert image["image_url"].url == data_url(second, "image/jpeg")
+            assert image["image_url"]["url"].url == data_url(second, "image/jpeg")
             assert (
                 page.evaluate("document.querySelector('.message.user img').alt") == "Image 1 of 1"
             )

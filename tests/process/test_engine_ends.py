@@ -238,7 +238,7 @@ def test_a_request_after_a_drain_of_no_time(opened, endless, tmp_path):
     config = {
         "engine": {"drain_seconds": 0.0},
         "scheduler": {"policy": "support.plugins.closing:Closing"},
-        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 1.5}},
+        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 3.0}},
     }
     llm = opened(endless, config)
     os.kill(pid_of(llm), signal.SIGTERM)

@@ -35,6 +35,7 @@ class EngineChoice:
         Raises:
             PluginError: it cannot be built.
         """
+        self.plugins = plugins
         entry = plugins.one("balancers")
         self._faults = StepFaults.under(config.plugins)
         built: Any = plugins.create(

@@ -35,7 +35,6 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 from hardpoint.plugins.manifest import Manifest
-from hardpoint.registry.plugin_set import PluginSet
 
 from .choice import EngineChoice
 from .joint_calls import JointCalls
@@ -101,7 +100,7 @@ class EngineGroup(UtilityCalls):
         self._ledger = Ledger()
         self._recovery = Recovery(start.config.engine)
         self._totals = Totals()
-        self._calls = JointCalls(choice, PluginSet(start.manifest), self._totals)
+        self._calls = JointCalls(choice, self._totals)
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
@@ -268,9 +267,12 @@ class EngineGroup(UtilityCalls):
             if not self._replicas.is_current(replica):
                 return
             replica.read(item)
-            outputs = [output for output in item.outputs if self._read(replica, output)]
-            for output in [one for one in outputs if one.error_kind is not None]:
-                outputs += self._refuse_others(output)
+            outputs: list[EngineCoreOutput] = []
+            for output in item.outputs:
+                if (entry := self._read(replica, output)) is not None:
+                    outputs.append(output)
+                    if output.error_kind is not None:
+                        outputs += self._refuse_others(entry, output)
             for request_id in item.finished_requests or ():
                 entry = self._ledger.get(request_id)
                 if entry is not None and entry.replica is replica:
@@ -286,29 +288,31 @@ class EngineGroup(UtilityCalls):
     def _stats(self) -> SchedulerStats:
         return self._totals.of([one.stats for one in self._replicas.serving])
 
-    def _read(self, replica: Replica, output: EngineCoreOutput) -> bool:
-        """Note an output; return whether it is of a request that runs there."""
+    def _read(self, replica: Replica, output: EngineCoreOutput) -> Entry | None:
+        """Note an output; return its request, None if that does not run there."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.replica is not replica:
-            return False
+            return None
         entry.read(output)
         if output.finish_reason is not None:
             output.num_resumes = entry.num_moves
             self._end(entry)
         else:
             self._recovery.record_output(entry)
-        return True
+        return entry
 
-    def _refuse_others(self, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
+    def _refuse_others(self, one: Entry, refused: EngineCoreOutput) -> list[EngineCoreOutput]:
         """End the other requests of a call of which one was refused; return their outputs."""
         outputs: list[EngineCoreOutput] = []
-        for entry in self._ledger:
-            if refused.request_id in entry.call and not entry.has_output:
-                replica, request_id = entry.replica, entry.request.request_id
-                outputs.append(msgspec.structs.replace(refused, request_id=request_id))
-                self._end(entry)
-                if replica is not None:
-                    replica.open_client.abort_requests([request_id])
+        for request_id in one.call:
+            entry = self._ledger.get(request_id)
+            if entry is None or entry.call is not one.call or entry.has_output:
+                continue
+            replica = entry.replica
+            outputs.append(msgspec.structs.replace(refused, request_id=request_id))
+            self._end(entry)
+            if replica is not None:
+                replica.open_client.abort_requests([request_id])
         return outputs
 
     def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
@@ -462,8 +466,12 @@ class EngineGroup(UtilityCalls):
         with self._lock:
             self._check()
             serving = [one for one in self._replicas.serving if rank in (None, one.rank)]
-            owners = {entry.request.request_id: entry.replica for entry in self._ledger}
-        return self._calls.call(serving, owners, method, args, is_for_all=rank is None)
+        return self._calls.call(serving, self._owner_of, method, args, is_for_all=rank is None)
+
+    def _owner_of(self, request_id: str, otherwise: Replica) -> Replica | None:
+        with self._lock:
+            entry = self._ledger.get(request_id)
+            return otherwise if entry is None else entry.replica
 
     def _wait_until_serving(self, timeout_s: float | None) -> None:
         with self._changed:

@@ -21,7 +21,6 @@ from hardpoint.plugins.stats import (
 )
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
-from hardpoint.registry.plugin_set import PluginSet
 
 from .choice import EngineChoice
 from .replicas import Replica
@@ -97,21 +96,20 @@ _MERGES: dict[str, Merge] = {
 class JointCalls:
     """Makes control calls to several engines."""
 
-    def __init__(self, choice: EngineChoice, plugins: PluginSet, totals: Totals) -> None:
+    def __init__(self, choice: EngineChoice, totals: Totals) -> None:
         """Begin.
 
         Args:
             choice: has the faults of the balancer, which are reported with those of the engines.
-            plugins: the step parts among them make one answer of those of their halves.
             totals: totals of engines that have died.
         """
-        self._choice, self._plugins, self._totals = choice, plugins, totals
+        self._choice, self._plugins, self._totals = choice, choice.plugins, totals
         self._answered: dict[Any, dict[int, Any]] = {}
 
     def call(
         self,
         replicas: Sequence[Replica],
-        owners: Mapping[str, Replica | None],
+        owner_of: Callable[[str, Replica], Replica | None],
         method: str,
         args: Sequence[Any],
         *,
@@ -121,7 +119,8 @@ class JointCalls:
 
         Args:
             replicas: the engines that serve.
-            owners: the engine of each request in flight.
+            owner_of: returns the engine of a request by its id, None while it has none; its second
+                argument, if no such request is in flight.
             method: name of the utility.
             args: its arguments.
             is_for_all: whether all engines are meant, also those that have died.
@@ -134,12 +133,12 @@ class JointCalls:
             none.set_exception(EngineDeadError("the engine does not serve at the moment"))
             return none
         if method == "why_waiting" and len(args) == 1:
-            return self._why_waiting(replicas, owners, args[0])
+            return self._why_waiting(replicas, owner_of, args[0])
         if method == "call_part" and len(args) >= 2:
             return self._call_part(replicas, args)
         calls = {one.rank: one.open_client.call(method, *args) for one in replicas}
         merge = self._merge_of(method) if is_for_all else _MERGES.get(method, _first)
-        return JointCall(calls, merge).future
+        return JointCall(calls, lambda answers: merge(list(answers.values()))).future
 
     def _merge_of(self, method: str) -> Merge:
         merge = _MERGES.get(method, _first)
@@ -163,20 +162,20 @@ class JointCalls:
     def _why_waiting(
         self,
         replicas: Sequence[Replica],
-        owners: Mapping[str, Replica | None],
+        owner_of: Callable[[str, Replica], Replica | None],
         request_ids: Sequence[str],
     ) -> Future[Any]:
         """Ask each engine for its own requests."""
-        calls = {}
-        for one in replicas:
-            own = [name for name in request_ids if owners.get(name, one) is one]
-            calls[one.rank] = one.open_client.call("why_waiting", own)
+        own = {
+            one.rank: [name for name in request_ids if owner_of(name, one) is one]
+            for one in replicas
+        }
+        calls = {one.rank: one.open_client.call("why_waiting", own[one.rank]) for one in replicas}
 
-        def merge(answers: list[list[WaitReason | None]]) -> list[WaitReason | None]:
+        def merge(answers: Mapping[int, list[WaitReason | None]]) -> list[WaitReason | None]:
             reasons: dict[str, WaitReason | None] = {}
-            for one, answer in zip(replicas, answers, strict=False):
-                own = [name for name in request_ids if owners.get(name, one) is one]
-                reasons |= dict(zip(own, answer, strict=True))
+            for rank, answer in answers.items():
+                reasons |= dict(zip(own[rank], answer, strict=True))
             return [reasons.get(name) for name in request_ids]
 
         return JointCall(calls, merge).future
@@ -193,8 +192,8 @@ class JointCalls:
         asked = [one for one in replicas if one.rank not in before]
         entry = self._plugins.find("step_parts", part) if isinstance(part, str) else None
 
-        def merge(answers: list[Any]) -> Any:
-            known = before | dict(zip((one.rank for one in asked), answers, strict=False))
+        def merge(answers: Mapping[int, Any]) -> Any:
+            known = before | dict(answers)
             if len(self._answered) < _MOST_REPEATED and None in known.values():
                 self._answered[key] = {r: a for r, a in known.items() if a is not None}
                 return None
@@ -220,12 +219,14 @@ class JointCall:
     dies in the meantime is left out, unless it is the last.
     """
 
-    def __init__(self, calls: Mapping[int, Future[Any]], merge: Merge) -> None:
+    def __init__(
+        self, calls: Mapping[int, Future[Any]], merge: Callable[[Mapping[int, Any]], Any]
+    ) -> None:
         """Wait for the answers.
 
         Args:
             calls: by rank.
-            merge: makes one answer of them.
+            merge: makes one answer of those that engines gave, by rank.
         """
         self.future: Future[Any] = Future()
         self._calls, self._merge = dict(calls), merge
@@ -256,7 +257,7 @@ class JointCall:
         errors = {
             rank: error for rank, call in self._calls.items() if (error := _error(call)) is not None
         }
-        answers = [call.result() for rank, call in self._calls.items() if rank not in errors]
+        answers = {rank: one.result() for rank, one in self._calls.items() if rank not in errors}
         failed = {r: e for r, e in errors.items() if not isinstance(e, EngineDeadError)}
         if failed:
             raise _joint_error(failed, len(self._calls))

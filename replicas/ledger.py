@@ -67,7 +67,8 @@ class Entry:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._pending = 0  # of the prompt tokens that its engine has to compute
         self._token_ids = list(before.output_token_ids)
-        self._observed = before.observed_logprobs
+        observed = before.observed_logprobs
+        self._observed = None if observed is None else list(observed)
         self._num_prompt_logprobs = before.num_prompt_logprobs
         self._num_routed_positions = before.num_routed_positions
         self._part_figures, self._weight_runs = before.part_figures, before.weight_runs
@@ -97,7 +98,8 @@ class Entry:
                 self.replica.computed(self._pending)
                 self._pending = 0
         if output.observed_logprobs is not None:
-            self._observed = [*(self._observed or ()), *output.observed_logprobs]
+            self._observed = self._observed or []
+            self._observed += output.observed_logprobs
         if output.prompt_logprobs is not None:
             self._num_prompt_logprobs += len(output.prompt_logprobs)
         if output.routed_experts is not None:

@@ -267,6 +267,9 @@ class OneEngine:
     def watch_deaths(self, watcher: DeathWatcher) -> None:
         """Do nothing: the client ends with its engine."""
 
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Do nothing: no engine is restarted."""
+
     def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
         """Refuse: the engine was started alone.
 
@@ -352,9 +355,6 @@ class InprocClient(OneEngine):
             raise_unless_fault(error)
             reported = failure_of(method, error)
             raise reported from reported.__cause__
-
-    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
-        """Do nothing: no core is restarted."""
 
     def close(self) -> None:
         """Close the core and release it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import select
@@ -391,10 +390,6 @@ class ProcessClient(OneEngine, UtilityCalls):
             RequestError: the arguments cannot be encoded.
         """
         return self._sockets.call(method, *args)
-
-    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
-        """Change `start`, for an engine that is started in the place of this one."""
-        self.start = dataclasses.replace(self.start, config=config, manifest=manifest)
 
     def close(self) -> None:
         """End the engine and release everything. Closing twice does nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from hardpoint.boundary.activity import PluginCall
@@ -55,5 +54,5 @@ class EngineOwner:
 
     def use(self, parts: EngineParts) -> None:
         """Replace the parts; engines that are restarted have them, too."""
-        self.parts = dataclasses.replace(parts, client=self.parts.client)
+        self.parts = parts
         parts.client.restart_with(parts.config, parts.plugins.manifest)

@@ -6,7 +6,7 @@ import threading
 
 import msgspec
 import pytest
-from support.core.played_engines import Engine, World, loads, names, request
+from support.core.played_engines import Engine, loads, names, request
 from support.waiting import wait_until
 
 from hardpoint.boundary.activity import PluginCall
@@ -20,14 +20,6 @@ from hardpoint.plugins import (
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.replicas import replicas
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(monkeypatch)
-    yield world
-    for group in world.groups:
-        group.close()
 
 
 def test_requests_of_a_dead_engine_go_on_at_another(world):

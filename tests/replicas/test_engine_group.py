@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from support.core.played_engines import World, loads, names, request
+from support.core.played_engines import loads, names, request
 
 from hardpoint.boundary.errors import rejection_output
 from hardpoint.errors import EngineClosedError, EngineDeadError, RequestError
@@ -17,15 +17,6 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 from hardpoint.plugins.stats import StepFault
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(monkeypatch)
-    yield world
-    for group in world.groups:
-        group.close()
-
 
 # Start
 
@@ -205,6 +196,10 @@ def test_each_engine_is_asked_why_its_own_requests_wait(world):
     world.of(0).calls[-1][2].set_result(["because", None])
     world.of(1).calls[-1][2].set_result(["therefore"])
     assert future.result(0) == ["therefore", "because", None]
+    last = group.call("why_waiting", ["r3", "r0"])
+    world.of(0).calls[-1][2].set_exception(EngineDeadError("killed"))
+    world.of(1).calls[-1][2].set_result(["therefore"])
+    assert last.result(0) == ["therefore", None]
 
 
 def test_a_part_that_is_not_done_is_asked_again_where_it_is_not(world):

@@ -5,19 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from support.core.played_engines import World, loads, names, request
+from support.core.played_engines import loads, names, request
 from support.waiting import wait_until
 
 from hardpoint.core.client.base import EngineSet
 from hardpoint.plugins import FinishReason, HardpointError, ModelError, RequestError
-
-
-@pytest.fixture
-def world(monkeypatch):
-    world = World(monkeypatch)
-    yield world
-    for group in world.groups:
-        group.close()
 
 
 def test_engines_are_added_with_the_lowest_free_ranks(world):

@@ -152,20 +152,16 @@ class EngineGroup(UtilityCalls):
     # Requests
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request to one of the engines. If it rejects it, its first output is the error.
-
-        Raises:
-            EngineDeadError: all engines are gone.
-            EngineTimeoutError: the engine accepted no message for some seconds.
-            RequestError: the request cannot be encoded.
-        """
+        """Send a request to one of the engines, as `add_requests` does."""
         self.add_requests([request])
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Send the requests of one call, each to one of the engines. If one is rejected, all are.
 
         Raises:
-            As `add_request`.
+            EngineDeadError: all engines are gone.
+            EngineTimeoutError: an engine accepted no message for some seconds.
+            RequestError: one cannot be encoded.
         """
         placed = self._place(requests)
         try:
@@ -469,9 +465,8 @@ class EngineGroup(UtilityCalls):
         return self._calls.call(serving, self._owner_of, method, args, is_for_all=rank is None)
 
     def _owner_of(self, request_id: str, otherwise: Replica) -> Replica | None:
-        with self._lock:
-            entry = self._ledger.get(request_id)
-            return otherwise if entry is None else entry.replica
+        entry = self._ledger.get(request_id)  # one look-up, so without the lock
+        return otherwise if entry is None else entry.replica
 
     def _wait_until_serving(self, timeout_s: float | None) -> None:
         with self._changed:

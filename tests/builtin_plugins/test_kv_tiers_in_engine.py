@@ -171,7 +171,7 @@ def test_prompts_that_do_not_fit_together_still_find_their_beginnings(opened, ch
     size = 48 * (128 + 8 * BLOCK)  # a header, and a token id per place
     llm = opened(
         ["memory"],
-        plugin={"memory": {"size_bytes": size}},
+        plugin={"memory": {"size_bytes": size}, "stores": {"save_wait_seconds": 10}},
         scheduler={"max_num_batched_tokens": chunk},
     )
     found = []

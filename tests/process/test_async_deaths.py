@@ -182,8 +182,7 @@ def test_an_engine_that_dies_too_often_stays_dead(scripted):
             await noticed(llm)
             assert await text(llm) == " abc abc abc"
             await kill(pid_of(llm))
-            await noticed(llm)
-            assert llm.errored
+            await until(lambda: llm.errored, "the end")
             with pytest.raises(EngineDeadError):
                 await text(llm)
 

@@ -24,7 +24,6 @@ from .config_tables import (
     LoadConfig,
     MetricsConfig,
     OpsConfig,
-    ParallelConfig,
     PluginsConfig,
     PositiveSeconds,
     QuantizationConfig,
@@ -40,6 +39,7 @@ from .config_tables import (
 )
 from .config_tables import KVConnectorConfig as KVConnectorConfig
 from .image_input import ImagesConfig
+from .parallel_config import ParallelConfig
 
 __all__ = ["ConfigSources", "EngineConfig"]
 

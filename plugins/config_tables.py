@@ -281,40 +281,6 @@ class ExecutorConfig(Strict):
     threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
 
 
-class ParallelConfig(Strict):
-    """How many workers share the model, and how they communicate.
-
-    Attributes:
-        tensor: ranks that divide each layer among them.
-        pipeline: stages that the layers are divided into, each of `tensor` ranks.
-        expert: give each rank whole experts of a mixture of experts, instead of a part of each.
-        communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
-            ranks of one host, and torch.distributed elsewhere.
-        start_seconds: maximum time for the ranks to find each other.
-        data: engines, each with the whole model in a process of its own; requests are divided among
-            them.
-        balancer: chooses the engine of each request.
-    """
-
-    tensor: Annotated[int, Meta(ge=1, le=1024)] = 1
-    pipeline: Annotated[int, Meta(ge=1, le=1024)] = 1
-    expert: bool = False
-    communicator: Reference = "auto"
-    start_seconds: PositiveSeconds = 120.0
-    data: Annotated[int, Meta(ge=1, le=1024)] = 1
-    balancer: Reference = "least_cost"
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of an engine."""
-        return self.tensor * self.pipeline
-
-    @property
-    def output_rank(self) -> int:
-        """The rank that samples: tensor rank 0 of the last stage."""
-        return self.world_size - self.tensor
-
-
 class SamplerConfig(Strict):
     """The sampler, which chooses tokens from processed logits.
 

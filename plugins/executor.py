@@ -21,8 +21,8 @@ import msgspec
 from .behaviour import instance, returns
 from .component import Component, Context, Progress
 from .config import EngineConfig
-from .config_tables import ParallelConfig
 from .parallel import Placement
+from .parallel_config import ParallelConfig
 from .plan import GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from .stats import PluginMeter
 

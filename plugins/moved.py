@@ -65,6 +65,7 @@ MOVED_NAMES = {
         "PluginUse": "hardpoint.plugins.config_tables",
         "Origins": "hardpoint.plugins.config:ConfigSources",
     },
+    "config_tables": {"ParallelConfig": f"{_CONTRACT}.parallel_config"},
     "component": {"is_replayable": _REPLAYABLE},
     "grammars": {"allow_tokens": "hardpoint.toolkit.bitmasks"},
     "request": {"RequestView": "hardpoint.core.engine.policy"},

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hardpoint.boundary.errors import close_all
-from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import (
     Communicator,
     Parallel,
     Placement,
     SingleRank,
 )
+from hardpoint.plugins.parallel_config import ParallelConfig
 
 _MAX_SIZE = 64  # ranks of a stage that are tried
 _SEARCH_S = 1.0

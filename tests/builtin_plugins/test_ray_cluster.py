@@ -23,7 +23,7 @@ from hardpoint.builtin_plugins.executors.ray_cluster import (
 )
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, ExecutorContext
-from hardpoint.plugins.config_tables import ParallelConfig
+from hardpoint.plugins.parallel_config import ParallelConfig
 
 
 def node(name, **resources):

@@ -10,8 +10,8 @@ import torch
 from hardpoint.core.worker import worker
 from hardpoint.core.worker.ranks import Ranks
 from hardpoint.plugins import ModelError
-from hardpoint.plugins.config_tables import ParallelConfig
 from hardpoint.plugins.parallel import Placement, SingleRank
+from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.memory import MemoryEstimate
 from hardpoint.testing import scripted_engine
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -120,18 +123,44 @@ def test_a_kill_at_any_time_changes_nothing(scripted, expected):
         assert results(llm) == expected
 
 
+@contextlib.contextmanager
+def scaled_at_random(llm, rng: random.Random) -> Iterator[list[str]]:
+    """Scale between one engine and four meanwhile; yields why that failed, where it did."""
+    over, refused = threading.Event(), []
+
+    def run() -> None:
+        for count in itertools.cycle([4, 2, 1]):
+            if over.wait(rng.uniform(1.0, 6.0)):
+                return
+            try:
+                llm.scale(count)
+            except HardpointError as error:  # of an engine that was killed while it started
+                refused.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield refused
+    finally:
+        over.set()
+        thread.join()
+
+
 @pytest.mark.nightly
-def test_kills_at_random_for_minutes(scripted, expected):
+def test_kills_at_random_for_minutes_while_scaled(scripted, expected):
     rng = random.Random(5)
     settings = config(
-        scripted, 3, restart="on_failure", max_resumes=99, max_restarts_per_minute=999
+        scripted, 1, restart="on_failure", max_resumes=99, max_restarts_per_minute=999
     )
     ends = time.monotonic() + float(os.environ.get("HARDPOINT_SOAK_SECONDS", "600"))
-    with LLM(config=settings) as llm:
+    runs = 0
+    with LLM(config=settings) as llm, scaled_at_random(llm, rng) as refused:
         while time.monotonic() < ends:
-            killer = kill_after(llm, rng.uniform(0.0, 3.0), rng)
-            assert results(llm) == expected
+            killer = kill_after(llm, rng.uniform(0.0, 6.0), rng)
+            assert results(llm) == expected, f"after {runs} runs; {refused}"
             killer.join()
+            runs += 1
+    assert all("killed by signal 9" in reason for reason in refused), refused
 
 
 def test_streams_go_on_where_they_were(scripted):

@@ -18,6 +18,7 @@ from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.plugins.workers import WorkerGroup
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type, load_config
@@ -279,6 +280,16 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         messages.show_log()
         return AsyncLLM.from_resolved(config, config_sources, restart=restart)
 
+    def open_workers(
+        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+    ) -> WorkerGroup:
+        if problem is not None:
+            raise problem
+        from .workers.owner import open_workers as opened  # noqa: PLC0415 - as above
+
+        messages.show_log()
+        return opened(config, config_sources, restart)
+
     def inspect_model(
         config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
     ) -> ModelReport:
@@ -296,6 +307,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         quiet=messages.quiet,
         show_error=messages.error,
         open_async=open_async,
+        open_workers=open_workers,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
     )

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
+
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 _QUARANTINED = ("logits_processors", "io_processors")
+
+
+class FaultNote(msgspec.Struct, frozen=True):
+    """A fault of a plugin, for all frontends of an engine.
+
+    Attributes:
+        request_id: the request that it ended; None if it ran when the engine died.
+    """
+
+    plugin: str
+    message: str
+    request_id: str | None = None
 
 
 class PluginHealth:
@@ -30,15 +46,32 @@ class PluginHealth:
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
         self._first: dict[str, str] = {}
+        self._told: Callable[[FaultNote], None] | None = None
+
+    def tell(self, told: Callable[[FaultNote], None]) -> None:
+        """Call a function with each fault that is recorded here, for other frontends to `take`."""
+        self._told = told
+
+    def take(self, note: FaultNote) -> None:
+        """Record a fault that another frontend of the same engine was told of."""
+        if note.request_id is None:
+            self.deadly[note.plugin] = note.message
+        else:
+            self.ended.setdefault(note.plugin, set()).add(note.request_id)
+            self._first.setdefault(note.plugin, note.message)
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Record that a plugin ended a request."""
-        self.ended.setdefault(plugin, set()).add(request_id)
-        self._first.setdefault(plugin, message)
+        self._note(FaultNote(plugin, message, request_id))
 
     def quarantine(self, plugin: str, message: str) -> None:
         """Quarantine a plugin that ran when the engine died; `message` names it."""
-        self.deadly[plugin] = message
+        self._note(FaultNote(plugin, message))
+
+    def _note(self, note: FaultNote) -> None:
+        self.take(note)
+        if self._told is not None:
+            self._told(note)
 
     def check(self, plugin: str, path: str = "") -> None:
         """Refuse a request that uses a quarantined plugin, by `path` if not by arguments.

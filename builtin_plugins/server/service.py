@@ -40,6 +40,7 @@ from .operations.adapters import Adapters
 from .operations.traffic import Traffic, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
 from .streaming import COMMENT, EventStream, ended_early, while_connected
+from .workers.counts import Counts, held
 
 _log = logging.getLogger("hardpoint")
 
@@ -52,6 +53,8 @@ ANYBODY = Client(name="anybody")
 _CHARACTERS_PER_TOKEN = 32
 _ENDS_REMEMBERED = 64
 _LONGEST_RETRY = 60.0
+_ANSWERING = held("requests")
+_PAUSED, _DRAIN = "paused", "drain"
 _RANK = "x-data-parallel-rank"
 _TRACE = ("traceparent", "tracestate")
 """Headers of W3C's Trace Context, which name the trace that a request belongs to."""
@@ -74,12 +77,15 @@ class Phase(Enum):
 class Load:
     """The requests that are being answered, and how fast they end.
 
-    Attributes:
-        open: how many there are.
+    Those that other workers of the server answer count, too.
     """
 
     def __init__(
-        self, limit: int, running: int, clock: Callable[[], float] = time.monotonic
+        self,
+        limit: int,
+        running: int,
+        clock: Callable[[], float] = time.monotonic,
+        counts: Counts | None = None,
     ) -> None:
         """Start without requests.
 
@@ -87,8 +93,9 @@ class Load:
             limit: further requests are refused.
             running: requests that the engine runs at once; further ones wait.
             clock: seconds.
+            counts: None are those of this process alone.
         """
-        self.open = 0
+        self._counts = counts or Counts()
         self._limit, self._running = limit, running
         self._clock = clock
         self._ends: collections.deque[float] = collections.deque(maxlen=_ENDS_REMEMBERED)
@@ -96,6 +103,16 @@ class Load:
         self._seconds = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_over = False
+
+    @property
+    def open(self) -> int:
+        """The number of requests that are being answered, by all workers."""
+        return self._counts.total(_ANSWERING)
+
+    @property
+    def num_own(self) -> int:
+        """The number of those that this process answers."""
+        return len(self._tasks)
 
     @contextlib.contextmanager
     def one_more(self, *, generates: bool = True) -> Iterator[None]:
@@ -107,21 +124,20 @@ class Load:
         Raises:
             AnswerError: there are too many, or `end_all` was called.
         """
-        if self.open >= self._limit:
+        if not self._counts.add_below(_ANSWERING, self._limit):
             raise AnswerError(
                 429,
-                f"the server answers {self.open} requests, its maximum "
+                f"the server answers {self._limit} requests, its maximum "
                 "(server.limits.requests); try again later",
                 code="overloaded",
                 headers={"retry-after": str(math.ceil(self.retry_after()))},
             )
         began = self._clock()
-        if not self.open:
+        if not self._tasks:
             self._busy_since = began
             self._ends.clear()
         task = asyncio.current_task()
         assert task is not None
-        self.open += 1
         self._tasks.add(task)
         ran = generates
         try:
@@ -135,7 +151,7 @@ class Load:
             ran = False  # most are refused, and would make requests look quick
             raise
         finally:
-            self.open -= 1
+            self._counts.add(_ANSWERING, -1)
             self._tasks.discard(task)
             if ran:
                 self._record(began)
@@ -158,14 +174,15 @@ class Load:
         It follows from the rate at which requests have ended lately, while there were always some;
         before two have, from the time that earlier ones took.
         """
-        waiting = max(self.open - self._running, 1)
+        waiting = max(self.open - self._running, 1) / self._counts.num_processes
         ends = len(self._ends)
         if ends >= 2:
             is_full = ends == _ENDS_REMEMBERED
             since = self._ends[0] if is_full else self._busy_since
             seconds = waiting * (self._clock() - since) / (ends - is_full)
         else:
-            seconds = math.ceil(waiting / self._running) * self._seconds
+            rounds = waiting * self._counts.num_processes / self._running
+            seconds = math.ceil(rounds) * self._seconds
         return min(max(seconds, 1.0), _LONGEST_RETRY)
 
 
@@ -183,33 +200,66 @@ class Service:
         transforms: transforms of plugins.
         routes: routes of the users' address, those of plugins too.
         has_keys: whether routes need a client.
-        paused: why requests are refused although the engine runs; None if they are not.
-        drain_asked: whether an administrator has asked for the server's end.
+        counts: counts of requests and the like, of all workers of the server.
         traffic: traffic of all routes.
         receiver: receiver of the users' bodies.
         adapters: adapters that requests may name as their model.
     """
 
-    def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
-        """Serve an engine, without transforms yet."""
+    def __init__(
+        self,
+        engine: Engine,
+        version: str,
+        faults: ServerFaults,
+        counts: Counts | None = None,
+        *,
+        of_admin: bool = False,
+    ) -> None:
+        """Serve an engine, without transforms yet.
+
+        Args:
+            counts: None are those of this process alone.
+            of_admin: whether other processes serve the users.
+        """
+        self.counts = counts or Counts()
+        self._has_supervisor = self.counts.num_processes > 1 and not of_admin  # which drains it
         self.engine = engine
         self.faults = faults
         self.has_keys = False
         self.settings = engine.config.table(ServerConfig)
         self.names = self.settings.served_names or [engine.config.model]
-        self.adapters = Adapters(engine, self.names, self.settings.adapter_folders)
+        folders = self.settings.adapter_folders
+        self.adapters = Adapters(engine, self.names, folders, self.counts)
         self.version = version
         self.transforms = Transforms()
         self.routes: Sequence[Route] = ()
         self.started = int(time.time())
         self.phase = Phase.SERVING
-        self.paused: str | None = None
-        self.drain_asked = False
         image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
         self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
-        self.traffic = Traffic(self.settings.access_log)
-        self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
+        self.traffic = Traffic(self.settings.access_log, counts=self.counts, of_admin=of_admin)
+        running = engine.config.scheduler.max_num_seqs
+        self.load = Load(self.settings.limits.requests, running, counts=self.counts)
+
+    @property
+    def paused(self) -> str | None:
+        """Why requests are refused although the engine runs; None if they are not."""
+        return self.counts.notes.get(_PAUSED)
+
+    @paused.setter
+    def paused(self, reason: str | None) -> None:
+        if reason != self.paused:
+            self.counts.note(_PAUSED, reason)
+
+    @property
+    def drain_asked(self) -> bool:
+        """Whether an administrator has asked for the server's end."""
+        return not self._has_supervisor and _DRAIN in self.counts.notes
+
+    def ask_to_drain(self) -> None:
+        """End the server as SIGTERM does."""
+        self.counts.note(_DRAIN, "asked")
 
     async def read(self, request: Request, type_: type[T]) -> tuple[Call, T]:
         """Return who calls, and the checked body of a request that generates.

@@ -370,7 +370,7 @@ class AdminRoutes:
 
     async def drain(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """End the server as SIGTERM does."""
-        self._service.drain_asked = True
+        self._service.ask_to_drain()
         return {"open": self._service.load.open}
 
 

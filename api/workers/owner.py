@@ -1,0 +1,270 @@
+"""The process that owns the engines of several worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from hardpoint.async_llm import AsyncLLM
+from hardpoint.boundary.plugin_health import FaultNote
+from hardpoint.calls.engines import with_restart
+from hardpoint.core.build import OpenClient
+from hardpoint.errors import PluginFaultError
+from hardpoint.open_model import COMPANIONS
+from hardpoint.plugins import EngineConfig, IterationStats
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.workers import WorkerPlan
+from hardpoint.replicas.relay.hub import Link, RelayHub
+from hardpoint.replicas.relay.messages import Notice
+from hardpoint.replicas.restarts import RestartBudget
+
+from .process import SharedFaults, WorkerLaunch, WorkerProcess
+
+_log = logging.getLogger("hardpoint")
+
+_POLL_S = 0.05
+_ENDED = 3
+"""Exit code where workers end too often."""
+
+
+class OwnerLLM(AsyncLLM):
+    """The model of the process that owns the engines."""
+
+    hub: RelayHub
+
+    @classmethod
+    def open(cls, config: EngineConfig, config_sources: ConfigSources, restart: Any) -> OwnerLLM:
+        """Start the engines, as `AsyncLLM` does."""
+        llm = cls.__new__(cls)
+        llm.hub = RelayHub()
+        open_client: OpenClient = llm.hub.open_engines
+        llm._open(
+            with_restart(config, restart),
+            config_sources,
+            open_client=open_client,
+            companions=(*COMPANIONS, SharedFaults),
+        )
+        health = llm._engine.parts.companion(SharedFaults).health
+        health.tell(lambda note: llm.hub.notify(Notice("fault", msgspec.to_builtins(note))))
+        return llm
+
+    async def set_policy(self, use: Any, options: Any = None) -> Manifest:
+        """Replace the scheduling policy in all frontends."""
+        manifest = await super().set_policy(use, options)
+        self.hub.notify(Notice("policy", [use, dict(options or {})]))
+        return manifest
+
+    async def update_weights(self, weights: Any, **how: Any) -> str:
+        """Give the model other weights, as all frontends are told."""
+        version = await super().update_weights(weights, **how)
+        self.hub.notify(Notice("load", msgspec.to_builtins(self.config.load)))
+        return version
+
+    def take_fault(self, note: FaultNote, link: Link) -> None:
+        """Record a fault of a frontend, and tell the others."""
+        self._engine.parts.companion(SharedFaults).health.take(note)
+        self.hub.notify(Notice("fault", msgspec.to_builtins(note)), but=link)
+
+    def take_figures(self, stats: IterationStats) -> None:
+        """Pass figures of a frontend to the sinks."""
+        if (statistics := self._engine.parts.statistics) is not None:
+            try:
+                statistics.record(stats)
+            except PluginFaultError as fault:  # of a sink whose faults end the engine
+                self.hub.fail(fault)
+
+
+class Workers:
+    """The worker processes of a command; implements `WorkerGroup`."""
+
+    # All of it runs in the event loop of the engine. The links of the workers call `_answer` in
+    # their threads, which hands the calls over.
+
+    def __init__(
+        self, engine: OwnerLLM, config_sources: ConfigSources, max_per_minute: int
+    ) -> None:
+        """Own the engines.
+
+        Args:
+            max_per_minute: how often workers that ended are replaced.
+        """
+        self.engine = engine
+        self._sources = config_sources
+        self._config = engine.config
+        self._budget = RestartBudget(enabled=True, max_per_minute=max_per_minute)
+        self._running: dict[int, tuple[WorkerProcess, Link]] = {}
+        self._ready: set[int] = set()
+        self._replaced: list[int] = []
+        self._is_ending = False
+        self._code = 0
+
+    async def start(self, plan: WorkerPlan) -> None:
+        """Start the workers; return once all are ready."""
+        self._plan = plan
+        self._loop = asyncio.get_running_loop()
+        try:
+            for index in range(plan.num_workers):
+                await self._start(index)
+            while len(self._ready) < plan.num_workers:
+                for index, (process, _) in self._running.items():
+                    if index not in self._ready and (failure := process.failure()) is not None:
+                        raise failure
+                self._check_engine()
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            await self._end_all()
+            raise
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def _check_engine(self) -> None:
+        if (dead := self.engine.dead_error) is not None:
+            raise dead
+
+    async def _start(self, index: int) -> None:
+        link = self.engine.hub.connect(lambda method, args: self._answer(index, method, args))
+        try:
+            process = WorkerProcess.spawn(pass_fds=self._plan.files)
+            process.launch(
+                WorkerLaunch(
+                    folder=str(link.folder),
+                    config=msgspec.to_builtins(self._config),
+                    config_sources=self._sources.by_path,
+                    log_level=logging.getLevelName(_log.getEffectiveLevel()),
+                    index=index,
+                    view=self.engine.hub.view,
+                    run=self._plan.run,
+                    files=list(process.passed_fds),
+                    data=self._plan.data,
+                )
+            )
+        except BaseException:
+            await asyncio.to_thread(self.engine.hub.disconnect, link)
+            raise
+        self._running[index] = process, link
+
+    def replaced(self) -> Sequence[int]:
+        """Return the numbers of workers that were replaced since the last call."""
+        found, self._replaced = self._replaced, []
+        return found
+
+    def send_signal(self, number: int) -> None:
+        """Send all workers a signal."""
+        self._is_ending |= number in (signal.SIGTERM, signal.SIGINT)
+        for process, _ in self._running.values():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, number)
+
+    async def wait(self) -> int:
+        """Wait until all have ended; return the highest exit code."""
+        await self._watching
+        return self._code
+
+    async def _watch(self) -> None:
+        """Replace workers that end, and tell the others of changes of the engines."""
+        view = self.engine.hub.view
+        while self._running:
+            await asyncio.sleep(_POLL_S)
+            for index, (process, link) in list(self._running.items()):
+                if process.returncode is not None:
+                    await self._ended(index, process, link)
+            if (now := self.engine.hub.view) != view:
+                view = now
+                self.engine.hub.notify(Notice("engines", msgspec.to_builtins(view)), keep=False)
+
+    async def _ended(self, index: int, process: WorkerProcess, link: Link) -> None:
+        """Take a worker that has ended off, and start another one."""
+        code = process.returncode or 0
+        failure = process.failure()
+        del self._running[index]
+        await asyncio.to_thread(self.engine.hub.disconnect, link)
+        await asyncio.to_thread(process.close)
+        if self._is_ending or self.engine.dead_error is not None:
+            self._code = max(self._code, code)
+            return
+        _log.warning("worker %d ended, and is replaced: %s", index, failure)
+        self._ready.discard(index)
+        self._replaced.append(index)
+        if not self._budget.may_restart():
+            _log.error("workers end too often; the others are ended, too")
+            self._code = _ENDED
+            self.send_signal(signal.SIGTERM)
+            return
+        await self._start(index)
+
+    async def _end_all(self) -> None:
+        self._is_ending = True
+        for process, link in self._running.values():
+            process.kill()
+            await asyncio.to_thread(process.close, 0)
+            await asyncio.to_thread(self.engine.hub.disconnect, link)
+        self._running.clear()
+
+    async def aclose(self) -> None:
+        """End the workers that are left, and the engines."""
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
+        await self._end_all()
+        await self.engine.aclose()
+
+    # Calls of workers
+
+    def _answer(self, index: int, method: str, arguments: Sequence[Any]) -> Future[Any]:
+        """Answer a call of a worker; in the thread of its link."""
+        handler: Callable[..., Awaitable[Any]] = getattr(self, f"_answer_{method}")
+        return asyncio.run_coroutine_threadsafe(self._run(handler, index, arguments), self._loop)
+
+    async def _run(
+        self, handler: Callable[..., Awaitable[Any]], index: int, arguments: Sequence[Any]
+    ) -> Any:
+        return msgspec.to_builtins(await handler(index, *arguments))
+
+    async def _answer_ready(self, index: int) -> None:
+        self._ready.add(index)
+
+    async def _answer_figures(self, index: int, stats: Any) -> None:
+        self.engine.take_figures(msgspec.convert(stats, IterationStats))
+
+    async def _answer_fault(self, index: int, note: Any) -> None:
+        _, link = self._running[index]
+        self.engine.take_fault(msgspec.convert(note, FaultNote), link)
+
+    async def _answer_set_policy(self, _: int, use: str, options: dict[str, Any]) -> None:
+        await self.engine.set_policy(use, options)
+
+    async def _answer_update_weights(
+        self, _: int, weights: str, version: str | None, mode: Any, recompute: bool
+    ) -> str:
+        return await self.engine.update_weights(
+            weights, version=version, mode=mode, recompute=recompute
+        )
+
+    async def _answer_health(self, _: int) -> Any:
+        return await self.engine.health()
+
+    async def _answer_metrics(self, _: int) -> str:
+        return await self.engine.metrics()
+
+    async def _answer_scale(self, _: int, num_engines: int, drain_s: float) -> Any:
+        return await self.engine.scale(num_engines, drain_seconds=drain_s)
+
+    async def _answer_retire(self, _: int, ranks: list[int], drain_s: float) -> Any:
+        return await self.engine.retire(ranks, drain_seconds=drain_s)
+
+
+def open_workers(config: EngineConfig, config_sources: ConfigSources, restart: Any) -> Workers:
+    """Start the engines of worker processes; block until they are ready.
+
+    Raises:
+        HardpointError: as `AsyncLLM`.
+    """
+    engine = OwnerLLM.open(config, config_sources, restart)
+    return Workers(engine, config_sources, config.engine.max_restarts_per_minute)

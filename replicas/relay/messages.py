@@ -1,0 +1,40 @@
+"""The messages of a relayed client besides requests, outputs and control calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+OWNER = "owner:"
+"""The part that calls to the owner of the engines name; no step part can have this name."""
+
+CALL, NOTICES = "call", "notices"
+"""Methods of the owner that the relay itself answers: a control call to one rank, and a call that
+is answered once there are notices.
+"""
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client shows of the engines without asking them.
+
+    Attributes:
+        ranks, pids, is_serving, num_restarts: as those of `EngineCoreClient`.
+    """
+
+    ranks: tuple[int, ...]
+    pids: dict[int, int]
+    is_serving: bool
+    num_restarts: int
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """What the owner of the engines tells all frontends.
+
+    Attributes:
+        topic: says what it is about.
+        value: plain data.
+    """
+
+    topic: str
+    value: Any = None

@@ -256,14 +256,16 @@ def _check_command(command: Command, source: Source) -> None:
 
 
 def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
-    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+    def check() -> None:
         if problem is not None:
             raise problem
+
+    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+        check()
         return Catalog(resolve_plugins(config, config_sources), config, config_sources)
 
     def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
-        if problem is not None:
-            raise problem
+        check()
         from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
@@ -273,8 +275,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
     def open_async(
         config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
     ) -> AsyncGenerator:
-        if problem is not None:
-            raise problem
+        check()
         from .async_llm import AsyncLLM  # noqa: PLC0415 - torch takes a second to import
 
         messages.show_log()
@@ -283,8 +284,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
     def open_workers(
         config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
     ) -> WorkerGroup:
-        if problem is not None:
-            raise problem
+        check()
         from .workers.owner import open_workers as opened  # noqa: PLC0415 - as above
 
         messages.show_log()
@@ -293,8 +293,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
     def inspect_model(
         config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
     ) -> ModelReport:
-        if problem is not None:
-            raise problem
+        check()
         from .model_report import report_model  # noqa: PLC0415 - torch takes a second to import
 
         return report_model(config, config_sources, lengths)

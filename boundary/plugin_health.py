@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
@@ -14,16 +12,8 @@ from hardpoint.registry.plugin_set import PluginSet
 _QUARANTINED = ("logits_processors", "io_processors")
 
 
-class FaultNote(msgspec.Struct, frozen=True):
-    """A fault of a plugin, for all frontends of an engine.
-
-    Attributes:
-        request_id: the request that it ended; None if it ran when the engine died.
-    """
-
-    plugin: str
-    message: str
-    request_id: str | None = None
+Told = Callable[[str, str, str | None], object]
+"""Called with a plugin, a message, and the request that ended; None is the engine's death."""
 
 
 class PluginHealth:
@@ -36,6 +26,7 @@ class PluginHealth:
     Attributes:
         ended: by plugin name, the requests that it ended.
         deadly: by plugin name, why it is quarantined: it ran when the engine died.
+        told: called with each fault that is recorded here, for other frontends to `take`.
     """
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
@@ -46,32 +37,25 @@ class PluginHealth:
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
         self._first: dict[str, str] = {}
-        self._told: Callable[[FaultNote], None] | None = None
-
-    def tell(self, told: Callable[[FaultNote], None]) -> None:
-        """Call a function with each fault that is recorded here, for other frontends to `take`."""
-        self._told = told
-
-    def take(self, note: FaultNote) -> None:
-        """Record a fault that another frontend of the same engine was told of."""
-        if note.request_id is None:
-            self.deadly[note.plugin] = note.message
-        else:
-            self.ended.setdefault(note.plugin, set()).add(note.request_id)
-            self._first.setdefault(note.plugin, note.message)
+        self.told: Told = lambda *_: None
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Record that a plugin ended a request."""
-        self._note(FaultNote(plugin, message, request_id))
+        self.take(plugin, message, request_id)
+        self.told(plugin, message, request_id)
 
     def quarantine(self, plugin: str, message: str) -> None:
         """Quarantine a plugin that ran when the engine died; `message` names it."""
-        self._note(FaultNote(plugin, message))
+        self.take(plugin, message, None)
+        self.told(plugin, message, None)
 
-    def _note(self, note: FaultNote) -> None:
-        self.take(note)
-        if self._told is not None:
-            self._told(note)
+    def take(self, plugin: str, message: str, request_id: str | None) -> None:
+        """Record a fault that this frontend or another one has noticed."""
+        if request_id is None:
+            self.deadly[plugin] = message
+        else:
+            self.ended.setdefault(plugin, set()).add(request_id)
+            self._first.setdefault(plugin, message)
 
     def check(self, plugin: str, path: str = "") -> None:
         """Refuse a request that uses a quarantined plugin, by `path` if not by arguments.

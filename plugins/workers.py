@@ -30,34 +30,38 @@ class WorkerPlan:
 
 
 class Worker(Protocol):
-    """What a worker process has.
+    """What a worker process has."""
 
-    Attributes:
-        index: its number, from 0; a process that replaces it has the same.
-        engine: the engines, which it shares with the other processes.
-        version: version of Hardpoint.
-        files: duplicates of the plan's.
-        data: the plan's.
-    """
+    @property
+    def index(self) -> int:
+        """Its number, from 0; a process that replaces it has the same."""
 
-    index: int
-    engine: AsyncGenerator
-    version: str
-    files: Sequence[int]
-    data: Any
+    @property
+    def engine(self) -> AsyncGenerator:
+        """The engines, which it shares with the other processes."""
+
+    @property
+    def version(self) -> str:
+        """The version of Hardpoint."""
+
+    @property
+    def files(self) -> Sequence[int]:
+        """Its duplicates of the plan's."""
+
+    @property
+    def data(self) -> Any:
+        """The plan's."""
 
     async def announce_ready(self) -> None:
         """Tell the process that started it that it serves."""
 
 
 class WorkerGroup(Protocol):
-    """The engines of several worker processes, and these, in the process that started both.
+    """The engines of several worker processes, and these, in the process that started both."""
 
-    Attributes:
-        engine: the engines; closing them ends the workers.
-    """
-
-    engine: AsyncGenerator
+    @property
+    def engine(self) -> AsyncGenerator:
+        """The engines."""
 
     async def start(self, plan: WorkerPlan) -> None:
         """Start the workers; return once all are ready.

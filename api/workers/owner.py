@@ -7,21 +7,21 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
 from hardpoint.async_llm import AsyncLLM
-from hardpoint.boundary.plugin_health import FaultNote
 from hardpoint.calls.engines import with_restart
+from hardpoint.calls.weights import Weights
 from hardpoint.core.build import OpenClient
+from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.errors import PluginFaultError
 from hardpoint.open_model import COMPANIONS
-from hardpoint.plugins import EngineConfig, IterationStats
+from hardpoint.plugins import EngineConfig, IterationStats, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.workers import WorkerPlan
 from hardpoint.replicas.relay.hub import Link, RelayHub
 from hardpoint.replicas.relay.messages import Notice
@@ -54,25 +54,36 @@ class OwnerLLM(AsyncLLM):
             companions=(*COMPANIONS, SharedFaults),
         )
         health = llm._engine.parts.companion(SharedFaults).health
-        health.tell(lambda note: llm.hub.notify(Notice("fault", msgspec.to_builtins(note))))
+        health.told = lambda *fault: llm.hub.notify(Notice("fault", fault))
         return llm
 
-    async def set_policy(self, use: Any, options: Any = None) -> Manifest:
-        """Replace the scheduling policy in all frontends."""
-        manifest = await super().set_policy(use, options)
-        self.hub.notify(Notice("policy", [use, dict(options or {})]))
-        return manifest
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the scheduling policy, as `AsyncLLM` does, in all frontends."""
+        await super().set_policy(use, options)
+        name = use if isinstance(use, str) else f"{use.__module__}:{use.__qualname__}"
+        self.hub.notify(Notice("policy", [name, dict(options or {})]))
 
-    async def update_weights(self, weights: Any, **how: Any) -> str:
-        """Give the model other weights, as all frontends are told."""
-        version = await super().update_weights(weights, **how)
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Give the model other weights, as `AsyncLLM` does, and tell all frontends."""
+        used = await super().update_weights(
+            weights, version=version, mode=mode, recompute=recompute
+        )
         self.hub.notify(Notice("load", msgspec.to_builtins(self.config.load)))
-        return version
+        return used
 
-    def take_fault(self, note: FaultNote, link: Link) -> None:
-        """Record a fault of a frontend, and tell the others."""
-        self._engine.parts.companion(SharedFaults).health.take(note)
-        self.hub.notify(Notice("fault", msgspec.to_builtins(note)), but=link)
+    def take_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
+        """Record a fault that a frontend has noticed, and tell the others."""
+        self._engine.parts.companion(SharedFaults).health.take(plugin, message, request_id)
+        self.hub.notify(Notice("fault", [plugin, message, request_id]), but=link)
 
     def take_figures(self, stats: IterationStats) -> None:
         """Pass figures of a frontend to the sinks."""
@@ -230,12 +241,12 @@ class Workers:
     async def _answer_ready(self, index: int) -> None:
         self._ready.add(index)
 
-    async def _answer_figures(self, index: int, stats: Any) -> None:
+    async def _answer_figures(self, _: int, stats: Any) -> None:
         self.engine.take_figures(msgspec.convert(stats, IterationStats))
 
-    async def _answer_fault(self, index: int, note: Any) -> None:
+    async def _answer_fault(self, index: int, *fault: Any) -> None:
         _, link = self._running[index]
-        self.engine.take_fault(msgspec.convert(note, FaultNote), link)
+        self.engine.take_fault(link, *fault)
 
     async def _answer_set_policy(self, _: int, use: str, options: dict[str, Any]) -> None:
         await self.engine.set_policy(use, options)

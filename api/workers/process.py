@@ -9,7 +9,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ import msgspec
 
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.boundary.errors import error_of
-from hardpoint.boundary.plugin_health import FaultNote, PluginHealth
+from hardpoint.boundary.plugin_health import PluginHealth
+from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
+from hardpoint.errors import shown
 from hardpoint.open_model import COMPANIONS
-from hardpoint.plugins import EngineConfig, HardpointError
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import LoadConfig
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.plugin_options import find_tables
@@ -114,7 +115,7 @@ class WorkerLLM(AsyncLLM):
             open_statistics=llm._figures.open,
         )
         health = llm._engine.parts.companion(SharedFaults).health
-        health.tell(lambda note: llm._post("fault", msgspec.to_builtins(note)))
+        health.told = lambda *fault: llm._post("fault", *fault)
         return llm
 
     def _post(self, method: str, *arguments: Any) -> None:
@@ -159,8 +160,7 @@ class WorkerLLM(AsyncLLM):
         self._client.client.fail(error_of(*notice.value))
 
     async def _take_fault(self, notice: Notice) -> None:
-        note = msgspec.convert(notice.value, FaultNote)
-        self._engine.parts.companion(SharedFaults).health.take(note)
+        self._engine.parts.companion(SharedFaults).health.take(*notice.value)
 
     async def _take_policy(self, notice: Notice) -> None:
         await self._engine.set_policy(*notice.value)
@@ -170,14 +170,21 @@ class WorkerLLM(AsyncLLM):
 
     # What the owner of the engines does for all frontends
 
-    async def set_policy(self, use: Any, options: Any = None) -> Manifest:
-        """Replace the scheduling policy, as `AsyncLLM.set_policy` does, in all frontends."""
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the scheduling policy, as `AsyncLLM.set_policy` does, in all frontends.
+
+        Raises:
+            RequestError: it is no name.
+        """
+        if not isinstance(use, str):
+            raise RequestError(f"use: expected a name in a worker process, got {shown(use)}")
         await self._ask("set_policy", use, dict(options or {}))
-        return self.manifest
 
     async def update_weights(
         self,
-        weights: Any,
+        weights: Weights,
         *,
         version: str | None = None,
         mode: PauseModeName = "keep",
@@ -186,8 +193,12 @@ class WorkerLLM(AsyncLLM):
         """Give the model other weights, as `AsyncLLM.update_weights` does, from a path.
 
         Raises:
-            RequestError: the weights are tensors, which only the owner of the engines takes.
+            RequestError: the weights are no path.
         """
+        if not isinstance(weights, str | Path):
+            raise RequestError(
+                f"weights: expected a path in a worker process, got {shown(weights)}"
+            )
         found: str = await self._ask("update_weights", str(weights), version, str(mode), recompute)
         return found
 

@@ -21,6 +21,7 @@ from hardpoint.plugins.server import (
     Transform,
 )
 
+from .access.counts import Counts
 from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
@@ -43,7 +44,6 @@ from .routes.page import live_routes, page_routes, with_page_files
 from .service import Service, call_of
 from .streaming import while_connected
 from .timing import without_limit
-from .workers.counts import Counts
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)

@@ -25,10 +25,10 @@ from hardpoint.plugins import RequestError
 from hardpoint.toolkit.http_heads import fault_of_refusal
 from hardpoint.typed import reason_of
 
+from .access.counts import Counts
 from .errors import AnswerError, plugin_fault
 from .streaming import ClientGoneError
 from .timing import Timed
-from .workers.counts import Counts
 
 _log = logging.getLogger("hardpoint")
 

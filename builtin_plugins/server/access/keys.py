@@ -24,10 +24,11 @@ from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.workers.counts import Counts
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 from hardpoint.typed import Strict, convert
+
+from .counts import Counts
 
 _log = logging.getLogger("hardpoint")
 

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorDetail
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.builtin_plugins.server.routes.answers import (
@@ -24,7 +25,6 @@ from hardpoint.builtin_plugins.server.routes.answers import (
 )
 from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, SamplingFields
 from hardpoint.builtin_plugins.server.service import Service, call_of
-from hardpoint.builtin_plugins.server.workers.counts import held
 from hardpoint.errors import ConversationEndedError, HardpointError
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.plugins.requests import AdapterScale

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.access.counts import Counts
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.workers.counts import Counts
 from hardpoint.errors import shown
 from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.server import AsyncGenerator

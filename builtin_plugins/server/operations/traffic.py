@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import Message, Scope, Send
 
-from hardpoint.builtin_plugins.server.workers.counts import Counts, held
+from hardpoint.builtin_plugins.server.access.counts import Counts, held
 
 Headers = Sequence[tuple[bytes, bytes]]
 

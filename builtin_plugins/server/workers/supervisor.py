@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.access.counts import SharedCounts
 from hardpoint.builtin_plugins.server.access.keys import Stores, installed
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
@@ -19,7 +20,6 @@ from hardpoint.builtin_plugins.server.serving import Serving
 from hardpoint.plugins import CommandContext
 from hardpoint.plugins.workers import WorkerGroup, WorkerPlan
 
-from .counts import SharedCounts
 from .worker import RUN, WorkerData
 
 _log = logging.getLogger("hardpoint")

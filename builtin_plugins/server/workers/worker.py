@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 
+from hardpoint.builtin_plugins.server.access.counts import SharedCounts
 from hardpoint.builtin_plugins.server.access.keys import Stores, installed, stores_of
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
@@ -14,8 +15,6 @@ from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins.workers import Worker
 from hardpoint.typed import Strict, convert
-
-from .counts import SharedCounts
 
 RUN = f"{__name__}:serve"
 

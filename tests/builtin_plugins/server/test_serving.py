@@ -356,7 +356,8 @@ def test_platforms_may_ask_for_health_and_load_by_their_own_names():
         assert server.client.get("/ping").json() == server.client.get("/health").json()
         assert server.client.post("/ping").status_code == 200
         assert server.client.get("/load").json() == {"server_load": 0}
-        server.service.load.open = 3
+        for _ in range(3):
+            assert server.service.counts.add_below("held requests", 1024)
         assert server.client.get("/load").json() == {"server_load": 3}
         server.engine.is_running = False
         assert server.client.get("/ping").status_code == 503

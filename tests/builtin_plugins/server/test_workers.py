@@ -1,0 +1,317 @@
+"""Several processes that answer requests of one server (`server.workers`), with the same engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from support.scripted_server import REPLIES, TAGS, user
+from support.serve_program import serving
+from support.waiting import wait_until
+from websockets.sync.client import connect
+
+from hardpoint.testing import write_scripted_model
+
+KEYS = {name: f"{name}-0123456789abcdef" for name in ("slow", "alice", "bob", "carol")}
+SAY = {"prompt": "say abc", "max_tokens": 20, "temperature": 0}
+LONG = {"prompt": "loop", "max_tokens": 800, "temperature": 0, "ignore_eos": True}
+TEXT = " abc abc abc"
+COMPLETIONS = "/v1/completions"
+PER_MINUTE = 5
+WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_scripted_model(
+        tmp_path_factory.mktemp("model"),
+        REPLIES,
+        special_tokens=TAGS,
+        max_position_embeddings=1024,
+    )
+
+
+def write_keys(folder, *names):
+    path = folder / "keys.toml"
+    limits = {"slow": f"requests_per_minute = {PER_MINUTE}\n"}
+    tables = [
+        f'[[key]]\nname = "{name}"\nkey = "{KEYS[name]}"\n{limits.get(name, "")}' for name in names
+    ]
+    path.touch(0o600)
+    path.write_text("\n".join(tables))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workers")
+    keys = write_keys(folder, "slow", "alice", "bob")
+    with serving(
+        folder,
+        model,
+        f"server.workers = {WORKERS}",
+        f'server.keys_file = "{keys}"',
+        f'server.admin = "unix:{folder / "admin"}"',
+        "server.limits.conversations = 3",
+        options=("--set", 'stats.sinks=["prometheus"]'),
+    ) as running:
+        running.folder = folder
+        yield running
+
+
+def headers(name="alice"):
+    return {"authorization": f"Bearer {KEYS[name]}"}
+
+
+def ask(server, path=COMPLETIONS, key="alice", **body):
+    """Ask over a connection of its own, which any worker may accept."""
+    with httpx.Client(base_url=server.url, timeout=30, headers=headers(key)) as client:
+        return client.post(path, json={**SAY, **body}) if path == COMPLETIONS else client.get(path)
+
+
+def admin(server, method, path, **body):
+    transport = httpx.HTTPTransport(uds=str(server.folder / "admin"))
+    with httpx.Client(transport=transport, base_url="http://admin", timeout=30) as client:
+        return client.request(method, path, json=body or None)
+
+
+def workers_of(server):
+    return {
+        one.name(): one
+        for one in psutil.Process(server.process.pid).children()
+        if one.name().startswith("Worker_")
+    }
+
+
+def with_connections(server):
+    """Return how many connections each worker has, by its name."""
+    port = int(server.url.rpartition(":")[2])
+    return {
+        name: sum(
+            one.status == "ESTABLISHED" and one.laddr.port == port for one in process.net_connections()
+        )
+        for name, process in workers_of(server).items()
+    }
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+class Stream:
+    """A streamed completion that a thread reads; `text` grows."""
+
+    def __init__(self, server, key="alice", **body):
+        self.text, self.failure, self.done = "", None, False
+        self.client = httpx.Client(base_url=server.url, timeout=60, headers=headers(key))
+        self._body = {**LONG, **body, "stream": True}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self):
+        try:
+            with self.client.stream("POST", COMPLETIONS, json=self._body) as response:
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        self.done = True
+                    elif line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        self.text += event["choices"][0]["text"] if event.get("choices") else ""
+        except (httpx.HTTPError, KeyError) as error:
+            self.failure = error
+
+    def begun(self):
+        wait_until(lambda: self.text or self.failure, 30)
+        return self
+
+    def end(self):
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self
+
+    @property
+    def port(self):
+        """The port of the client's end."""
+        (pool,) = [self.client._transport._pool]
+        (connection,) = pool.connections
+        return connection._connection._network_stream.get_extra_info("client_addr")[1]
+
+
+def metric(server, name, path="/metrics"):
+    lines = ask(server, path).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_all_workers_answer_with_the_same_tokens(server):
+    assert len(workers_of(server)) == WORKERS
+    streams = [Stream(server) for _ in range(32)]
+    for stream in streams:
+        stream.begun()
+    counts = with_connections(server)
+    assert sum(counts.values()) >= 32
+    assert sum(count > 0 for count in counts.values()) > 1, counts
+    texts = {stream.end().text for stream in streams}
+    assert len(texts) == 1
+    assert all(stream.done for stream in streams)
+    assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+
+
+def test_the_rate_of_a_key_is_that_of_all_workers(server):
+    statuses = [ask(server, key="slow").status_code for _ in range(4 * PER_MINUTE)]
+    assert statuses.count(200) == PER_MINUTE
+    refused = ask(server, key="slow")
+    assert refused.json()["error"]["message"].startswith(
+        f"rate: expected at most {PER_MINUTE} requests in a minute with this key; try again in "
+    )
+    assert int(refused.headers["retry-after"]) >= 1
+    assert ask(server, key="bob").status_code == 200
+
+
+def test_conversations_of_a_key_are_counted_in_all_workers(server):
+    url = server.url.replace("http", "ws") + "/v1/conversations"
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(url, additional_headers=headers()))
+        for _ in range(8):
+            with pytest.raises(Exception, match="429"):
+                connect(url, additional_headers=headers())
+        with connect(url, additional_headers=headers("bob")) as other:
+            other.send(json.dumps({"type": "prompt", "prompt": "say abc", "max_tokens": 20}))
+            assert json.loads(other.recv(30))
+    wait_until(lambda: _can_connect(url), 10)
+
+
+def _can_connect(url):
+    try:
+        connect(url, additional_headers=headers()).close()
+    except Exception:
+        return False
+    return True
+
+
+def test_metrics_are_those_of_all_workers(server):
+    name, tokens = "hardpoint:http_requests_total", "hardpoint:generation_tokens_total"
+    route = f'{name}{{route="{COMPLETIONS}",status="200"}}'
+    before = metric(server, route), metric(server, tokens)
+    for _ in range(12):
+        assert text_of(ask(server)) == TEXT
+    assert {metric(server, route) for _ in range(8)} == {before[0] + 12}
+    grown = 12 * (len(TEXT) + 1)
+    wait_until(lambda: metric(server, tokens) == before[1] + grown, 10)
+    assert {metric(server, tokens) for _ in range(8)} == {before[1] + grown}
+    admins = admin(server, "GET", "/metrics").text
+    assert f"{route} {before[0] + 12}" in admins
+    assert 'hardpoint:num_requests_running{engine="0"' in admins
+    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 10)
+
+
+def test_a_client_that_goes_ends_its_request(server):
+    stream = Stream(server, n=3).begun()
+    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) == 3, 10)
+    stream.client._transport._pool.connections[0]._connection._network_stream.get_extra_info(
+        "socket"
+    ).shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
+    stream.end()
+
+
+def test_administrators_steer_all_workers(server):
+    paused = admin(server, "POST", "/pause", mode="keep")
+    assert paused.json() == {"is_paused": True, "is_sleeping": False}
+    refusals = [ask(server) for _ in range(8)]
+    assert {refused.status_code for refused in refusals} == {503}
+    assert refusals[0].json()["error"]["code"] == "paused"
+    assert admin(server, "POST", "/resume").status_code == 200
+    assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+    assert admin(server, "POST", "/policy", use="priority").json() == {"policy": "priority"}
+    assert {text_of(ask(server, priority=1)) for _ in range(8)} == {TEXT}
+    listed = admin(server, "GET", "/plugins").json()["plugins"]
+    assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
+
+
+def test_a_worker_that_dies_ends_no_one_else(server):
+    streams = [Stream(server, max_tokens=900) for _ in range(24)]
+    for stream in streams:
+        stream.begun()
+    ports = {stream.port: stream for stream in streams}
+    counts = with_connections(server)
+    name = max(counts, key=counts.get)
+    victim = workers_of(server)[name]
+    lost = [
+        ports[one.raddr.port] for one in victim.net_connections() if one.raddr and one.raddr.port in ports
+    ]
+    assert 0 < len(lost) < len(streams)
+    victim.kill()
+    for stream in streams:
+        stream.end()
+        assert stream.done == (stream not in lost), stream.failure
+    wait_until(lambda: workers_of(server).get(name, victim).pid != victim.pid, 30)
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
+    wait_until(lambda: f"{name.lower().replace('_', ' ')} ended, and is replaced" in server.output, 10)
+    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 30)
+    assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+
+
+def test_keys_are_read_again_in_all_workers(server):
+    assert ask(server, key="carol").status_code == 401
+    write_keys(server.folder, "slow", "alice", "carol")
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: all(ask(server, key="carol").status_code == 200 for _ in range(8)), 10)
+    assert {ask(server, key="bob").status_code for _ in range(8)} == {401}
+
+
+def test_an_engine_that_dies_is_restarted_for_all(server):
+    (engine,) = [
+        one for one in psutil.Process(server.process.pid).children() if one.name() == "EngineCore"
+    ]
+    streams = [Stream(server, max_tokens=300) for _ in range(8)]
+    for stream in streams:
+        stream.begun()
+    engine.kill()
+    assert {len(stream.end().text) for stream in streams} == {300}
+    assert all(stream.done for stream in streams)
+    health = [ask(server, "/health").json() for _ in range(8)]
+    assert {one["restarts"] for one in health} == {1}
+
+
+def test_a_drain_lets_requests_finish(model, tmp_path):
+    with serving(tmp_path, model, "server.workers = 2") as server:
+        client = httpx.Client(base_url=server.url, timeout=30)
+        with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - began < 20
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url)
+
+
+def test_workers_end_with_the_process_that_started_them(model, tmp_path):
+    with serving(tmp_path, model, "server.workers = 2") as server:
+        below = server.processes()[1:]
+        assert len(below) == 3
+        os.kill(server.process.pid, signal.SIGKILL)
+        psutil.wait_procs(below, 20)
+        assert not [one for one in below if one.is_running() and one.status() != "zombie"]
+
+
+def test_a_dead_engine_that_is_not_restarted_ends_the_server(model, tmp_path):
+    with serving(tmp_path, model, "server.workers = 2", 'server.restart = "never"') as server:
+        assert httpx.post(server.url + COMPLETIONS, json=SAY, timeout=30).status_code == 200
+        (engine,) = [one for one in server.processes() if one.name() == "EngineCore"]
+        engine.kill()
+        assert server.process.wait(30) == 3
+        assert "the engine has ended, and so does the server" in server.output

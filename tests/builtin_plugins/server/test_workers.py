@@ -1,4 +1,4 @@
-"""Several processes that answer requests of one server (`server.workers`), with the same engines."""
+"""Several processes that answer the requests of one server (`server.workers`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import os
 import signal
 import socket
 import threading
-import time
 
 import httpx
 import psutil
 import pytest
-from support.scripted_server import REPLIES, TAGS, user
+from support.scripted_server import REPLIES, TAGS
 from support.serve_program import serving
 from support.waiting import wait_until
 from websockets.sync.client import connect
@@ -96,7 +95,8 @@ def with_connections(server):
     port = int(server.url.rpartition(":")[2])
     return {
         name: sum(
-            one.status == "ESTABLISHED" and one.laddr.port == port for one in process.net_connections()
+            one.status == "ESTABLISHED" and one.laddr.port == port
+            for one in process.net_connections()
         )
         for name, process in workers_of(server).items()
     }
@@ -140,10 +140,11 @@ class Stream:
 
     @property
     def port(self):
-        """The port of the client's end."""
-        (pool,) = [self.client._transport._pool]
-        (connection,) = pool.connections
-        return connection._connection._network_stream.get_extra_info("client_addr")[1]
+        """The port of the client's end; None once it is closed."""
+        for connection in self.client._transport._pool.connections:
+            if connection._connection is not None:
+                return connection._connection._network_stream.get_extra_info("client_addr")[1]
+        return None
 
 
 def metric(server, name, path="/metrics"):
@@ -192,7 +193,8 @@ def test_conversations_of_a_key_are_counted_in_all_workers(server):
 
 def _can_connect(url):
     try:
-        connect(url, additional_headers=headers()).close()
+        with connect(url, additional_headers=headers()):
+            pass
     except Exception:
         return False
     return True
@@ -242,21 +244,27 @@ def test_a_worker_that_dies_ends_no_one_else(server):
     streams = [Stream(server, max_tokens=900) for _ in range(24)]
     for stream in streams:
         stream.begun()
-    ports = {stream.port: stream for stream in streams}
-    counts = with_connections(server)
-    name = max(counts, key=counts.get)
-    victim = workers_of(server)[name]
-    lost = [
-        ports[one.raddr.port] for one in victim.net_connections() if one.raddr and one.raddr.port in ports
-    ]
-    assert 0 < len(lost) < len(streams)
+    assert admin(server, "POST", "/pause", mode="keep").status_code == 200
+    ports = {stream: stream.port for stream in streams if not stream.done}
+    own = set(ports.values()) - {None}
+    of_worker = {
+        name: own & {one.raddr.port for one in process.net_connections() if one.raddr}
+        for name, process in workers_of(server).items()
+    }
+    name = max(of_worker, key=lambda name: len(of_worker[name]))
+    victim, lost = workers_of(server)[name], of_worker[name]
+    assert 0 < len(lost) < len(own)
     victim.kill()
-    for stream in streams:
-        stream.end()
-        assert stream.done == (stream not in lost), stream.failure
+    replaced = f"{name.lower().replace('_', ' ')} ended, and is replaced"
+    wait_until(lambda: replaced in server.output, 10)
     wait_until(lambda: workers_of(server).get(name, victim).pid != victim.pid, 30)
+    left = len(streams) - len(lost)
+    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) <= left, 10)
+    assert admin(server, "POST", "/resume").status_code == 200
+    for stream, port in ports.items():
+        stream.end()
+        assert stream.done == (port not in lost), stream.failure
     wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
-    wait_until(lambda: f"{name.lower().replace('_', ' ')} ended, and is replaced" in server.output, 10)
     wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 30)
     assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
 
@@ -283,22 +291,19 @@ def test_an_engine_that_dies_is_restarted_for_all(server):
     assert {one["restarts"] for one in health} == {1}
 
 
-def test_a_drain_lets_requests_finish(model, tmp_path):
-    with serving(tmp_path, model, "server.workers = 2") as server:
-        client = httpx.Client(base_url=server.url, timeout=30)
-        with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
-            lines = response.iter_lines()
-            next(lines)
-            began = time.monotonic()
-            server.process.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert "data: [DONE]" in rest
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - began < 20
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(server.url)
+def test_a_drain_lets_requests_finish(server):
+    """The last test of the shared server."""
+    streams = [Stream(server, max_tokens=900) for _ in range(8)]
+    for stream in streams:
+        stream.begun()
+    server.process.send_signal(signal.SIGTERM)
+    assert all(stream.end().done for stream in streams)
+    assert server.process.wait(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
 
 
+@pytest.mark.nightly
 def test_workers_end_with_the_process_that_started_them(model, tmp_path):
     with serving(tmp_path, model, "server.workers = 2") as server:
         below = server.processes()[1:]
@@ -308,6 +313,7 @@ def test_workers_end_with_the_process_that_started_them(model, tmp_path):
         assert not [one for one in below if one.is_running() and one.status() != "zombie"]
 
 
+@pytest.mark.nightly
 def test_a_dead_engine_that_is_not_restarted_ends_the_server(model, tmp_path):
     with serving(tmp_path, model, "server.workers = 2", 'server.restart = "never"') as server:
         assert httpx.post(server.url + COMPLETIONS, json=SAY, timeout=30).status_code == 200

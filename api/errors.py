@@ -13,7 +13,7 @@ HardpointError
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   ├── ConversationEndedError  an open conversation has ended; the message has the reason
 │   ├── OverloadedError         too many requests wait; try again later
-│   │   └── QueueFullError          the prompts that wait have too many tokens; it says when
+│   │   └── QueueFullError          the prompts that wait have too many tokens; it has the seconds
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
 ├── RequestEndedError       it ended without a result, by its timeout for example
 ├── EngineClosedError       the engine was closed before the call

@@ -12,7 +12,7 @@ from hardpoint.registry.plugin_set import PluginSet
 _QUARANTINED = ("logits_processors", "io_processors")
 
 
-Told = Callable[[str, str, str | None], object]
+NotifyFault = Callable[[str, str, str | None], object]
 """Called with a plugin, a message, and the request that ended; None is the engine's death."""
 
 
@@ -26,7 +26,7 @@ class PluginHealth:
     Attributes:
         ended: by plugin name, the requests that it ended.
         deadly: by plugin name, why it is quarantined: it ran when the engine died.
-        told: called with each fault that is recorded here, for other frontends to `take`.
+        notify: called with each fault that is recorded here, for other frontends to `add`.
     """
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
@@ -37,19 +37,19 @@ class PluginHealth:
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
         self._first: dict[str, str] = {}
-        self.told: Told = lambda *_: None
+        self.notify: NotifyFault = lambda *_: None
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Record that a plugin ended a request."""
-        self.take(plugin, message, request_id)
-        self.told(plugin, message, request_id)
+        self.add(plugin, message, request_id)
+        self.notify(plugin, message, request_id)
 
     def quarantine(self, plugin: str, message: str) -> None:
         """Quarantine a plugin that ran when the engine died; `message` names it."""
-        self.take(plugin, message, None)
-        self.told(plugin, message, None)
+        self.add(plugin, message, None)
+        self.notify(plugin, message, None)
 
-    def take(self, plugin: str, message: str, request_id: str | None) -> None:
+    def add(self, plugin: str, message: str, request_id: str | None) -> None:
         """Record a fault that this frontend or another one has noticed."""
         if request_id is None:
             self.deadly[plugin] = message

@@ -339,13 +339,12 @@ def _in_own_process(
     open_client: OpenClient,
 ) -> EngineParts:
     """Launch the engines in their processes; return the parts, with a client of them."""
-    spec = prepared.spec
-    process, interpreter = spawned or (None, Interpreter.current())
+    spec, (process, interpreter) = prepared.spec, spawned or (None, Interpreter.current())
     start = EngineStart(
         config=spec.config,
         config_sources=prepared.config_sources,
         manifest=spec.plugins.manifest,
-        log_level=_log_level(),
+        log_level=logging.getLevelName(_log.getEffectiveLevel()),
         interpreter=interpreter,
         vocabulary=prepared.vocabulary,
     )
@@ -353,10 +352,6 @@ def _in_own_process(
         client = open_client(start, sink, process, spec.plugins)
         size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
         return prepared.parts(client, size)
-
-
-def _log_level() -> str:
-    return logging.getLevelName(_log.getEffectiveLevel())
 
 
 def _start_hooks(

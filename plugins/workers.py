@@ -13,7 +13,7 @@ __all__ = ["Worker", "WorkerGroup", "WorkerPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """What worker processes run.
+    """A function that worker processes run, and its inputs.
 
     Attributes:
         run: function that each calls with its `Worker`, as `package.module:function`; it returns
@@ -30,7 +30,7 @@ class WorkerPlan:
 
 
 class Worker(Protocol):
-    """What a worker process has."""
+    """The engine and the inputs of a worker process."""
 
     @property
     def index(self) -> int:
@@ -53,7 +53,7 @@ class Worker(Protocol):
         """The plan's."""
 
     async def announce_ready(self) -> None:
-        """Tell the process that started it that it serves."""
+        """Notify the process that started it that it serves."""
 
 
 class WorkerGroup(Protocol):

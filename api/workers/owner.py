@@ -23,8 +23,8 @@ from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.workers import WorkerPlan
-from hardpoint.replicas.relay.hub import Link, RelayHub
 from hardpoint.replicas.relay.messages import Notice
+from hardpoint.replicas.relay.owner import Link, SharedEngines
 from hardpoint.replicas.restarts import RestartBudget
 
 from .process import SharedFaults, WorkerLaunch, WorkerProcess
@@ -39,14 +39,14 @@ _ENDED = 3
 class OwnerLLM(AsyncLLM):
     """The model of the process that owns the engines."""
 
-    hub: RelayHub
+    shared: SharedEngines
 
     @classmethod
     def open(cls, config: EngineConfig, config_sources: ConfigSources, restart: Any) -> OwnerLLM:
         """Start the engines, as `AsyncLLM` does."""
         llm = cls.__new__(cls)
-        llm.hub = RelayHub()
-        open_client: OpenClient = llm.hub.open_engines
+        llm.shared = SharedEngines()
+        open_client: OpenClient = llm.shared.open_engines
         llm._open(
             with_restart(config, restart),
             config_sources,
@@ -54,7 +54,7 @@ class OwnerLLM(AsyncLLM):
             companions=(*COMPANIONS, SharedFaults),
         )
         health = llm._engine.parts.companion(SharedFaults).health
-        health.told = lambda *fault: llm.hub.notify(Notice("fault", fault))
+        health.notify = lambda *fault: llm.shared.notify(Notice("fault", fault))
         return llm
 
     async def set_policy(
@@ -63,7 +63,7 @@ class OwnerLLM(AsyncLLM):
         """Replace the scheduling policy, as `AsyncLLM` does, in all frontends."""
         await super().set_policy(use, options)
         name = use if isinstance(use, str) else f"{use.__module__}:{use.__qualname__}"
-        self.hub.notify(Notice("policy", [name, dict(options or {})]))
+        self.shared.notify(Notice("policy", [name, dict(options or {})]))
 
     async def update_weights(
         self,
@@ -73,25 +73,25 @@ class OwnerLLM(AsyncLLM):
         mode: PauseModeName = "keep",
         recompute: bool = True,
     ) -> str:
-        """Give the model other weights, as `AsyncLLM` does, and tell all frontends."""
+        """Give the model other weights, as `AsyncLLM` does, and notify all frontends."""
         used = await super().update_weights(
             weights, version=version, mode=mode, recompute=recompute
         )
-        self.hub.notify(Notice("load", msgspec.to_builtins(self.config.load)))
+        self.shared.notify(Notice("load", msgspec.to_builtins(self.config.load)))
         return used
 
-    def take_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
-        """Record a fault that a frontend has noticed, and tell the others."""
-        self._engine.parts.companion(SharedFaults).health.take(plugin, message, request_id)
-        self.hub.notify(Notice("fault", [plugin, message, request_id]), but=link)
+    def add_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
+        """Record a fault that a frontend has noticed, and notify the others."""
+        self._engine.parts.companion(SharedFaults).health.add(plugin, message, request_id)
+        self.shared.notify(Notice("fault", [plugin, message, request_id]), but=link)
 
-    def take_figures(self, stats: IterationStats) -> None:
+    def add_figures(self, stats: IterationStats) -> None:
         """Pass figures of a frontend to the sinks."""
         if (statistics := self._engine.parts.statistics) is not None:
             try:
                 statistics.record(stats)
             except PluginFaultError as fault:  # of a sink whose faults end the engine
-                self.hub.fail(fault)
+                self.shared.fail(fault)
 
 
 class Workers:
@@ -141,7 +141,7 @@ class Workers:
             raise dead
 
     async def _start(self, index: int) -> None:
-        link = self.engine.hub.connect(lambda method, args: self._answer(index, method, args))
+        link = self.engine.shared.connect(lambda method, args: self._answer(index, method, args))
         try:
             process = WorkerProcess.spawn(pass_fds=self._plan.files)
             process.launch(
@@ -151,14 +151,14 @@ class Workers:
                     config_sources=self._sources.by_path,
                     log_level=logging.getLevelName(_log.getEffectiveLevel()),
                     index=index,
-                    view=self.engine.hub.view,
+                    view=self.engine.shared.view,
                     run=self._plan.run,
                     files=list(process.passed_fds),
                     data=self._plan.data,
                 )
             )
         except BaseException:
-            await asyncio.to_thread(self.engine.hub.disconnect, link)
+            await asyncio.to_thread(self.engine.shared.disconnect, link)
             raise
         self._running[index] = process, link
 
@@ -180,23 +180,23 @@ class Workers:
         return self._code
 
     async def _watch(self) -> None:
-        """Replace workers that end, and tell the others of changes of the engines."""
-        view = self.engine.hub.view
+        """Replace workers that end, and notify the others of changes of the engines."""
+        view = self.engine.shared.view
         while self._running:
             await asyncio.sleep(_POLL_S)
             for index, (process, link) in list(self._running.items()):
                 if process.returncode is not None:
                     await self._ended(index, process, link)
-            if (now := self.engine.hub.view) != view:
+            if (now := self.engine.shared.view) != view:
                 view = now
-                self.engine.hub.notify(Notice("engines", msgspec.to_builtins(view)), keep=False)
+                self.engine.shared.notify(Notice("engines", msgspec.to_builtins(view)), keep=False)
 
     async def _ended(self, index: int, process: WorkerProcess, link: Link) -> None:
         """Take a worker that has ended off, and start another one."""
         code = process.returncode or 0
         failure = process.failure()
         del self._running[index]
-        await asyncio.to_thread(self.engine.hub.disconnect, link)
+        await asyncio.to_thread(self.engine.shared.disconnect, link)
         await asyncio.to_thread(process.close)
         if self._is_ending or self.engine.dead_error is not None:
             self._code = max(self._code, code)
@@ -216,7 +216,7 @@ class Workers:
         for process, link in self._running.values():
             process.kill()
             await asyncio.to_thread(process.close, 0)
-            await asyncio.to_thread(self.engine.hub.disconnect, link)
+            await asyncio.to_thread(self.engine.shared.disconnect, link)
         self._running.clear()
 
     async def aclose(self) -> None:
@@ -242,11 +242,11 @@ class Workers:
         self._ready.add(index)
 
     async def _answer_figures(self, _: int, stats: Any) -> None:
-        self.engine.take_figures(msgspec.convert(stats, IterationStats))
+        self.engine.add_figures(msgspec.convert(stats, IterationStats))
 
     async def _answer_fault(self, index: int, *fault: Any) -> None:
         _, link = self._running[index]
-        self.engine.take_fault(link, *fault)
+        self.engine.add_fault(link, *fault)
 
     async def _answer_set_policy(self, _: int, use: str, options: dict[str, Any]) -> None:
         await self.engine.set_policy(use, options)

@@ -115,7 +115,7 @@ class WorkerLLM(AsyncLLM):
             open_statistics=llm._figures.open,
         )
         health = llm._engine.parts.companion(SharedFaults).health
-        health.told = lambda *fault: llm._post("fault", *fault)
+        health.notify = lambda *fault: llm._post("fault", *fault)
         return llm
 
     def _post(self, method: str, *arguments: Any) -> None:
@@ -126,18 +126,18 @@ class WorkerLLM(AsyncLLM):
     async def _ask(self, method: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(self._client.client.ask(method, *arguments))
 
-    async def tell_ready(self) -> None:
-        """Tell the owner of the engines that requests are answered here."""
+    async def notify_ready(self) -> None:
+        """Notify the owner of the engines that requests are answered here."""
         await self._ask("ready")
 
     async def follow(self) -> None:
-        """Take what the owner of the engines tells all frontends, for ever."""
-        taken = {
-            "engines": self._take_view,
-            "dead": self._take_death,
-            "fault": self._take_fault,
-            "policy": self._take_policy,
-            "load": self._take_load,
+        """Read the notices of the owner of the engines, for ever."""
+        readers = {
+            "engines": self._read_view,
+            "dead": self._read_death,
+            "fault": self._read_fault,
+            "policy": self._read_policy,
+            "load": self._read_load,
         }
         ended = threading.Event()
         send = functools.partial(self._post, "figures")
@@ -147,25 +147,25 @@ class WorkerLLM(AsyncLLM):
         try:
             while True:
                 for notice in await asyncio.wrap_future(self._client.client.next_notices()):
-                    await taken[notice.topic](notice)
+                    await readers[notice.topic](notice)
         except HardpointError as error:  # it has ended, and so does this process
             _log.debug("no more notices: %s", error)
         finally:
             ended.set()
 
-    async def _take_view(self, notice: Notice) -> None:
+    async def _read_view(self, notice: Notice) -> None:
         self._client.client.view = msgspec.convert(notice.value, EngineView)
 
-    async def _take_death(self, notice: Notice) -> None:
+    async def _read_death(self, notice: Notice) -> None:
         self._client.client.fail(error_of(*notice.value))
 
-    async def _take_fault(self, notice: Notice) -> None:
-        self._engine.parts.companion(SharedFaults).health.take(*notice.value)
+    async def _read_fault(self, notice: Notice) -> None:
+        self._engine.parts.companion(SharedFaults).health.add(*notice.value)
 
-    async def _take_policy(self, notice: Notice) -> None:
+    async def _read_policy(self, notice: Notice) -> None:
         await self._engine.set_policy(*notice.value)
 
-    async def _take_load(self, notice: Notice) -> None:
+    async def _read_load(self, notice: Notice) -> None:
         self._engine.set_load(msgspec.convert(notice.value, LoadConfig))
 
     # What the owner of the engines does for all frontends
@@ -209,7 +209,7 @@ class WorkerLLM(AsyncLLM):
 
     async def metrics(self) -> str:
         """Return the exports of the sinks, which have the figures of all frontends."""
-        if (stats := self._figures.sinks.take()) is not None:
+        if (stats := self._figures.sinks.pop()) is not None:
             await self._ask("figures", msgspec.to_builtins(stats))
         found: str = await self._ask("metrics")
         return found
@@ -227,9 +227,9 @@ class OpenWorker:
     _following: asyncio.Task[None] | None = None
 
     async def announce_ready(self) -> None:
-        """Tell the process that started it that it serves; follow what that tells."""
+        """Notify the process that started it that it serves; read its notices."""
         self._following = asyncio.ensure_future(self.engine.follow())
-        await self.engine.tell_ready()
+        await self.engine.notify_ready()
 
 
 def run_worker(data: bytes, watch: ParentWatch) -> None:

@@ -283,7 +283,7 @@ def begin_outliving(
 
 
 def loop_factory() -> Any:
-    """Return what makes the event loops of servers; None is Python's own."""
+    """Return the factory of servers' event loops; None is Python's own."""
     try:
         import uvloop  # noqa: PLC0415 - not for every system
     except ImportError:

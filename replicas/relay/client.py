@@ -38,8 +38,8 @@ class RelayedClient(UtilityCalls):
 
     Attributes:
         ready: the ready response of the engines.
-        activity: of no engine: the owner reports how one ended.
-        view: what the owner told of the engines last.
+        activity: an empty record: the owner reports how an engine ended.
+        view: the engines, as the owner has reported them last.
     """
 
     in_process = False
@@ -144,7 +144,7 @@ class RelayedClient(UtilityCalls):
 
     def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
         """Call one of the engines' utilities without waiting."""
-        if method == EngineUtilities.set_policy.name:  # the owner has told the engines
+        if method == EngineUtilities.set_policy.name:  # the owner has notified the engines
             done: Future[Any] = Future()
             done.set_result(None)
             return done

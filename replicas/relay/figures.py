@@ -17,7 +17,7 @@ _INTERVAL_S = 0.1
 
 
 class RelayedSinks(Fanout[StatSink]):
-    """Stands for the sinks in a frontend that has none: gathers figures until they are taken."""
+    """Stands for the sinks in a frontend that has none: gathers figures until they are read."""
 
     def __init__(self) -> None:
         """Begin without figures."""
@@ -39,7 +39,7 @@ class RelayedSinks(Fanout[StatSink]):
     def close(self) -> None:
         """Do nothing: the owner closes the sinks."""
 
-    def take(self) -> IterationStats | None:
+    def pop(self) -> IterationStats | None:
         """Return the figures since the last call; None without any."""
         with self._lock:
             if self._is_empty:
@@ -83,5 +83,5 @@ class Figures:
     def send_every(self, send: Callable[[Any], object], ended: threading.Event) -> None:
         """Send figures as plain data, until the event; in a thread of its own."""
         while not ended.wait(_INTERVAL_S):
-            if (stats := self.sinks.take()) is not None:
+            if (stats := self.sinks.pop()) is not None:
                 send(msgspec.to_builtins(stats))

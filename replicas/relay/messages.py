@@ -16,7 +16,7 @@ is answered once there are notices.
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client shows of the engines without asking them.
+    """The engines as a client shows them without a call.
 
     Attributes:
         ranks, pids, is_serving, num_restarts: as those of `EngineCoreClient`.
@@ -29,10 +29,10 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """What the owner of the engines tells all frontends.
+    """A message of the owner of the engines to all frontends.
 
     Attributes:
-        topic: says what it is about.
+        topic: names what has changed.
         value: plain data.
     """
 

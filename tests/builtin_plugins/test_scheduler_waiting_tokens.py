@@ -75,7 +75,7 @@ def test_the_rate_is_measured_while_prompts_are_computed():
     assert rate.tokens_per_second == 10
 
 
-def test_the_engine_says_when_there_is_room(scripted):
+def test_the_error_has_the_seconds_until_there_is_room(scripted):
     tables = {
         "plugins": {"enable": ["support.plugins.slow:Slow"]},
         "scheduler": {"max_waiting_tokens": 60, "max_num_seqs": 1, "max_num_batched_tokens": 16},

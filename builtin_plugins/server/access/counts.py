@@ -36,7 +36,7 @@ Notes = dict[str, str]
 
 
 def held(name: str) -> str:
-    """Return the name of a count of what is given back, such as open connections."""
+    """Return the name of a count of what is released, such as open connections."""
     return _HELD + name
 
 
@@ -57,7 +57,7 @@ class Counts:
         return self._numbers[name]
 
     def elsewhere(self, name: str) -> int:
-        """Return what the other processes count."""
+        """Return the count of the other processes."""
         del name
         return 0
 
@@ -154,7 +154,7 @@ class SharedCounts(Counts):
             return self._sum(self._row(name))
 
     def elsewhere(self, name: str) -> int:
-        """Return what the other processes count."""
+        """Return the count of the other processes."""
         with self._locked():
             row = self._row(name)
             return self._sum(row) - int(self._values[row * self.num_processes + self.column])
@@ -211,7 +211,7 @@ class SharedCounts(Counts):
             self._read_notes()
 
     def clear(self, column: int) -> None:
-        """Give back what a process that has died held; its other counts stay."""
+        """Release what a process that has died held; its other counts stay."""
         with self._locked():
             for row, name in self._used():
                 if name.startswith(_HELD):
@@ -307,7 +307,7 @@ def _short(name: str) -> bytes:
 
 
 def _taken(left: float, since: float, per_minute: int, now: float) -> tuple[float, float]:
-    """Return what is left of a rate after a use, and the seconds until there is one, or 0."""
+    """Return the rest of a rate after a use, and the seconds until there is one, or 0."""
     left = min(float(per_minute), left + max(now - since, 0.0) * per_minute / _MINUTE)
     if left >= 1:
         return left - 1, 0.0

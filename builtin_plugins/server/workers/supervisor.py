@@ -128,7 +128,7 @@ class Supervisor:
         self._workers.send_signal(signal.SIGHUP)
 
     async def _watch(self) -> None:
-        """Give back what dead workers held; end the server when it is asked to."""
+        """Release what dead workers held; end the server when it is asked to."""
         is_draining = False
         while True:
             for index in self._workers.replaced():

@@ -20,7 +20,7 @@ RUN = f"{__name__}:serve"
 
 
 class WorkerData(Strict):
-    """What the workers get from the process that starts them.
+    """Inputs of the workers of a server.
 
     Attributes:
         host, url, is_encrypted: as in BoundAddress.
@@ -60,7 +60,7 @@ async def _serve(
     engine, loop = worker.engine, asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    telling: list[asyncio.Future[None]] = []
+    notifying: list[asyncio.Future[None]] = []
     try:
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
         applications = assemble(
@@ -73,7 +73,7 @@ async def _serve(
 
         def announce() -> None:
             begin_outliving(outliving, task, engine, applications)
-            telling.append(asyncio.ensure_future(worker.announce_ready()))
+            notifying.append(asyncio.ensure_future(worker.announce_ready()))
 
         return await Serving(applications, users).run(announce=announce)
     finally:

@@ -112,6 +112,7 @@ class Stream:
 
     def __init__(self, server, key="alice", **body):
         self.text, self.failure, self.done = "", None, False
+        self.network = None  # of httpcore
         self.client = httpx.Client(base_url=server.url, timeout=60, headers=headers(key))
         self._body = {**LONG, **body, "stream": True}
         self._thread = threading.Thread(target=self._read)
@@ -120,6 +121,7 @@ class Stream:
     def _read(self):
         try:
             with self.client.stream("POST", COMPLETIONS, json=self._body) as response:
+                self.network = response.extensions["network_stream"]
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
                         self.done = True
@@ -140,11 +142,8 @@ class Stream:
 
     @property
     def port(self):
-        """The port of the client's end; None once it is closed."""
-        for connection in self.client._transport._pool.connections:
-            if connection._connection is not None:
-                return connection._connection._network_stream.get_extra_info("client_addr")[1]
-        return None
+        """The port of the client's end."""
+        return self.network.get_extra_info("client_addr")[1]
 
 
 def metric(server, name, path="/metrics"):
@@ -219,9 +218,7 @@ def test_metrics_are_those_of_all_workers(server):
 def test_a_client_that_goes_ends_its_request(server):
     stream = Stream(server, n=3).begun()
     wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) == 3, 10)
-    stream.client._transport._pool.connections[0]._connection._network_stream.get_extra_info(
-        "socket"
-    ).shutdown(socket.SHUT_RDWR)
+    stream.network.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
     wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
     stream.end()
 
@@ -246,7 +243,7 @@ def test_a_worker_that_dies_ends_no_one_else(server):
         stream.begun()
     assert admin(server, "POST", "/pause", mode="keep").status_code == 200
     ports = {stream: stream.port for stream in streams if not stream.done}
-    own = set(ports.values()) - {None}
+    own = set(ports.values())
     of_worker = {
         name: own & {one.raddr.port for one in process.net_connections() if one.raddr}
         for name, process in workers_of(server).items()

@@ -54,7 +54,7 @@ Answer = Callable[[str, Sequence[Any]], "Future[Any]"]
 """Answers a call of a frontend to the owner of the engines, by name and arguments."""
 
 
-class RelayHub:
+class SharedEngines:
     """Joins the frontends of several processes to one client of the engines.
 
     The process that owns it has a frontend of its own. Ids of relayed requests get a prefix of
@@ -64,7 +64,7 @@ class RelayHub:
     def __init__(self) -> None:
         """Begin without engines and frontends."""
         self._links: dict[str, Link] = {}  # by token
-        self._own: Sink = _drop
+        self._sink: Sink = _drop
         self._group: EngineGroup | None = None
         self._ready: EngineCoreReadyResponse | None = None
         self._history: list[Notice] = []
@@ -78,14 +78,14 @@ class RelayHub:
         plugins: PluginSet,
     ) -> EngineGroup:
         """Open the engines, as `open_engines` does; `sink` gets the outputs of the own frontend."""
-        self._own = sink or _drop
+        self._sink = sink or _drop
         self._group = open_engines(start, self._receive, process, plugins)
         self._ready = msgspec.structs.replace(self._group.ready, manifest_hash=start.manifest.hash)
         return self._group
 
     @property
     def view(self) -> EngineView:
-        """What frontends show of the engines now."""
+        """The engines as frontends show them now."""
         assert self._group is not None
         return EngineView(
             ranks=tuple(self._group.ranks),
@@ -133,9 +133,9 @@ class RelayHub:
                     link.notify(notice)
 
     def fail(self, error: Exception) -> None:
-        """Tell all frontends that the engines are dead for good."""
+        """Notify all frontends that the engines are dead for good."""
         self.notify(Notice("dead", [kind_of(error), str(error)]))
-        self._own(error)
+        self._sink(error)
 
     def _receive(self, item: EngineCoreOutputs | Exception) -> None:
         """Divide what the engines send; in their clients' threads, one at a time."""
@@ -161,7 +161,7 @@ class RelayHub:
             )
         item.outputs = outputs.get(None, [])
         item.finished_requests = finished.get(None)
-        self._own(item)
+        self._sink(item)
 
     def _owner_of(self, request_id: str) -> tuple[Link | None, str]:
         """Return the frontend of a request and the id that it has there; None is the owner's."""

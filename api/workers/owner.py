@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,16 +18,18 @@ from hardpoint.calls.engines import with_restart
 from hardpoint.calls.weights import Weights
 from hardpoint.core.build import OpenClient
 from hardpoint.core.engine.utility_calls import PauseModeName
+from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.plugins.workers import WorkerPlan
 from hardpoint.replicas.relay.messages import Notice
 from hardpoint.replicas.relay.owner import Link, SharedEngines
 from hardpoint.replicas.restarts import RestartBudget
 
-from .process import SharedFaults, WorkerLaunch, WorkerProcess
+from .process import SharedFaults, WorkerLaunch, WorkerProcess, own_requests
 
 _log = logging.getLogger("hardpoint")
 
@@ -79,6 +81,16 @@ class OwnerLLM(AsyncLLM):
         )
         self.shared.notify(Notice("load", msgspec.to_builtins(self.config.load)))
         return used
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests of all frontends by their ids, as `AsyncLLM` does."""
+        listed = listed_ids(request_ids)
+        await super().abort(listed)
+        self.shared.notify(Notice("abort", listed), keep=False)
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return the live completions of all frontends, as `AsyncLLM` does."""
+        return own_requests(await super().live_requests(external_ids))
 
     def add_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
         """Record a fault that a frontend has noticed, and notify the others."""

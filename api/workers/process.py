@@ -28,11 +28,12 @@ from hardpoint.plugins import EngineConfig, HardpointError, RequestError, Schedu
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.stats import Health
+from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.plugin_options import find_tables
 from hardpoint.replicas.relay.client import OpenRelayed
 from hardpoint.replicas.relay.figures import Figures
-from hardpoint.replicas.relay.messages import EngineView, Notice
+from hardpoint.replicas.relay.messages import EngineView, Notice, own_id
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import ChildLaunch, decode_launch
 from hardpoint.system.process.naming import log_to_stderr, name_process
@@ -135,6 +136,7 @@ class WorkerLLM(AsyncLLM):
         readers = {
             "engines": self._read_view,
             "dead": self._read_death,
+            "abort": self._read_abort,
             "fault": self._read_fault,
             "policy": self._read_policy,
             "load": self._read_load,
@@ -158,6 +160,9 @@ class WorkerLLM(AsyncLLM):
 
     async def _read_death(self, notice: Notice) -> None:
         self._client.client.fail(error_of(*notice.value))
+
+    async def _read_abort(self, notice: Notice) -> None:
+        await self.abort(notice.value)
 
     async def _read_fault(self, notice: Notice) -> None:
         self._engine.parts.companion(SharedFaults).health.add(*notice.value)
@@ -202,6 +207,10 @@ class WorkerLLM(AsyncLLM):
         found: str = await self._ask("update_weights", str(weights), version, str(mode), recompute)
         return found
 
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return the live completions of all frontends, as `AsyncLLM` does."""
+        return own_requests(await super().live_requests(external_ids))
+
     async def health(self) -> Health:
         """Return the faults of plugins in all processes, and the number of restarts."""
         await self._engine.health()  # raises what ended the engines
@@ -213,6 +222,11 @@ class WorkerLLM(AsyncLLM):
             await self._ask("figures", msgspec.to_builtins(stats))
         found: str = await self._ask("metrics")
         return found
+
+
+def own_requests(found: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return live requests with the ids of their own frontends."""
+    return [msgspec.structs.replace(one, request_id=own_id(one.request_id)) for one in found]
 
 
 @dataclass

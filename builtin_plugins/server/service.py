@@ -50,7 +50,7 @@ ANYBODY = Client(name="anybody")
 """The client where no key is needed."""
 
 _CHARACTERS_PER_TOKEN = 32
-_PAUSED, _DRAIN = "paused", "drain"
+_PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
 _RANK = "x-data-parallel-rank"
 _TRACE = ("traceparent", "tracestate")
 """Headers of W3C's Trace Context, which name the trace that a request belongs to."""
@@ -106,6 +106,7 @@ class Service:
             of_admin: whether other processes serve the users.
         """
         self.counts = counts or Counts()
+        self._levels_of: object = None
         self._has_supervisor = self.counts.num_processes > 1 and not of_admin  # which drains it
         self.engine = engine
         self.faults = faults
@@ -140,6 +141,20 @@ class Service:
     def drain_asked(self) -> bool:
         """Whether an administrator has asked for the server's end."""
         return not self._has_supervisor and _DRAIN in self.counts.notes
+
+    def note_level(self, logger: str, level: str) -> None:
+        """Let all processes of the server have a level of a logger, see `follow_levels`."""
+        self.counts.note(_LEVEL + logger, level)
+
+    def follow_levels(self) -> None:
+        """Set the levels of loggers that another process of the server has noted."""
+        notes = self.counts.notes
+        if notes is self._levels_of:
+            return
+        self._levels_of = notes
+        for name, text in notes.items():
+            if name.startswith(_LEVEL):
+                logging.getLogger(name.removeprefix(_LEVEL)).setLevel(text)
 
     def ask_to_drain(self) -> None:
         """End the server as SIGTERM does."""

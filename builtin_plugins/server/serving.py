@@ -245,6 +245,7 @@ class Serving:
             with contextlib.suppress(OSError):  # who reads it may be gone
                 announce()
         while (dead := service.engine.dead_error) is None:
+            service.follow_levels()
             if service.drain_asked:
                 self._drain("POST /drain")
             if not service.engine.is_running:

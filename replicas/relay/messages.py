@@ -15,6 +15,15 @@ is answered once there are notices.
 """
 
 
+SEPARATOR = "\x1f"
+"""Between the token of a frontend and the id of its request, where ids are those of engines."""
+
+
+def own_id(request_id: str) -> str:
+    """Return the id of a request that its own frontend gave it."""
+    return request_id.rpartition(SEPARATOR)[2]
+
+
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """The engines as a client shows them without a call.
 

@@ -43,12 +43,11 @@ from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.opening import open_engines
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
-from .messages import CALL, NOTICES, OWNER, EngineView, Notice
+from .messages import CALL, NOTICES, OWNER, SEPARATOR, EngineView, Notice
 
 _log = logging.getLogger("hardpoint")
 
 _IDENTITY = (0).to_bytes(2, "little")
-_SEPARATOR = "\x1f"
 
 Answer = Callable[[str, Sequence[Any]], "Future[Any]"]
 """Answers a call of a frontend to the owner of the engines, by name and arguments."""
@@ -165,7 +164,7 @@ class SharedEngines:
 
     def _owner_of(self, request_id: str) -> tuple[Link | None, str]:
         """Return the frontend of a request and the id that it has there; None is the owner's."""
-        token, separator, own_id = request_id.partition(_SEPARATOR)
+        token, separator, own_id = request_id.partition(SEPARATOR)
         link = self._links.get(token) if separator else None
         return (None, request_id) if link is None else (link, own_id)
 
@@ -312,7 +311,7 @@ class Link:
         )
 
     def _prefixed(self, own_id: str) -> str:
-        return f"{self.token}{_SEPARATOR}{own_id}"
+        return f"{self.token}{SEPARATOR}{own_id}"
 
 
 def _drop(item: EngineCoreOutputs | Exception) -> None:

@@ -88,7 +88,7 @@ class SetPolicy(Strict):
 
 
 class SetLogLevel(Strict):
-    """The level of a logger of the server's process: "hardpoint" or one below it."""
+    """The level of a logger of the server's processes: "hardpoint" or one below it."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     logger: str = "hardpoint"
@@ -360,6 +360,7 @@ class AdminRoutes:
         logger = logging.getLogger(asked.logger)
         before = logging.getLevelName(logger.level)
         logger.setLevel(asked.level)
+        self._service.note_level(asked.logger, asked.level)
         return {"logger": asked.logger, "level": asked.level, "before": before}
 
     async def call_workers(self, asked: WorkerCall) -> dict[str, Any]:

@@ -25,6 +25,21 @@ LONG = {"prompt": "loop", "max_tokens": 800, "temperature": 0, "ignore_eos": Tru
 TEXT = " abc abc abc"
 COMPLETIONS = "/v1/completions"
 PER_MINUTE = 5
+BROKEN = """
+from hardpoint import plugins
+from hardpoint.plugins import LogitsProcessor, Phase
+
+
+class Broken(LogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        pass
+
+    def apply(self, logits, rows):
+        raise ValueError("broken")
+"""
 WORKERS = 4
 
 
@@ -53,6 +68,11 @@ def write_keys(folder, *names):
 def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     keys = write_keys(folder, "slow", "alice", "bob")
+    (folder / "broken_plugin.py").write_text(BROKEN)
+    enabled = [
+        '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}',
+        '{use="broken_plugin:Broken",name="broken"}',
+    ]
     with serving(
         folder,
         model,
@@ -60,7 +80,11 @@ def server(model, tmp_path_factory):
         f'server.keys_file = "{keys}"',
         f'server.admin = "unix:{folder / "admin"}"',
         "server.limits.conversations = 3",
-        options=("--set", 'stats.sinks=["prometheus"]'),
+        options=(
+            *("--set", 'stats.sinks=["prometheus"]'),
+            *("--set", f"plugins.enable=[{','.join(enabled)}]"),
+        ),
+        environment={"PYTHONPATH": str(folder)},
     ) as running:
         running.folder = folder
         yield running
@@ -122,6 +146,8 @@ class Stream:
         try:
             with self.client.stream("POST", COMPLETIONS, json=self._body) as response:
                 self.network = response.extensions["network_stream"]
+                if response.status_code != 200:
+                    self.failure = response.read().decode()
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
                         self.done = True
@@ -235,6 +261,30 @@ def test_administrators_steer_all_workers(server):
     assert {text_of(ask(server, priority=1)) for _ in range(8)} == {TEXT}
     listed = admin(server, "GET", "/plugins").json()["plugins"]
     assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
+
+
+def test_administrators_end_requests_of_any_worker(server):
+    streams = [Stream(server, n=2).begun() for _ in range(6)]
+    live = admin(server, "GET", "/requests").json()["requests"]
+    assert not [one for one in live if not one["request_id"].isprintable()]
+    ids = sorted({one["external_id"] for one in live})
+    assert admin(server, "POST", "/requests/abort", request_ids=ids).json()["aborted"] == ids
+    for stream in streams:
+        stream.end()
+    assert admin(server, "GET", "/requests").json()["requests"] == []
+
+
+def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):
+    use = {"plugin_args": {"broken": {}}}
+    failed = [ask(server, **use) for _ in range(3)]
+    assert {one.status_code for one in failed} == {500}
+    wait_until(lambda: all(ask(server, **use).status_code == 400 for _ in range(8)), 10)
+    refused = ask(server, **use).json()["error"]["message"]
+    assert refused.startswith(
+        "plugin_args.broken: the plugin is quarantined, for it ended 3 requests"
+    )
+    health = [ask(server, "/health").json() for _ in range(8)]
+    assert {one["faults"]["broken"] for one in health} == {3}
 
 
 def test_a_worker_that_dies_ends_no_one_else(server):

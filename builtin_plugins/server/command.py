@@ -27,7 +27,7 @@ _SIGNAL_CODE = 128
 _MAX_WAITING = 2048
 """Requests that wait in the engine, where the configuration sets no limit."""
 
-_OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
+_OPTIONS = ("host", "port", "uds", "workers", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
 
 
@@ -41,6 +41,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--host", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, help="port to listen on; 0 is any (default: 8000)")
     add("--uds", metavar="PATH", help="Unix socket to listen on instead")
+    add("--workers", type=int, metavar="N", help="processes that answer requests (default: 1)")
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")

@@ -129,6 +129,17 @@ class Workers:
         self._replaced: list[int] = []
         self._is_ending = False
         self._code = 0
+        self._handlers: dict[str, Callable[..., Awaitable[Any]]] = {
+            "ready": self._answer_ready,
+            "figures": self._answer_figures,
+            "fault": self._answer_fault,
+            "set_policy": self._answer_set_policy,
+            "update_weights": self._answer_update_weights,
+            "health": self._answer_health,
+            "metrics": self._answer_metrics,
+            "scale": self._answer_scale,
+            "retire": self._answer_retire,
+        }
 
     async def start(self, plan: WorkerPlan) -> None:
         """Start the workers; return once all are ready."""
@@ -242,8 +253,8 @@ class Workers:
 
     def _answer(self, index: int, method: str, arguments: Sequence[Any]) -> Future[Any]:
         """Answer a call of a worker; in the thread of its link."""
-        handler: Callable[..., Awaitable[Any]] = getattr(self, f"_answer_{method}")
-        return asyncio.run_coroutine_threadsafe(self._run(handler, index, arguments), self._loop)
+        answer = self._run(self._handlers[method], index, arguments)
+        return asyncio.run_coroutine_threadsafe(answer, self._loop)
 
     async def _run(
         self, handler: Callable[..., Awaitable[Any]], index: int, arguments: Sequence[Any]

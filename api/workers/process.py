@@ -31,8 +31,7 @@ from hardpoint.plugins.stats import Health
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.plugin_options import find_tables
-from hardpoint.replicas.relay.client import OpenRelayed
-from hardpoint.replicas.relay.figures import Figures
+from hardpoint.replicas.relay.client import Figures, OpenRelayed
 from hardpoint.replicas.relay.messages import EngineView, Notice, own_id
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import ChildLaunch, decode_launch

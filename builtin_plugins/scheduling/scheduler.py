@@ -32,7 +32,7 @@ from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked
 from .encoder import check_features
 from .live_request import LiveRequest
-from .prefill_rate import PrefillRate
+from .prompt_time import PrefillRate
 from .results import DraftCounts, lose_plan, process_results
 from .running import schedule_running
 from .step import PlannedStep, Step, make_plan, make_record

@@ -95,7 +95,7 @@ def _run_workers(
 ) -> int:
     """Serve with several worker processes."""
     from .serving import loop_factory  # noqa: PLC0415 - as above
-    from .workers.supervisor import Supervisor  # noqa: PLC0415
+    from .workers.processes import Supervisor  # noqa: PLC0415
 
     workers = context.open_workers(config, sources, config.table(ServerConfig).restart)
 

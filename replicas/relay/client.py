@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,23 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
+from hardpoint.boundary.faults import Fanout, StepFaults
 from hardpoint.core.client.base import Attempt, DeathWatcher, EngineSet, UtilityCalls
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.utility_calls import EngineUtilities, result_type
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.frontend.statistics import Statistics
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import EngineClosedError, EngineDeadError
-from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
+from hardpoint.plugins import (
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    IterationStats,
+    StatSink,
+)
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed import convert
@@ -29,6 +38,7 @@ from hardpoint.typed import convert
 from .messages import CALL, NOTICES, OWNER, EngineView, Notice
 
 _POLL_MS = 100
+_FIGURES_INTERVAL_S = 0.1
 
 
 class RelayedClient(UtilityCalls):
@@ -224,3 +234,74 @@ def _mapped(future: Future[Any], change: Any) -> Future[Any]:
 
     future.add_done_callback(done)
     return mapped
+
+
+class RelayedSinks(Fanout[StatSink]):
+    """Stands for the sinks in a frontend that has none: gathers figures until they are read."""
+
+    def __init__(self) -> None:
+        """Begin without figures."""
+        super().__init__([])
+        self._stats = IterationStats()
+        self._is_empty = True
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        """Return true: there are sinks, elsewhere."""
+        return True
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Gather what is recorded; the owner calls the other methods itself."""
+        if method == "record":
+            self._add(arguments[0])
+        return []
+
+    def close(self) -> None:
+        """Do nothing: the owner closes the sinks."""
+
+    def pop(self) -> IterationStats | None:
+        """Return the figures since the last call; None without any."""
+        with self._lock:
+            if self._is_empty:
+                return None
+            stats, self._stats, self._is_empty = self._stats, IterationStats(), True
+            return stats
+
+    def _add(self, stats: IterationStats) -> None:
+        with self._lock:
+            whole, self._is_empty = self._stats, False
+            for name in stats.__struct_fields__:
+                value = getattr(stats, name)
+                if isinstance(value, list):
+                    getattr(whole, name).extend(value)
+                elif name.startswith("num_"):
+                    setattr(whole, name, getattr(whole, name) + value)
+
+
+class Figures:
+    """The statistics of a relayed frontend; opens them in the place of those with sinks."""
+
+    def __init__(self) -> None:
+        """Begin without figures."""
+        self.sinks = RelayedSinks()
+
+    def open(
+        self, config: EngineConfig, plugins: PluginSet, clock: Callable[[], float]
+    ) -> Statistics | None:
+        """Return the statistics, as `open_statistics` does."""
+        del plugins
+        if not config.stats.on:
+            return None
+        return Statistics(
+            self.sinks if config.stats.sinks else Fanout[StatSink]([]),
+            StepFaults.under(config.plugins),
+            clock,
+            request_metrics=config.stats.request_metrics,
+            interval_seconds=config.stats.interval_seconds,
+        )
+
+    def send_every(self, send: Callable[[Any], object], ended: threading.Event) -> None:
+        """Send figures as plain data, until the event; in a thread of its own."""
+        while not ended.wait(_FIGURES_INTERVAL_S):
+            if (stats := self.sinks.pop()) is not None:
+                send(msgspec.to_builtins(stats))

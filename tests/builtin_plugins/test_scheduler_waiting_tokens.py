@@ -7,7 +7,7 @@ from support.builtins.scheduler_harness import Simulator
 from support.core.serial_engine import slowed
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.scheduling.prefill_rate import PrefillRate
+from hardpoint.builtin_plugins.scheduling.prompt_time import PrefillRate
 from hardpoint.errors import ConfigError, OverloadedError, QueueFullError
 from hardpoint.plugins import FinishReason
 from hardpoint.testing import scripted_config

@@ -127,6 +127,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         config: EngineConfig,
         config_sources: ConfigSources,
         handed: Sequence[InstalledPlugin] = (),
+        **opening: Any,
     ) -> None:
         origin = config_sources.of("engine.in_process")
         if config.engine.in_process and origin != "default":
@@ -141,14 +142,10 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
         config, open_client = engines_of(config, config_sources)
+        how = {"open_client": open_client, "companions": COMPANIONS, **opening}
         with ProgressDisplay() as display:
             built = build_async_engine(
-                config,
-                config_sources,
-                progress=display.report,
-                handed=handed,
-                open_client=open_client,
-                companions=COMPANIONS,
+                config, config_sources, progress=display.report, handed=handed, **how
             )
         self._begin(built)
 

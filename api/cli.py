@@ -18,6 +18,7 @@ from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
+from hardpoint.plugins.workers import WorkerGroup
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type, load_config
@@ -255,14 +256,16 @@ def _check_command(command: Command, source: Source) -> None:
 
 
 def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
-    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+    def check() -> None:
         if problem is not None:
             raise problem
+
+    def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
+        check()
         return Catalog(resolve_plugins(config, config_sources), config, config_sources)
 
     def open_model(config: EngineConfig, config_sources: ConfigSources) -> Generator:
-        if problem is not None:
-            raise problem
+        check()
         from .llm import LLM  # noqa: PLC0415 - torch takes a second to import
 
         if sys.stderr.isatty() or not _LOG_SINK.isdisjoint(config.stats.sinks):
@@ -272,18 +275,25 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
     def open_async(
         config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
     ) -> AsyncGenerator:
-        if problem is not None:
-            raise problem
+        check()
         from .async_llm import AsyncLLM  # noqa: PLC0415 - torch takes a second to import
 
         messages.show_log()
         return AsyncLLM.from_resolved(config, config_sources, restart=restart)
 
+    def open_workers(
+        config: EngineConfig, config_sources: ConfigSources, restart: Literal["never", "on_failure"]
+    ) -> WorkerGroup:
+        check()
+        from .workers.owner import open_workers as opened  # noqa: PLC0415 - as above
+
+        messages.show_log()
+        return opened(config, config_sources, restart)
+
     def inspect_model(
         config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
     ) -> ModelReport:
-        if problem is not None:
-            raise problem
+        check()
         from .model_report import report_model  # noqa: PLC0415 - torch takes a second to import
 
         return report_model(config, config_sources, lengths)
@@ -296,6 +306,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         quiet=messages.quiet,
         show_error=messages.error,
         open_async=open_async,
+        open_workers=open_workers,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
     )

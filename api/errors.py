@@ -13,6 +13,7 @@ HardpointError
 ├── RequestError            a request is wrong; nothing else is disturbed
 │   ├── ConversationEndedError  an open conversation has ended; the message has the reason
 │   ├── OverloadedError         too many requests wait; try again later
+│   │   └── QueueFullError          the prompts that wait have too many tokens; it has the seconds
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
 ├── RequestEndedError       it ended without a result, by its timeout for example
 ├── EngineClosedError       the engine was closed before the call
@@ -47,6 +48,7 @@ __all__ = [
     "PluginLoadError",
     "PluginNotFoundError",
     "PromptTooLongError",
+    "QueueFullError",
     "RequestEndedError",
     "RequestError",
     "reason_of",
@@ -112,6 +114,30 @@ class RequestError(HardpointError, ValueError):
 
 class OverloadedError(RequestError):
     """The request is valid, but too many wait already; try again later."""
+
+
+class QueueFullError(OverloadedError):
+    """The prompts that wait have too many tokens; try again after `retry_after` seconds."""
+
+    @classmethod
+    def of(cls, waiting: int, more: int, limit: int, seconds: int) -> QueueFullError:
+        """Return the error of a prompt.
+
+        Args:
+            waiting: tokens of the prompts that wait.
+            more: tokens of this one.
+            limit: `scheduler.max_waiting_tokens`.
+            seconds: when there is room for it.
+        """
+        return cls(
+            f"overloaded: prompts of {waiting} tokens are waiting, and {more} more would be above "
+            f"the maximum, {limit} (scheduler.max_waiting_tokens); try again in {seconds} s"
+        )
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds, as the message has them: it alone comes from an engine of another process."""
+        return int(str(self).rpartition(" in ")[2].removesuffix(" s"))
 
 
 class ConversationEndedError(RequestError):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 
 _QUARANTINED = ("logits_processors", "io_processors")
+
+
+NotifyFault = Callable[[str, str, str | None], object]
+"""Called with a plugin, a message, and the request that ended; None is the engine's death."""
 
 
 class PluginHealth:
@@ -20,6 +26,7 @@ class PluginHealth:
     Attributes:
         ended: by plugin name, the requests that it ended.
         deadly: by plugin name, why it is quarantined: it ran when the engine died.
+        notify: called with each fault that is recorded here, for other frontends to `add`.
     """
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
@@ -30,15 +37,25 @@ class PluginHealth:
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
         self._first: dict[str, str] = {}
+        self.notify: NotifyFault = lambda *_: None
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Record that a plugin ended a request."""
-        self.ended.setdefault(plugin, set()).add(request_id)
-        self._first.setdefault(plugin, message)
+        self.add(plugin, message, request_id)
+        self.notify(plugin, message, request_id)
 
     def quarantine(self, plugin: str, message: str) -> None:
         """Quarantine a plugin that ran when the engine died; `message` names it."""
-        self.deadly[plugin] = message
+        self.add(plugin, message, None)
+        self.notify(plugin, message, None)
+
+    def add(self, plugin: str, message: str, request_id: str | None) -> None:
+        """Record a fault that this frontend or another one has noticed."""
+        if request_id is None:
+            self.deadly[plugin] = message
+        else:
+            self.ended.setdefault(plugin, set()).add(request_id)
+            self._first.setdefault(plugin, message)
 
     def check(self, plugin: str, path: str = "") -> None:
         """Refuse a request that uses a quarantined plugin, by `path` if not by arguments.

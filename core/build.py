@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hardpoint")
 
 OpenCompanion = Callable[[Opening], Companion]
+OpenStatistics = Callable[[EngineConfig, PluginSet, Callable[[], float]], Statistics | None]
 
 _NAMED = frozenset({"model"})
 _SECRET = frozenset({"plugin"})
@@ -97,14 +98,14 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Report no progress."""
 
 
-OpenClient = Callable[[EngineStart, Sink | None, EngineProcess, PluginSet], RemoteClient]
+OpenClient = Callable[[EngineStart, Sink | None, EngineProcess | None, PluginSet], RemoteClient]
 """Opens a client with what its engine is started with, what gets its outputs, its process, which
-waits for the launch, and the plugins.
+waits for the launch (None if it has none yet), and the plugins.
 """
 
 
 def open_process_client(
-    start: EngineStart, sink: Sink | None, process: EngineProcess, plugins: PluginSet
+    start: EngineStart, sink: Sink | None, process: EngineProcess | None, plugins: PluginSet
 ) -> RemoteClient:
     """Return the client of one engine, which is not restarted."""
     del plugins
@@ -172,20 +173,25 @@ def build_async_engine(
     handed: Sequence[InstalledPlugin] = (),
     open_client: OpenClient = open_process_client,
     companions: Sequence[OpenCompanion] = (),
+    starts_engine: bool = True,
+    open_statistics: OpenStatistics = open_statistics,
 ) -> AsyncEngine:
     """Build an engine for an event loop; it always has a process of its own.
 
     Args:
         config, config_sources, progress, handed, open_client, companions: as for `build_engine`.
+        starts_engine: whether a process is started; the client of another one has its own.
+        open_statistics: opens what gathers figures of requests.
 
     Raises:
         ConfigError, PluginError, ModelError, EngineDeadError: as `build_engine`.
     """
     began = time.perf_counter()
     bridge = EventLoopBridge()
-    with _spawned() as spawned:
+    with _spawned() if starts_engine else contextlib.nullcontext() as spawned:
         sources = config_sources or ConfigSources()
-        prepared = _prepare(config, sources, progress, time.monotonic, handed, companions)
+        given = handed, companions, open_statistics
+        prepared = _prepare(config, sources, progress, time.monotonic, *given)
         parts = _in_own_process(prepared, spawned, bridge, open_client)
     engine = AsyncEngine(parts, bridge)
     _start_hooks(parts, prepared, engine.close, time.perf_counter() - began)
@@ -261,6 +267,7 @@ def _prepare(
     clock: Callable[[], float],
     handed: Sequence[InstalledPlugin],
     companions: Sequence[OpenCompanion],
+    open_statistics: OpenStatistics = open_statistics,
 ) -> _Prepared:
     log_opening(config, config_sources)
     # Imported here, so that an engine process is started before torch takes its second, and before
@@ -327,17 +334,17 @@ def _spawned() -> Iterator[tuple[EngineProcess, Interpreter]]:
 
 def _in_own_process(
     prepared: _Prepared,
-    spawned: tuple[EngineProcess, Interpreter],
+    spawned: tuple[EngineProcess, Interpreter] | None,
     sink: Sink | None,
     open_client: OpenClient,
 ) -> EngineParts:
     """Launch the engines in their processes; return the parts, with a client of them."""
-    spec, (process, interpreter) = prepared.spec, spawned
+    spec, (process, interpreter) = prepared.spec, spawned or (None, Interpreter.current())
     start = EngineStart(
         config=spec.config,
         config_sources=prepared.config_sources,
         manifest=spec.plugins.manifest,
-        log_level=_log_level(),
+        log_level=logging.getLevelName(_log.getEffectiveLevel()),
         interpreter=interpreter,
         vocabulary=prepared.vocabulary,
     )
@@ -345,10 +352,6 @@ def _in_own_process(
         client = open_client(start, sink, process, spec.plugins)
         size = CacheSize(client.ready.num_gpu_blocks, client.ready.max_model_len)
         return prepared.parts(client, size)
-
-
-def _log_level() -> str:
-    return logging.getLevelName(_log.getEffectiveLevel())
 
 
 def _start_hooks(

@@ -19,6 +19,7 @@ from .requests import PoolingRequestOutput, Prompt, RequestOutput
 
 if TYPE_CHECKING:
     from .server import AsyncGenerator
+    from .workers import WorkerGroup
 
 __all__ = [
     "Command",
@@ -306,6 +307,14 @@ into memory.
 """
 
 
+OpenWorkers = Callable[[EngineConfig, ConfigSources, Literal["never", "on_failure"]], "WorkerGroup"]
+"""Opens a model for several worker processes; the arguments are those of `OpenAsync`."""
+
+
+def _no_workers(*_: object) -> WorkerGroup:
+    raise NotImplementedError("this CommandContext was made without open_workers")
+
+
 def _no_inspection(*_: object) -> ModelReport:
     raise NotImplementedError("this CommandContext was made without inspect_model")
 
@@ -330,6 +339,8 @@ class CommandContext:
             HardpointError.
         open_async: loads the configured model for a program that runs an event loop, in a process
             of its own; the last argument is when a dead engine is restarted.
+        open_workers: loads the configured model for worker processes that the command starts, each
+            with an event loop of its own.
         inspect_model: reports the configured model and its needs, without reading its weights.
         config_type: returns the type of the configuration with the tables of the enabled plugins;
             of those enabled by default, if the configuration is wrong.
@@ -342,6 +353,7 @@ class CommandContext:
     quiet: bool = False
     show_error: Callable[[str], None] = _print_error
     open_async: OpenAsync = _no_async_engine
+    open_workers: OpenWorkers = _no_workers
     inspect_model: InspectModel = _no_inspection
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
 

@@ -86,6 +86,9 @@ class SchedulerConfig(Strict):
         long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 is no limit.
         max_waiting: maximum number of waiting requests; further ones are refused as "overloaded".
             None is no limit.
+        max_waiting_tokens: maximum tokens of prompts that wait, and of those that run what is not
+            computed yet; a further prompt is refused as "overloaded" until there is room for it,
+            unless none waits. None is no limit.
         asynchronous: plan and send a step while the one before it is computed. The executor has to
             take two at once, as "uniproc" and "multiproc" do; a pipeline of stages does so in any
             case. It pays where the device is not the CPU.
@@ -101,6 +104,7 @@ class SchedulerConfig(Strict):
     chunked_prefill: bool = True
     long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
     max_waiting: Count | None = None
+    max_waiting_tokens: Count | None = None
     asynchronous: bool = False
     step_milliseconds: Annotated[float, Meta(ge=0)] | None = None
 

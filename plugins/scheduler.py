@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hardpoint.errors import ConfigError
 
@@ -160,6 +160,8 @@ class SchedulerLimits:
         chunked_prefill: whether a prompt may be computed over several steps.
         long_prefill_token_threshold: maximum tokens of one request in a step; 0 is no limit.
         max_waiting: maximum number of waiting requests; further ones are refused. None is no limit.
+        max_waiting_tokens: maximum tokens of prompts that are not computed yet; a further prompt is
+            refused with QueueFullError, unless none waits. None is no limit.
         num_draft_tokens: maximum drafts of a request in a step.
         num_lookahead_tokens: tokens after those of the step that get blocks too.
         max_loras: 0: nothing limits adapters. Schedulers of contract 1 read it.
@@ -178,6 +180,7 @@ class SchedulerLimits:
     chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
     num_draft_tokens: int = 0
     num_lookahead_tokens: int = 0
     max_loras: int = 0
@@ -252,6 +255,22 @@ class Scheduler(Component):
     """
 
     context: SchedulerContext
+    limits_waiting_tokens: ClassVar[bool] = False
+    """Whether it obeys `limits.max_waiting_tokens`; others refuse to start with that limit."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Create a scheduler without requests.
+
+        Raises:
+            ConfigError: there is a limit that it does not obey.
+        """
+        super().__init__(context)
+        limit = context.limits.max_waiting_tokens
+        if limit is not None and not self.limits_waiting_tokens:
+            raise ConfigError(
+                f"scheduler.max_waiting_tokens: expected none, because the scheduler "
+                f"{context.name!r} does not limit the tokens that wait, got {limit}"
+            )
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -14,7 +14,7 @@ from .restarts import RestartBudget
 
 
 def open_engines(
-    start: EngineStart, sink: Sink | None, process: EngineProcess, plugins: PluginSet
+    start: EngineStart, sink: Sink | None, process: EngineProcess | None, plugins: PluginSet
 ) -> EngineGroup:
     """Return a client of `parallel.data` engines, which restarts dead ones (`engine.restart`).
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from hardpoint import plugins
-from hardpoint.errors import PromptTooLongError
+from hardpoint.errors import PromptTooLongError, QueueFullError
 from hardpoint.plugins import (
     ConfigError,
     EngineCoreOutputs,
@@ -31,6 +32,7 @@ from . import wait_reasons
 from .admission import AdmissionOptions, admit_waiting, has_started, poll_blocked
 from .encoder import check_features
 from .live_request import LiveRequest
+from .prompt_time import PrefillRate
 from .results import DraftCounts, lose_plan, process_results
 from .running import schedule_running
 from .step import PlannedStep, Step, make_plan, make_record
@@ -43,6 +45,7 @@ class DefaultScheduler(Scheduler):
     """Schedules running requests first, then admits waiting ones in the policy's order."""
 
     contract = 2
+    limits_waiting_tokens = True
     context: SchedulerContext
 
     class Options(plugins.Options):
@@ -77,6 +80,7 @@ class DefaultScheduler(Scheduler):
         self._planned: dict[int, PlannedStep] = {}
         self._drafts = DraftCounts()
         self._pause = PauseState.UNPAUSED
+        self._prefill_rate = PrefillRate()
         self._num_added = 0
         self._num_steps = 0
         self._last_step = self._new_step()  # number 0: that before the first plan
@@ -87,7 +91,7 @@ class DefaultScheduler(Scheduler):
 
         Raises:
             RequestError: it could never run.
-            OverloadedError: `max_waiting` requests wait.
+            OverloadedError: `max_waiting` requests wait, or prompts of `max_waiting_tokens`.
         """
         tracker, limits = self._tracker, self._limits
         waiting = tracker.num_waiting
@@ -96,6 +100,8 @@ class DefaultScheduler(Scheduler):
                 f"overloaded: {waiting} requests are waiting, the maximum "
                 "(scheduler.max_waiting); try again later"
             )
+        if limits.max_waiting_tokens is not None:
+            self._check_waiting_tokens(len(request.prompt_token_ids), limits.max_waiting_tokens)
         if request.request_id in tracker.pending_free:
             raise RequestError(
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
@@ -107,6 +113,31 @@ class DefaultScheduler(Scheduler):
             check_features(tracker, live)
         tracker.add(live)
         self._num_added += 1
+
+    def _check_waiting_tokens(self, num_tokens: int, limit: int) -> None:
+        """Refuse a prompt that would wait behind too many tokens.
+
+        Raises:
+            QueueFullError: it would.
+        """
+        waiting = self._tracker.num_waiting_tokens
+        if not waiting:
+            self._prefill_rate.rest()
+            return
+        if (excess := waiting + num_tokens - limit) > 0:
+            rate = self._prefill_rate.tokens_per_second
+            seconds = 1 if rate is None else max(1, math.ceil(min(excess, waiting) / rate))
+            raise QueueFullError.of(waiting, num_tokens, limit, seconds)
+
+    def _record_prefill(self, step: Step) -> None:
+        """Measure how fast prompts are computed, before the step counts as computed."""
+        requests = self._tracker.requests
+        num_tokens = sum(
+            max(min(number, one.num_prompt_tokens - one.num_computed_tokens), 0)
+            for request_id, number in step.tokens.items()
+            if (one := requests.get(request_id)) is not None
+        )
+        self._prefill_rate.record(step.now, num_tokens)
 
     def schedule(self) -> SchedulerOutput:
         """Plan a step: running requests first, then waiting ones while budget and blocks last."""
@@ -122,6 +153,8 @@ class DefaultScheduler(Scheduler):
             for request_id, running in step.running.items():
                 tracker.policy.scheduled(running, step.tokens[request_id])
         admit_waiting(tracker, step, self._pause, self._options)
+        if self._limits.max_waiting_tokens is not None:
+            self._record_prefill(step)
         plan = make_plan(tracker, step)
         self._advance(step, plan)
         if self.context.record is not None:

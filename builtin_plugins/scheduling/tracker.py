@@ -68,6 +68,7 @@ class RequestTracker:
         self.finished_ids: dict[int, set[str]] = {}
         self.num_preemptions = 0
         self._deadlines: list[tuple[float, int, str]] = []
+        self._num_prompt_tokens = 0  # of all live requests
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
         """Use another policy from now on."""
@@ -86,6 +87,7 @@ class RequestTracker:
         else:
             self.waiting.push(request)
         self.requests[request.request_id] = request
+        self._num_prompt_tokens += request.num_prompt_tokens
         if (deadline := request.deadline) is not None:
             entry = (deadline, request.order, request.request_id)
             heapq.heappush(self._deadlines, entry)
@@ -183,6 +185,7 @@ class RequestTracker:
             self.waiting.remove(request)
             self.loaded.pop(request_id, None)
         del self.requests[request_id]
+        self._num_prompt_tokens -= request.num_prompt_tokens
         self.unreported_finished.add(request_id)
         request.status = RequestStatus.FINISHED
         output.trace_headers = request.source.trace_headers
@@ -252,6 +255,13 @@ class RequestTracker:
     def num_waiting(self) -> int:
         """The number of requests that wait or are blocked."""
         return len(self.waiting) + len(self.blocked) + len(self.loading)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """The number of tokens of prompts that are not computed yet."""
+        running = self.running.values()
+        ready = sum(min(one.num_computed_tokens, one.num_prompt_tokens) for one in running)
+        return self._num_prompt_tokens - ready
 
     def load(self, now: float, token_budget: int) -> Load:
         """Return the engine's load, as policies see it."""

@@ -21,6 +21,7 @@ from hardpoint.plugins.server import (
     Transform,
 )
 
+from .access.counts import Counts
 from .access.cross_origin import CrossOrigin
 from .access.guard import Guard
 from .application import AdminAuthentication, Application, Authentication
@@ -106,6 +107,8 @@ def assemble(
     authenticators: Sequence[InstalledExtension] = (),
     admin: BoundAddress | None = None,
     admin_authenticators: Sequence[InstalledExtension] = (),
+    counts: Counts | None = None,
+    of_admin: bool = False,
 ) -> Applications:
     """Return the applications that serve an engine.
 
@@ -115,6 +118,8 @@ def assemble(
         authenticators: the server's own, asked before those of plugins.
         admin: address of the administrators; None is no address.
         admin_authenticators: authenticators of the administrators; plugins have no part in them.
+        counts: counts of several processes that serve; None are those of this one.
+        of_admin: whether other processes serve the users.
 
     Raises:
         ConfigError, PluginError: an extension is wrong, or two are at odds; administrators have
@@ -122,8 +127,9 @@ def assemble(
     """
     settings = engine.config.table(ServerConfig)
     _check_root_path(settings.root_path)
-    faults = ServerFaults(settings.extension_seconds, engine.config.plugins.slow_seconds)
-    service = Service(engine, version, faults)
+    counts = counts or Counts()
+    faults = ServerFaults(settings.extension_seconds, engine.config.plugins.slow_seconds, counts)
+    service = Service(engine, version, faults, counts, of_admin=of_admin)
     context = _Context(engine=engine, version=version, service=service)
     installed = [*authenticators, *engine.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +27,7 @@ _SIGNAL_CODE = 128
 _MAX_WAITING = 2048
 """Requests that wait in the engine, where the configuration sets no limit."""
 
-_OPTIONS = ("host", "port", "uds", "admin", "root_path", "keys_file")
+_OPTIONS = ("host", "port", "uds", "workers", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
 
 
@@ -42,6 +41,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--host", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, help="port to listen on; 0 is any (default: 8000)")
     add("--uds", metavar="PATH", help="Unix socket to listen on instead")
+    add("--workers", type=int, metavar="N", help="processes that answer requests (default: 1)")
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")
@@ -55,17 +55,19 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     # Their libraries take time, and only `serve` needs them.
-    from .access.keys import stores_of  # noqa: PLC0415
+    from .access.keys import single_key, stores_of  # noqa: PLC0415
     from .access.tls import check_tls  # noqa: PLC0415
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
     from .operations.loop_watch import Outliving  # noqa: PLC0415
+    from .serving import loop_factory  # noqa: PLC0415
 
     config, sources = _config(options, *context.load_config())
     settings = config.table(ServerConfig)
     if context.quiet:
         settings = msgspec.structs.replace(settings, access_log="off")
         config = msgspec.structs.replace(config, server=settings)
-    keys = stores_of(settings, options.api_key)
+    single = single_key(options.api_key)
+    keys = stores_of(settings, single)
     check_tls(settings)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
@@ -74,10 +76,37 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         admin = bind_admin(settings)
         if admin is not None:
             stack.enter_context(contextlib.closing(admin))
+        if settings.workers > 1:
+            return _run_workers(config, sources, context, users, admin, keys, single)
         engine = context.open_async(config, sources, settings.restart)
         outliving = Outliving[int]()
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return outliving.run(runner, _serve(engine, context, users, admin, keys, outliving))
+
+
+def _run_workers(
+    config: EngineConfig,
+    sources: ConfigSources,
+    context: CommandContext,
+    users: BoundAddress,
+    admin: BoundAddress | None,
+    keys: Stores,
+    single: str | None,
+) -> int:
+    """Serve with several worker processes."""
+    from .serving import loop_factory  # noqa: PLC0415 - as above
+    from .workers.processes import Supervisor  # noqa: PLC0415
+
+    workers = context.open_workers(config, sources, config.table(ServerConfig).restart)
+
+    async def run() -> int:
+        try:
+            return await Supervisor(workers, context, users, admin, keys, single).run()
+        finally:
+            await workers.aclose()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(run())
 
 
 @contextlib.contextmanager
@@ -114,8 +143,7 @@ async def _serve(
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
-    from .operations.loop_watch import blame_stop  # noqa: PLC0415
-    from .serving import Serving  # noqa: PLC0415
+    from .serving import Serving, begin_outliving  # noqa: PLC0415
 
     try:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
@@ -131,7 +159,7 @@ async def _serve(
         task: Any = asyncio.current_task()
 
         def announce() -> None:
-            outliving.begin(task, partial(blame_stop, engine, applications.service.faults))
+            begin_outliving(outliving, task, engine, applications)
             if not context.quiet:
                 print(f"Serving {applications.service.names[0]} at {users.url}", flush=True)
             if not context.quiet and admin is not None:
@@ -168,14 +196,6 @@ def _config(
 
 def _checked(table: ServerConfig) -> ServerConfig:
     return convert(table, ServerConfig, path="server")
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop  # noqa: PLC0415 - not for every system
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 COMMAND = Command(

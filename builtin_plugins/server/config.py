@@ -110,6 +110,7 @@ class ServerConfig(Strict):
         keep_alive_seconds: time for which an idle connection is kept.
         drain_delay: time to serve on after SIGTERM while `/ready` answers 503.
         drain_seconds: time for requests to finish after that.
+        workers: processes that answer requests, with the same engines and limits.
         restart: whether a dead engine is restarted; if not, the server ends.
         limits: limits of requests.
     """
@@ -143,5 +144,6 @@ class ServerConfig(Strict):
     keep_alive_seconds: PositiveSeconds = 5.0
     drain_delay: Seconds = 0.0
     drain_seconds: Seconds = 30.0
+    workers: Annotated[int, Meta(ge=1, le=64)] = 1
     restart: Literal["never", "on_failure"] = "on_failure"
     limits: ServerLimits = ServerLimits()

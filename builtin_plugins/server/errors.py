@@ -20,6 +20,7 @@ from hardpoint.errors import (
     EngineTimeoutError,
     PluginFaultError,
     PromptTooLongError,
+    QueueFullError,
     RequestEndedError,
 )
 from hardpoint.plugins import OverloadedError, RequestError
@@ -152,6 +153,8 @@ def answer_error(error: BaseException, retry_after: float = _RETRY_SECONDS) -> A
         case HTTPException():
             headers = dict(error.headers or {})
             return AnswerError(error.status_code, str(error.detail), headers=headers)
+        case QueueFullError():
+            return unavailable(for_clients(str(error)), error.retry_after, code="overloaded")
         case OverloadedError():
             headers = {"retry-after": str(max(1, round(retry_after)))}
             return AnswerError(429, for_clients(str(error)), code="overloaded", headers=headers)

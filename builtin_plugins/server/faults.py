@@ -25,6 +25,7 @@ from hardpoint.plugins import RequestError
 from hardpoint.toolkit.http_heads import fault_of_refusal
 from hardpoint.typed import reason_of
 
+from .access.counts import Counts
 from .errors import AnswerError, plugin_fault
 from .streaming import ClientGoneError
 from .timing import Timed
@@ -32,6 +33,8 @@ from .timing import Timed
 _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
+
+_FAULTS = "faults of "
 
 
 class BrokenContractError(Exception):
@@ -77,19 +80,28 @@ class ServerFaults:
         seconds: maximum time of a call of an extension.
         slow_seconds: time above which an extension that blocks the event loop is reported; 0 is
             never.
-        counts: requests that each plugin's extensions ended.
+        shared: counts of the server, which have those of `counts`.
         slow: the latest report of each plugin that blocked the event loop.
     """
 
     seconds: float = 10.0
     slow_seconds: float = 1.0
-    counts: Counter[str] = field(default_factory=Counter)
+    shared: Counts = field(default_factory=Counts)
     slow: dict[str, str] = field(default_factory=dict)
     _reported: set[tuple[str, str]] = field(default_factory=set)
 
+    @property
+    def counts(self) -> Counter[str]:
+        """The requests that each plugin's extensions ended."""
+        return Counter(dict(self.shared.items(_FAULTS)))
+
+    def count(self, plugin: str) -> None:
+        """Count a request that an extension of a plugin ended."""
+        self.shared.add(_FAULTS + plugin)
+
     def blame(self, owned: Owned, what: str, cause: BaseException) -> BlamedError:
         """Count a fault, log it, and return the answer to the request."""
-        self.counts[owned.plugin] += 1
+        self.count(owned.plugin)
         known = isinstance(cause, BrokenContractError)
         reason = str(cause) if known else reason_of(cause)
         _log.error(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import hashlib
 import logging
-import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -24,6 +22,7 @@ from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
 from hardpoint.typed import shown
 
+from .access.counts import Counts
 from .bodies import check_lengths, convert_body, decode_object, without_ignored
 from .config import ServerConfig
 from .errors import (
@@ -37,9 +36,10 @@ from .errors import (
 from .extensions import Transforms
 from .faults import ServerFaults
 from .operations.adapters import Adapters
+from .operations.load import Load
 from .operations.traffic import Traffic, current_request_id
 from .receiving import SMALL_BYTES, BodyReceiver
-from .streaming import COMMENT, EventStream, ended_early, while_connected
+from .streaming import COMMENT, EventStream, while_connected
 
 _log = logging.getLogger("hardpoint")
 
@@ -50,8 +50,7 @@ ANYBODY = Client(name="anybody")
 """The client where no key is needed."""
 
 _CHARACTERS_PER_TOKEN = 32
-_ENDS_REMEMBERED = 64
-_LONGEST_RETRY = 60.0
+_PAUSED, _DRAIN, _LEVEL = "paused", "drain", "level of "
 _RANK = "x-data-parallel-rank"
 _TRACE = ("traceparent", "tracestate")
 """Headers of W3C's Trace Context, which name the trace that a request belongs to."""
@@ -71,104 +70,6 @@ class Phase(Enum):
     REFUSING = "refusing"
 
 
-class Load:
-    """The requests that are being answered, and how fast they end.
-
-    Attributes:
-        open: how many there are.
-    """
-
-    def __init__(
-        self, limit: int, running: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Start without requests.
-
-        Args:
-            limit: further requests are refused.
-            running: requests that the engine runs at once; further ones wait.
-            clock: seconds.
-        """
-        self.open = 0
-        self._limit, self._running = limit, running
-        self._clock = clock
-        self._ends: collections.deque[float] = collections.deque(maxlen=_ENDS_REMEMBERED)
-        self._busy_since = 0.0
-        self._seconds = 0.0
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._is_over = False
-
-    @contextlib.contextmanager
-    def one_more(self, *, generates: bool = True) -> Iterator[None]:
-        """Count a request while it is answered.
-
-        Args:
-            generates: whether its time is a measure of how long others will wait.
-
-        Raises:
-            AnswerError: there are too many, or `end_all` was called.
-        """
-        if self.open >= self._limit:
-            raise AnswerError(
-                429,
-                f"the server answers {self.open} requests, its maximum "
-                "(server.limits.requests); try again later",
-                code="overloaded",
-                headers={"retry-after": str(math.ceil(self.retry_after()))},
-            )
-        began = self._clock()
-        if not self.open:
-            self._busy_since = began
-            self._ends.clear()
-        task = asyncio.current_task()
-        assert task is not None
-        self.open += 1
-        self._tasks.add(task)
-        ran = generates
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self._is_over:
-                raise
-            task.uncancel()
-            raise ended_early() from None
-        except Exception:
-            ran = False  # most are refused, and would make requests look quick
-            raise
-        finally:
-            self.open -= 1
-            self._tasks.discard(task)
-            if ran:
-                self._record(began)
-
-    def _record(self, began: float) -> None:
-        now = self._clock()
-        self._ends.append(now)
-        seconds = now - began
-        self._seconds += (seconds - self._seconds) / _ENDS_REMEMBERED if self._seconds else seconds
-
-    def end_all(self) -> None:
-        """End all requests; their clients get an error."""
-        self._is_over = True
-        for task in self._tasks:
-            task.cancel()
-
-    def retry_after(self) -> float:
-        """Return in how many seconds the requests that wait now will run.
-
-        It follows from the rate at which requests have ended lately, while there were always some;
-        before two have, from the time that earlier ones took.
-        """
-        waiting = max(self.open - self._running, 1)
-        ends = len(self._ends)
-        if ends >= 2:
-            is_full = ends == _ENDS_REMEMBERED
-            since = self._ends[0] if is_full else self._busy_since
-            seconds = waiting * (self._clock() - since) / (ends - is_full)
-        else:
-            seconds = math.ceil(waiting / self._running) * self._seconds
-        return min(max(seconds, 1.0), _LONGEST_RETRY)
-
-
 class Service:
     """The state that the routes of a server share.
 
@@ -183,33 +84,81 @@ class Service:
         transforms: transforms of plugins.
         routes: routes of the users' address, those of plugins too.
         has_keys: whether routes need a client.
-        paused: why requests are refused although the engine runs; None if they are not.
-        drain_asked: whether an administrator has asked for the server's end.
+        counts: counts of requests and the like, of all workers of the server.
         traffic: traffic of all routes.
         receiver: receiver of the users' bodies.
         adapters: adapters that requests may name as their model.
     """
 
-    def __init__(self, engine: Engine, version: str, faults: ServerFaults) -> None:
-        """Serve an engine, without transforms yet."""
+    def __init__(
+        self,
+        engine: Engine,
+        version: str,
+        faults: ServerFaults,
+        counts: Counts | None = None,
+        *,
+        of_admin: bool = False,
+    ) -> None:
+        """Serve an engine, without transforms yet.
+
+        Args:
+            counts: None are those of this process alone.
+            of_admin: whether other processes serve the users.
+        """
+        self.counts = counts or Counts()
+        self._levels_of: object = None
+        self._has_supervisor = self.counts.num_processes > 1 and not of_admin  # which drains it
         self.engine = engine
         self.faults = faults
         self.has_keys = False
         self.settings = engine.config.table(ServerConfig)
         self.names = self.settings.served_names or [engine.config.model]
-        self.adapters = Adapters(engine, self.names, self.settings.adapter_folders)
+        folders = self.settings.adapter_folders
+        self.adapters = Adapters(engine, self.names, folders, self.counts)
         self.version = version
         self.transforms = Transforms()
         self.routes: Sequence[Route] = ()
         self.started = int(time.time())
         self.phase = Phase.SERVING
-        self.paused: str | None = None
-        self.drain_asked = False
         image_bytes = engine.config.images.max_total_bytes if engine.takes_images else 0
         self.receiver = BodyReceiver(self.settings, image_bytes)
         self._converting = asyncio.Lock()
-        self.traffic = Traffic(self.settings.access_log)
-        self.load = Load(self.settings.limits.requests, engine.config.scheduler.max_num_seqs)
+        self.traffic = Traffic(self.settings.access_log, counts=self.counts, of_admin=of_admin)
+        running = engine.config.scheduler.max_num_seqs
+        self.load = Load(self.settings.limits.requests, running, counts=self.counts)
+
+    @property
+    def paused(self) -> str | None:
+        """Why requests are refused although the engine runs; None if they are not."""
+        return self.counts.notes.get(_PAUSED)
+
+    @paused.setter
+    def paused(self, reason: str | None) -> None:
+        if reason != self.paused:
+            self.counts.note(_PAUSED, reason)
+
+    @property
+    def drain_asked(self) -> bool:
+        """Whether an administrator has asked for the server's end."""
+        return not self._has_supervisor and _DRAIN in self.counts.notes
+
+    def note_level(self, logger: str, level: str) -> None:
+        """Let all processes of the server have a level of a logger, see `follow_levels`."""
+        self.counts.note(_LEVEL + logger, level)
+
+    def follow_levels(self) -> None:
+        """Set the levels of loggers that another process of the server has noted."""
+        notes = self.counts.notes
+        if notes is self._levels_of:
+            return
+        self._levels_of = notes
+        for name, text in notes.items():
+            if name.startswith(_LEVEL):
+                logging.getLogger(name.removeprefix(_LEVEL)).setLevel(text)
+
+    def ask_to_drain(self) -> None:
+        """End the server as SIGTERM does."""
+        self.counts.note(_DRAIN, "asked")
 
     async def read(self, request: Request, type_: type[T]) -> tuple[Call, T]:
         """Return who calls, and the checked body of a request that generates.

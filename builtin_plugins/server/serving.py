@@ -14,12 +14,13 @@ from typing import Any
 import uvicorn
 
 from hardpoint.plugins import ConfigError, HardpointError
+from hardpoint.plugins.server import AsyncGenerator
 
 from .application import Application
 from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
-from .operations.loop_watch import watched
+from .operations.loop_watch import Outliving, blame_stop, watched
 from .receiving import body_limit
 from .service import Phase
 
@@ -31,7 +32,8 @@ ENGINE_DIED = 3
 _POLL_SECONDS = 0.1
 _BACKLOG = 2048
 _LAST_ANSWERS_SECONDS = 1.0
-_SIGNAL_CODE = 128
+SIGNAL_CODE = 128
+"""Exit code of a server that a signal ended, less the number of the signal."""
 
 
 class _Listener(uvicorn.Server):
@@ -71,12 +73,18 @@ class Serving:
     """A server that runs until a signal, or until its engine is dead."""
 
     def __init__(
-        self, applications: Applications, users: BoundAddress, admin: BoundAddress | None = None
+        self,
+        applications: Applications,
+        users: BoundAddress | None,
+        admin: BoundAddress | None = None,
     ) -> None:
-        """Serve the applications on their addresses."""
+        """Serve the applications on their addresses; users' on none if other processes do."""
         self._service = applications.service
-        self._bound = [users]
-        self._listeners = [self._listener(applications.users, users)]
+        self._bound: list[BoundAddress] = []
+        self._listeners: list[_Listener] = []
+        if users is not None:
+            self._bound.append(users)
+            self._listeners.append(self._listener(applications.users, users))
         if admin is not None:
             assert applications.admin is not None
             self._bound.append(admin)
@@ -186,13 +194,13 @@ class Serving:
         """End the requests that run, and give them a moment to notify their clients."""
         load = self._service.load
         self._service.phase = Phase.REFUSING
-        if not load.open:
+        if not load.num_own:
             return
-        _log.warning("%d requests are ended unfinished", load.open)
+        _log.warning("%d requests are ended unfinished", load.num_own)
         load.end_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_ANSWERS_SECONDS):
-                while load.open:
+                while load.num_own:
                     await asyncio.sleep(_POLL_SECONDS / 10)
 
     def _disconnect(self) -> None:
@@ -206,7 +214,7 @@ class Serving:
             self._drain(name.name)
         elif self._signals == 2:
             _log.warning("a second signal (%s): requests that run are ended", name.name)
-            self._code = _SIGNAL_CODE + name
+            self._code = SIGNAL_CODE + name
             self.stop()
 
     def _drain(self, reason: str) -> None:
@@ -221,10 +229,10 @@ class Serving:
         service.traffic.closes = True
         await asyncio.sleep(settings.drain_delay)
         service.phase = Phase.REFUSING
-        _log.info("requests are refused; %d are being answered", service.load.open)
+        _log.info("requests are refused; %d are being answered", service.load.num_own)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_seconds):
-                while service.load.open:
+                while service.load.num_own:
                     await asyncio.sleep(_POLL_SECONDS)
         self._end.set()
 
@@ -237,6 +245,7 @@ class Serving:
             with contextlib.suppress(OSError):  # who reads it may be gone
                 announce()
         while (dead := service.engine.dead_error) is None:
+            service.follow_levels()
             if service.drain_asked:
                 self._drain("POST /drain")
             if not service.engine.is_running:
@@ -262,3 +271,22 @@ def _raise_first(results: Sequence[BaseException | None]) -> None:
             raise ConfigError(f"server.port: it cannot listen: {result.strerror}") from None
         if result is not None:
             raise result
+
+
+def begin_outliving(
+    outliving: Outliving[int],
+    task: asyncio.Task[int],
+    engine: AsyncGenerator,
+    applications: Applications,
+) -> None:
+    """Let a server go on from now on when a plugin stops its event loop."""
+    outliving.begin(task, functools.partial(blame_stop, engine, applications.service.faults))
+
+
+def loop_factory() -> Any:
+    """Return the factory of servers' event loops; None is Python's own."""
+    try:
+        import uvloop  # noqa: PLC0415 - not for every system
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -99,6 +100,7 @@ class EngineSockets:
         index: int = 0,
         *,
         manifest_hash: str = "",
+        folder: Path | None = None,
         consumer: TensorConsumer | None = None,
         provider: TensorProvider | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class EngineSockets:
         Args:
             index: index of the engine.
             manifest_hash: hash of the plugin set that the engine must have.
+            folder: folder of the sockets; None makes one.
             consumer: is offered large tensors of requests and calls.
             provider: finds those of outputs that the engine's consumer took, in the reader.
 
@@ -116,7 +119,7 @@ class EngineSockets:
         self.identity = index.to_bytes(2, "little")
         self._manifest_hash = manifest_hash
         with contextlib.ExitStack() as undo:
-            self.folder = make_socket_folder()
+            self.folder = folder or make_socket_folder()
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._context = zmq.Context(io_threads=2)
             undo.callback(self._context.destroy, 0)

@@ -77,6 +77,7 @@ def limits_of(
         chunked_prefill=scheduler.chunked_prefill,
         long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
         max_waiting=scheduler.max_waiting,
+        max_waiting_tokens=scheduler.max_waiting_tokens,
         num_draft_tokens=num_draft_tokens,
         max_encoder_tokens=max_encoder_tokens,
         asynchronous=asynchronous,

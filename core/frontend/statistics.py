@@ -241,13 +241,14 @@ class Statistics:
             num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
         )
 
-    def record(self) -> None:
-        """Pass the gathered figures to the sinks.
+    def record(self, stats: IterationStats | None = None) -> None:
+        """Pass the gathered figures to the sinks, or those that another frontend has gathered.
 
         Raises:
             PluginFaultError: a sink whose faults end the engine failed; all were called.
         """
-        stats, self._stats = self._stats, IterationStats()
+        if stats is None:
+            stats, self._stats = self._stats, IterationStats()
         if self.has_sinks:
             self._call_sinks("record", read_only(stats))
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
+from hardpoint.errors import QueueFullError
 from hardpoint.plugins import OverloadedError, RequestError, Scheduler
 from hardpoint.plugins.component import Component
 from hardpoint.testing.component_suite import ComponentSuite
@@ -148,7 +149,13 @@ class SchedulerSuite(ComponentSuite):
 
     def test_rejections(self) -> None:
         """Requests that can never run, and those beyond max_waiting, are rejected at once."""
-        self._run_checks(_RULE, self._check_too_long, self._check_too_large, self._check_overload)
+        self._run_checks(
+            _RULE,
+            self._check_too_long,
+            self._check_too_large,
+            self._check_overload,
+            self._check_waiting_tokens,
+        )
 
     def _situation(
         self, examples: int, scenario: st.SearchStrategy[Scenario] | None = None, **drawn: Any
@@ -201,6 +208,22 @@ class SchedulerSuite(ComponentSuite):
             simulator.run()
             return
         raise REJECTION.violation("a third request was accepted, max_waiting is 2")
+
+    def _check_waiting_tokens(self) -> None:
+        """Reject a prompt beyond max_waiting_tokens, if the scheduler has that limit.
+
+        One that is longer is accepted where none waits.
+        """
+        if not self.scheduler.limits_waiting_tokens:
+            return
+        simulator = self._simulator(max_waiting_tokens=6, max_num_seqs=1)
+        simulator.add("b", list(range(9)))
+        try:
+            simulator.add("a", [1])
+        except QueueFullError:
+            simulator.run()
+            return
+        raise REJECTION.violation("a prompt was accepted beyond max_waiting_tokens, which is 6")
 
     def _must_reject(self, simulator: SchedulerSimulator, what: str, prompt: list[int]) -> None:
         try:

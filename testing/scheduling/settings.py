@@ -55,6 +55,7 @@ class SimulatorSettings:
     chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
     num_draft_tokens: int = 0
     num_lookahead_tokens: int = 0
     max_encoder_tokens: int = 0
@@ -95,6 +96,7 @@ class SimulatorSettings:
             chunked_prefill=self.chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_waiting=self.max_waiting,
+            max_waiting_tokens=self.max_waiting_tokens,
             num_draft_tokens=self.num_draft_tokens,
             num_lookahead_tokens=self.num_lookahead_tokens,
             max_encoder_tokens=self.max_encoder_tokens,

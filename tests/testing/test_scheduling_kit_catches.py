@@ -19,6 +19,7 @@ from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPol
 # scheduler, test that it fails, rule, pattern of the message
 SCHEDULERS = [
     (broken.NoContract, "contract", "contract", "add `contract = 2` to its class body"),
+    (broken.AcceptsTooManyTokens, "rejections", "rejection", "beyond max_waiting_tokens, which is"),
     (broken.OverBudget, "limits", "limits", r"\d+ tokens are scheduled, max_num_batched_tokens is"),
     (broken.TooManyRun, "limits", "limits", r"\d requests are running, max_num_seqs is \d"),
     (broken.SplitsPrompts, "limits", "limits", "chunked_prefill is off|gets . tokens in"),

@@ -1,1 +1,1 @@
-"""Who may use the server: hosts and origins, keys, TLS."""
+"""Who may use the server, and how much: hosts and origins, keys, counts, TLS."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import math
 import os
 import re
 import stat
@@ -29,6 +28,8 @@ from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 from hardpoint.typed import Strict, convert
 
+from .counts import Counts
+
 _log = logging.getLogger("hardpoint")
 
 ENVIRONMENT = "HARDPOINT_API_KEY"
@@ -40,7 +41,6 @@ _SHORT = 16
 _MAX_BYTES = 1 << 20
 _MAX_KEYS = 10_000
 _CHECK_SECONDS = 1.0
-_MINUTE = 60.0
 
 
 class _Settings(Strict):
@@ -79,38 +79,22 @@ class KeyEntry:
         return self.client.name
 
 
-class RequestRates:
-    """Counts the requests of clients: each has as many at once as in a minute, and they come back.
+def count_request(counts: Counts, name: str, per_minute: int, now: float) -> None:
+    """Count a request of a client, which has as many at once as in a minute.
 
-    It is a token bucket, which needs two numbers for a client.
+    Raises:
+        AnswerError: it has none left.
     """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Start without requests."""
-        self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
-
-    def count(self, name: str, per_minute: int) -> None:
-        """Count a request of a client.
-
-        Raises:
-            AnswerError: it has none left.
-        """
-        now = self._clock()
-        left, since = self._left.get(name, (float(per_minute), now))
-        left = min(float(per_minute), left + (now - since) * per_minute / _MINUTE)
-        self._left[name] = left - (left >= 1), now
-        if left >= 1:
-            return
-        seconds = max(1, math.ceil((1 - left) * _MINUTE / per_minute))
-        raise AnswerError(
-            429,
-            f"rate: expected at most {per_minute} requests in a minute with this key; try again "
-            f"in {seconds} s",
-            kind="rate_limit_error",
-            code="rate_limit_exceeded",
-            headers={"retry-after": str(seconds)},
-        )
+    if not (seconds := counts.take_from_rate(name, per_minute, now)):
+        return
+    raise AnswerError(
+        429,
+        f"rate: expected at most {per_minute} requests in a minute with this key; try again "
+        f"in {seconds:.0f} s",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"retry-after": f"{seconds:.0f}"},
+    )
 
 
 class KeyStore:
@@ -124,6 +108,7 @@ class KeyStore:
         what: str = "server.keys_file",
         admin: bool = False,
         apart_from: KeyStore | None = None,
+        counts: Counts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the keys.
@@ -134,6 +119,7 @@ class KeyStore:
             what: the field of the configuration that names the file, for messages.
             admin: whether they are keys of administrators.
             apart_from: keys that these must not be.
+            counts: counts of the requests of clients; None are those of this process.
             clock: seconds.
 
         Raises:
@@ -142,7 +128,7 @@ class KeyStore:
         self._path = None if path is None else Path(path)
         self._what, self._admin, self._clock = what, admin, clock
         self._apart_from = apart_from
-        self._rates = RequestRates(clock)
+        self._counts = counts or Counts()
         self._single = (
             [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
         )
@@ -190,7 +176,7 @@ class KeyStore:
         if found is None:
             return None
         if found.requests_per_minute is not None and _is_counted(path):
-            self._rates.count(found.name, found.requests_per_minute)
+            count_request(self._counts, found.name, found.requests_per_minute, self._clock())
         return found.client
 
     def reload_changed(self) -> None:
@@ -321,17 +307,18 @@ class Stores:
                 store.reload()
 
 
-def stores_of(settings: ServerConfig, option: str | None) -> Stores:
+def stores_of(settings: ServerConfig, option: str | None, counts: Counts | None = None) -> Stores:
     """Return the keys that a configuration names.
 
     Args:
-        option: the value of `--api-key`.
+        option: the key of `single_key`.
+        counts: as for KeyStore.
 
     Raises:
         ConfigError: a file or a key is wrong.
     """
-    single, path = single_key(option), settings.keys_file
-    users = KeyStore(path, single) if single or path else None
+    single, path = option, settings.keys_file
+    users = KeyStore(path, single, counts=counts) if single or path else None
     admin = None
     if settings.admin_keys_file is not None:
         what = "server.admin_keys_file"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,6 +14,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from hardpoint.builtin_plugins.server.access.counts import held
 from hardpoint.builtin_plugins.server.errors import AnswerError, ErrorDetail
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.builtin_plugins.server.routes.answers import (
@@ -164,7 +164,6 @@ class ConversationRoutes:
     def __init__(self, service: Service) -> None:
         """Serve what the service does."""
         self._service = service
-        self._open: collections.Counter[str] = collections.Counter()  # by name of the client
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -220,23 +219,21 @@ class ConversationRoutes:
         Raises:
             AnswerError: the client has as many as it may.
         """
-        name, limit = client.name, self._service.settings.limits.conversations
-        if self._open[name] >= limit:
+        limit, counts = self._service.settings.limits.conversations, self._service.counts
+        name = held(f"conversations of {client.name}")
+        if not counts.add_below(name, limit):
             owner = "this key" if self._service.has_keys else "all clients together"
             raise AnswerError(
                 429,
                 f"server.limits.conversations: expected at most {limit} open conversations of "
-                f"{owner}, and {self._open[name]} are open; close one first",
+                f"{owner}, and {counts.total(name)} are open; close one first",
                 kind="rate_limit_error",
                 code="too_many_conversations",
             )
-        self._open[name] += 1
         try:
             yield
         finally:
-            self._open[name] -= 1
-            if not self._open[name]:
-                del self._open[name]
+            counts.add(name, -1)
 
 
 def _opening(connection: HTTPConnection) -> Opening:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from msgspec import Meta
 
+from hardpoint.builtin_plugins.server.access.counts import Counts
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.errors import shown
 from hardpoint.plugins import LoRARequest, RequestError
@@ -27,6 +28,7 @@ from .allowed_paths import allowed_path
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 
 _CONFIG = "adapter_config.json"
+_CHANGES = "changes of adapters"
 
 
 @runtime_checkable
@@ -97,14 +99,21 @@ class Adapters:
     """The loaded adapters by name. One that is not loaded is looked up once, however many ask."""
 
     def __init__(
-        self, engine: AsyncGenerator, names: Sequence[str], folders: Sequence[str]
+        self,
+        engine: AsyncGenerator,
+        names: Sequence[str],
+        folders: Sequence[str],
+        counts: Counts | None = None,
     ) -> None:
         """Know none yet.
 
         Args:
             names: names of the base model.
             folders: paths that adapters may be loaded from by an administrator.
+            counts: counts of the server, by which its workers know of changes.
         """
+        self._counts = counts or Counts()
+        self._seen = 0
         self._engine, self._names = engine, names
         self._folders = folders
         self._loaded: dict[str, Loaded] = {}
@@ -127,6 +136,8 @@ class Adapters:
         """
         if not isinstance(self._engine, AdapterEngine):
             return None
+        if self._counts.total(_CHANGES) != self._seen:  # by another worker
+            await self._refresh()
         if (loaded := self._loaded.get(name)) is not None:
             return loaded.request
         if (task := self._looked_up.get(name)) is None:
@@ -206,34 +217,43 @@ class Adapters:
             )
         # From here on, no request gets an adapter that is about to go.
         del self._loaded[asked.lora_name]
-        self._changes += 1
+        self._changed()
         self._leaving.add(number)
         try:
             await engine.remove_lora(number, *([] if asked.mode is None else [asked.mode]))
         finally:
             self._leaving.discard(number)
+            self._changed()
         return loaded.request
 
     async def _add(self, name: str, path: str, content_hash: str) -> LoRARequest:
         """Load an adapter under a number that none has."""
         engine = self._check_engine()
-        self._last_number += 1
+        # One that no other worker takes in the meantime.
+        width, column = self._counts.num_processes, self._counts.column
+        self._last_number += 1 + (column - self._last_number - 1) % width
         request = LoRARequest(name, self._last_number, path, content_hash)
         added = await engine.add_lora(request)
         request = added if isinstance(added, LoRARequest) else request
         self._loaded[name] = Loaded(request, int(time.time()))
-        self._changes += 1
+        self._changed()
         return request
+
+    def _changed(self) -> None:
+        """Let answers of the engine that were asked for before count no more, in any worker."""
+        self._changes += 1
+        self._counts.add(_CHANGES)
 
     async def _refresh(self) -> None:
         """Take over what the engine holds by now."""
         if not isinstance(self._engine, AdapterEngine):
             return
-        changes = self._changes
+        changes, seen = self._changes, self._counts.total(_CHANGES)
         listed = await self._engine.list_loras()
         self._last_number = max(self._last_number, *(request.id for request in listed), 0)
         if changes != self._changes:  # the answer is older than what is known
             return
+        self._seen = seen
         held = {request.name: request for request in listed if request.id not in self._leaving}
         before, now = self._loaded, int(time.time())
         self._loaded = {

@@ -77,8 +77,9 @@ class Connection(HttpToolsProtocol):
         """Expect a request, or refuse it if there are too many connections."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._writer = _Writer(self.transport, self._finish)
-        self._traffic.connections += 1
-        beyond = len(self.connections) - self._settings.limits.connections  # of this address
+        self._traffic.connected(1)
+        open_now = len(self.connections) + self._traffic.connections_elsewhere  # of this address
+        beyond = open_now - self._settings.limits.connections
         if beyond > _MOST_REFUSED:
             self._traffic.refused(self.client, None, "connections")
             self.transport.close()
@@ -89,7 +90,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._traffic.connections -= 1
+        self._traffic.connected(-1)
         self._stop_head_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()

@@ -85,7 +85,8 @@ def blame_stop(engine: AsyncGenerator, faults: ServerFaults, error: BaseExceptio
         frames.append(trace.tb_frame)
         trace = trace.tb_next
     plugin, where = _first_of_plugin(frames, sources) or ("", "a callback or a task of no plugin")
-    faults.counts[plugin] += 1 if plugin else 0
+    if plugin:
+        faults.count(plugin)
     _log.error(
         "%s raised %s, which stopped the event loop; the server goes on",
         where,

@@ -18,8 +18,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import Message, Scope, Send
 
+from hardpoint.builtin_plugins.server.access.counts import Counts, held
+
 Headers = Sequence[tuple[bytes, bytes]]
 
+_OPEN = held("requests open")
+_CONNECTIONS = held("connections"), held("connections of administrators")
+_ANSWERED, _REJECTED = "answered ", "rejected "
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 _CLIENT_GONE = 499
 _SWITCHING = 101
@@ -138,10 +143,7 @@ class Traffic:
     """Counts and logs what goes through a server.
 
     Attributes:
-        connections: number of open connections.
-        open: requests that are being answered.
-        requests: answered so far, by route and status.
-        rejected: requests and connections that were refused so far, by reason.
+        counts: counts of all that is below; those of several workers are sums.
         closes: whether clients are asked to close their connections.
         write: takes lines of the access log.
     """
@@ -150,22 +152,55 @@ class Traffic:
         self,
         access_log: Literal["text", "json", "off"] = "off",
         write: Callable[[str], object] | None = None,
+        counts: Counts | None = None,
+        *,
+        of_admin: bool = False,
     ) -> None:
         """Start without requests.
 
         Args:
             access_log: form of the log.
             write: takes its lines; None writes them to standard error.
+            counts: None are those of this process alone.
+            of_admin: whether other processes serve the users.
         """
-        self.connections = 0
-        self.open = 0
-        self.requests: Counter[tuple[str, int]] = Counter()
-        self.rejected: Counter[str] = Counter()
+        self.counts = counts or Counts()
+        self._connections = _CONNECTIONS[of_admin]
         self.closes = False
         self._format = {"text": as_text, "json": as_json}.get(access_log)
         self.write = write or _write_error
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Figures(self))
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        return sum(map(self.counts.total, _CONNECTIONS))
+
+    @property
+    def connections_elsewhere(self) -> int:
+        """The connections that other processes have at the same address."""
+        return self.counts.elsewhere(self._connections)
+
+    @property
+    def open(self) -> int:
+        """The number of requests that are being answered."""
+        return self.counts.total(_OPEN)
+
+    @property
+    def requests(self) -> Counter[tuple[str, int]]:
+        """The requests that were answered so far, by route and status."""
+        found = ((name.rpartition(" "), number) for name, number in self.counts.items(_ANSWERED))
+        return Counter({(route, int(status)): number for (route, _, status), number in found})
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """The requests and connections that were refused so far, by reason."""
+        return Counter(dict(self.counts.items(_REJECTED)))
+
+    def connected(self, change: int) -> None:
+        """Count a connection that is open now, or with -1 no more."""
+        self.counts.add(self._connections, change)
 
     def begin(self, scope: Scope, send: Send, headers: Headers = ()) -> Exchange:
         """Return a request that is being answered; its `send` sends the answer.
@@ -173,7 +208,7 @@ class Traffic:
         Args:
             headers: further ones of the answer.
         """
-        self.open += 1
+        self.counts.add(_OPEN)
         if self.closes:
             headers = [*headers, (b"connection", b"close")]
         exchange = Exchange(scope, send, headers)
@@ -182,13 +217,13 @@ class Traffic:
 
     def end(self, exchange: Exchange, scope: Scope, *, admin: bool) -> None:
         """Count and log a request whose answer has ended."""
-        self.open -= 1
+        self.counts.add(_OPEN, -1)
         status = exchange.status or _CLIENT_GONE
         state = exchange.state
-        self.requests[state.get("route", "none"), status] += 1
+        self.counts.add(f"{_ANSWERED}{state.get('route', 'none')} {status}")
         reason = state.get("refused")
         if reason is not None:
-            self.rejected[reason] += 1
+            self.counts.add(_REJECTED + reason)
         if self._format is None or (scope["path"] in _PROBES and status < 400):
             return
         client, counts = state.get("client"), exchange.counts
@@ -226,7 +261,7 @@ class Traffic:
             status: status of the answer; None if it got no answer.
             request_id: id of the refused request, if one has come.
         """
-        self.rejected[reason] += 1
+        self.counts.add(_REJECTED + reason)
         if self._format is not None:
             entry = AccessEntry(
                 time=_now(),

@@ -57,7 +57,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._traffic.connections -= 1
+        self._traffic.connected(-1)
         super().connection_lost(exc)
 
     async def send(self, message: Message) -> None:  # type: ignore[override]

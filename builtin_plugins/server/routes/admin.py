@@ -88,7 +88,7 @@ class SetPolicy(Strict):
 
 
 class SetLogLevel(Strict):
-    """The level of a logger of the server's process: "hardpoint" or one below it."""
+    """The level of a logger of the server's processes: "hardpoint" or one below it."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
     logger: str = "hardpoint"
@@ -360,6 +360,7 @@ class AdminRoutes:
         logger = logging.getLogger(asked.logger)
         before = logging.getLevelName(logger.level)
         logger.setLevel(asked.level)
+        self._service.note_level(asked.logger, asked.level)
         return {"logger": asked.logger, "level": asked.level, "before": before}
 
     async def call_workers(self, asked: WorkerCall) -> dict[str, Any]:
@@ -370,7 +371,7 @@ class AdminRoutes:
 
     async def drain(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """End the server as SIGTERM does."""
-        self._service.drain_asked = True
+        self._service.ask_to_drain()
         return {"open": self._service.load.open}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,8 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 
+from hardpoint.builtin_plugins.server.access.counts import SharedCounts
+from hardpoint.builtin_plugins.server.operations.adapters import Adapters, UnloadAdapter
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import LoRARequest, RequestError
 
@@ -305,3 +308,27 @@ def test_a_request_scales_its_adapter(server, folder, path):
         wrong = ask("sql", scale)
         assert (wrong.status_code, words in wrong.text) == (400, True)
     assert len(server.engine.asked) == asked
+
+
+def test_workers_know_what_others_load_and_unload():
+    memory = SharedCounts.create(2)
+    engine = AdapterEngine(config=configured())
+    engine.found = {"poet": "/poet", "cook": "/cook"}
+    first, second = (
+        Adapters(engine, ["base"], [], SharedCounts(os.dup(memory), column, 2)) for column in (0, 1)
+    )
+
+    async def check():
+        poet, cook = await asyncio.gather(first.find("poet"), second.find("cook"))
+        assert poet.id != cook.id
+        assert [await one.find("cook") for one in (first, second)] == [cook, cook]
+        assert await second.find("poet") == poet
+        added = [call[1].name for call in engine.did if call[0] == "add"]
+        assert sorted(added) == ["cook", "poet"]
+        del engine.found["poet"]
+        await first.unload(UnloadAdapter(lora_name="poet"))
+        assert [await one.find("poet") for one in (first, second)] == [None, None]
+        assert await second.find("cook") == cook
+
+    asyncio.run(check())
+    os.close(memory)

@@ -147,12 +147,12 @@ def test_open_routes_are_the_operators(server):
 
 def test_details_need_the_key(server):
     assert server.client.get("/health").json() == {"status": "ok"}
-    server.service.faults.counts["acme"] += 1
+    server.service.faults.count("acme")
     try:
         assert server.client.get("/health").json() == {"status": "ok"}
         assert server.client.get("/health", headers=RIGHT).json()["faults"] == {"acme": 1}
     finally:
-        server.service.faults.counts.clear()
+        server.service.counts.add("faults of acme", -1)
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"], ids=["stripped", "kept"])

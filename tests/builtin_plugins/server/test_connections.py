@@ -374,6 +374,7 @@ def test_what_is_refused_is_counted(server):
     answer_of(server, b"nonsense\r\n\r\n")
     answer_of(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 5000)
     answer_of(server, b"GET / HT")
+    rejected = server.service.traffic.rejected
     assert {name: rejected[name] - count for name, count in before.items()} == {
         "malformed": 1,
         "header_size": 1,

@@ -56,6 +56,8 @@ def test_the_number_of_waiting_requests_is_bounded(given, used):
 @pytest.mark.parametrize(
     ("arguments", "server", "message"),
     [
+        (["--workers", "0"], {}, "server.workers: expected"),
+        (["--workers", "65"], {}, "server.workers: expected"),
         (["--keys-file", "/nowhere/keys"], {}, "server.keys_file: '/nowhere/keys' cannot be read"),
         ([], {"keys_file": "/nowhere/keys"}, "server.keys_file: '/nowhere/keys' cannot be read"),
         (["--api-key", ""], {}, "--api-key: expected a key, got an empty text"),

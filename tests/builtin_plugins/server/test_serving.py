@@ -20,7 +20,7 @@ from hardpoint.builtin_plugins.server.operations.addresses import allow_descript
 from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_json, as_text
 from hardpoint.builtin_plugins.server.service import Load
 from hardpoint.builtin_plugins.server.serving import Serving
-from hardpoint.errors import EngineDeadError
+from hardpoint.errors import EngineDeadError, QueueFullError
 from hardpoint.plugins import ConfigError, OverloadedError, SamplingParams
 from hardpoint.plugins.server import Authenticator, Client
 from hardpoint.plugins.stats import Health
@@ -356,7 +356,8 @@ def test_platforms_may_ask_for_health_and_load_by_their_own_names():
         assert server.client.get("/ping").json() == server.client.get("/health").json()
         assert server.client.post("/ping").status_code == 200
         assert server.client.get("/load").json() == {"server_load": 0}
-        server.service.load.open = 3
+        for _ in range(3):
+            assert server.service.counts.add_below("held requests", 1024)
         assert server.client.get("/load").json() == {"server_load": 3}
         server.engine.is_running = False
         assert server.client.get("/ping").status_code == 503
@@ -502,6 +503,16 @@ def test_more_requests_than_may_wait_are_answered_429():
             assert answer.status_code == 429
             assert answer.json()["error"]["code"] == "overloaded"
             assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_more_prompt_tokens_than_may_wait_are_answered_503():
+    error = QueueFullError.of(900, 200, 1000, 17)
+    with running(FakeEngine(config=configured(), error=error)) as server:
+        for stream in (False, True):
+            answer = server.post("/v1/chat/completions", {**ASK, "stream": stream})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "17")
+            assert answer.json()["error"]["code"] == "overloaded"
+            assert answer.json()["error"]["message"] == str(error)
 
 
 # A dead engine

@@ -83,6 +83,13 @@ class AcceptsTooMany(WithLimits):
         return {"max_waiting": None}
 
 
+class AcceptsTooManyTokens(WithLimits):
+    contract = 1
+
+    def wrong(self, limits):
+        return {"max_waiting_tokens": None}
+
+
 class AcceptsTooLong(WithLimits):
     contract = 1
 
@@ -442,3 +449,10 @@ class MisCountsLive(DefaultScheduler):
 
     def num_unfinished_requests(self):
         return min(super().num_unfinished_requests(), 2)
+
+
+class Limitless(DefaultScheduler):
+    """Does not declare the limit of waiting tokens."""
+
+    contract = 2
+    limits_waiting_tokens = False

@@ -1,0 +1,304 @@
+"""The process that owns the engines of several worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from hardpoint.async_llm import AsyncLLM
+from hardpoint.calls.engines import with_restart
+from hardpoint.calls.weights import Weights
+from hardpoint.core.build import OpenClient
+from hardpoint.core.engine.utility_calls import PauseModeName
+from hardpoint.core.frontend.frontend import listed_ids
+from hardpoint.errors import PluginFaultError
+from hardpoint.open_model import COMPANIONS
+from hardpoint.plugins import EngineConfig, IterationStats, SchedulingPolicy
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.plugins.workers import WorkerPlan
+from hardpoint.replicas.relay.messages import Notice
+from hardpoint.replicas.relay.owner import Link, SharedEngines
+from hardpoint.replicas.restarts import RestartBudget
+
+from .process import SharedFaults, WorkerLaunch, WorkerProcess, own_requests
+
+_log = logging.getLogger("hardpoint")
+
+_POLL_S = 0.05
+_ENDED = 3
+"""Exit code where workers end too often."""
+
+
+class OwnerLLM(AsyncLLM):
+    """The model of the process that owns the engines."""
+
+    shared: SharedEngines
+
+    @classmethod
+    def open(cls, config: EngineConfig, config_sources: ConfigSources, restart: Any) -> OwnerLLM:
+        """Start the engines, as `AsyncLLM` does."""
+        llm = cls.__new__(cls)
+        llm.shared = SharedEngines()
+        open_client: OpenClient = llm.shared.open_engines
+        llm._open(
+            with_restart(config, restart),
+            config_sources,
+            open_client=open_client,
+            companions=(*COMPANIONS, SharedFaults),
+        )
+        health = llm._engine.parts.companion(SharedFaults).health
+        health.notify = lambda *fault: llm.shared.notify(Notice("fault", fault))
+        return llm
+
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the scheduling policy, as `AsyncLLM` does, in all frontends."""
+        await super().set_policy(use, options)
+        name = use if isinstance(use, str) else f"{use.__module__}:{use.__qualname__}"
+        self.shared.notify(Notice("policy", [name, dict(options or {})]))
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Give the model other weights, as `AsyncLLM` does, and notify all frontends."""
+        used = await super().update_weights(
+            weights, version=version, mode=mode, recompute=recompute
+        )
+        self.shared.notify(Notice("load", msgspec.to_builtins(self.config.load)))
+        return used
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests of all frontends by their ids, as `AsyncLLM` does."""
+        listed = listed_ids(request_ids)
+        await super().abort(listed)
+        self.shared.notify(Notice("abort", listed), keep=False)
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return the live completions of all frontends, as `AsyncLLM` does."""
+        return own_requests(await super().live_requests(external_ids))
+
+    def add_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
+        """Record a fault that a frontend has noticed, and notify the others."""
+        self._engine.parts.companion(SharedFaults).health.add(plugin, message, request_id)
+        self.shared.notify(Notice("fault", [plugin, message, request_id]), but=link)
+
+    def add_figures(self, stats: IterationStats) -> None:
+        """Pass figures of a frontend to the sinks."""
+        if (statistics := self._engine.parts.statistics) is not None:
+            try:
+                statistics.record(stats)
+            except PluginFaultError as fault:  # of a sink whose faults end the engine
+                self.shared.fail(fault)
+
+
+class Workers:
+    """The worker processes of a command; implements `WorkerGroup`."""
+
+    # All of it runs in the event loop of the engine. The links of the workers call `_answer` in
+    # their threads, which hands the calls over.
+
+    def __init__(
+        self, engine: OwnerLLM, config_sources: ConfigSources, max_per_minute: int
+    ) -> None:
+        """Own the engines.
+
+        Args:
+            max_per_minute: how often workers that ended are replaced.
+        """
+        self.engine = engine
+        self._sources = config_sources
+        self._config = engine.config
+        self._budget = RestartBudget(enabled=True, max_per_minute=max_per_minute)
+        self._running: dict[int, tuple[WorkerProcess, Link]] = {}
+        self._ready: set[int] = set()
+        self._replaced: list[int] = []
+        self._is_ending = False
+        self._code = 0
+        self._handlers: dict[str, Callable[..., Awaitable[Any]]] = {
+            "ready": self._answer_ready,
+            "figures": self._answer_figures,
+            "fault": self._answer_fault,
+            "set_policy": self._answer_set_policy,
+            "update_weights": self._answer_update_weights,
+            "health": self._answer_health,
+            "metrics": self._answer_metrics,
+            "scale": self._answer_scale,
+            "retire": self._answer_retire,
+        }
+
+    async def start(self, plan: WorkerPlan) -> None:
+        """Start the workers; return once all are ready."""
+        self._plan = plan
+        self._loop = asyncio.get_running_loop()
+        try:
+            for index in range(plan.num_workers):
+                await self._start(index)
+            while len(self._ready) < plan.num_workers:
+                for index, (process, _) in self._running.items():
+                    if index not in self._ready and (failure := process.failure()) is not None:
+                        raise failure
+                self._check_engine()
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            await self._end_all()
+            raise
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def _check_engine(self) -> None:
+        if (dead := self.engine.dead_error) is not None:
+            raise dead
+
+    async def _start(self, index: int) -> None:
+        link = self.engine.shared.connect(lambda method, args: self._answer(index, method, args))
+        try:
+            process = WorkerProcess.spawn(pass_fds=self._plan.files)
+            process.launch(
+                WorkerLaunch(
+                    folder=str(link.folder),
+                    config=msgspec.to_builtins(self._config),
+                    config_sources=self._sources.by_path,
+                    log_level=logging.getLevelName(_log.getEffectiveLevel()),
+                    index=index,
+                    view=self.engine.shared.view,
+                    run=self._plan.run,
+                    files=list(process.passed_fds),
+                    data=self._plan.data,
+                )
+            )
+        except BaseException:
+            await asyncio.to_thread(self.engine.shared.disconnect, link)
+            raise
+        self._running[index] = process, link
+
+    def replaced(self) -> Sequence[int]:
+        """Return the numbers of workers that were replaced since the last call."""
+        found, self._replaced = self._replaced, []
+        return found
+
+    def send_signal(self, number: int) -> None:
+        """Send all workers a signal."""
+        self._is_ending |= number in (signal.SIGTERM, signal.SIGINT)
+        for process, _ in self._running.values():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, number)
+
+    async def wait(self) -> int:
+        """Wait until all have ended; return the highest exit code."""
+        await self._watching
+        return self._code
+
+    async def _watch(self) -> None:
+        """Replace workers that end, and notify the others of changes of the engines."""
+        view = self.engine.shared.view
+        while self._running:
+            await asyncio.sleep(_POLL_S)
+            for index, (process, link) in list(self._running.items()):
+                if process.returncode is not None:
+                    await self._ended(index, process, link)
+            if (now := self.engine.shared.view) != view:
+                view = now
+                self.engine.shared.notify(Notice("engines", msgspec.to_builtins(view)), keep=False)
+
+    async def _ended(self, index: int, process: WorkerProcess, link: Link) -> None:
+        """Take a worker that has ended off, and start another one."""
+        code = process.returncode or 0
+        failure = process.failure()
+        del self._running[index]
+        await asyncio.to_thread(self.engine.shared.disconnect, link)
+        await asyncio.to_thread(process.close)
+        if self._is_ending or self.engine.dead_error is not None:
+            self._code = max(self._code, code)
+            return
+        _log.warning("worker %d ended, and is replaced: %s", index, failure)
+        self._ready.discard(index)
+        self._replaced.append(index)
+        if not self._budget.may_restart():
+            _log.error("workers end too often; the others are ended, too")
+            self._code = _ENDED
+            self.send_signal(signal.SIGTERM)
+            return
+        await self._start(index)
+
+    async def _end_all(self) -> None:
+        self._is_ending = True
+        for process, link in self._running.values():
+            process.kill()
+            await asyncio.to_thread(process.close, 0)
+            await asyncio.to_thread(self.engine.shared.disconnect, link)
+        self._running.clear()
+
+    async def aclose(self) -> None:
+        """End the workers that are left, and the engines."""
+        if hasattr(self, "_watching"):
+            self._watching.cancel()
+        await self._end_all()
+        await self.engine.aclose()
+
+    # Calls of workers
+
+    def _answer(self, index: int, method: str, arguments: Sequence[Any]) -> Future[Any]:
+        """Answer a call of a worker; in the thread of its link."""
+        answer = self._run(self._handlers[method], index, arguments)
+        return asyncio.run_coroutine_threadsafe(answer, self._loop)
+
+    async def _run(
+        self, handler: Callable[..., Awaitable[Any]], index: int, arguments: Sequence[Any]
+    ) -> Any:
+        return msgspec.to_builtins(await handler(index, *arguments))
+
+    async def _answer_ready(self, index: int) -> None:
+        self._ready.add(index)
+
+    async def _answer_figures(self, _: int, stats: Any) -> None:
+        self.engine.add_figures(msgspec.convert(stats, IterationStats))
+
+    async def _answer_fault(self, index: int, *fault: Any) -> None:
+        _, link = self._running[index]
+        self.engine.add_fault(link, *fault)
+
+    async def _answer_set_policy(self, _: int, use: str, options: dict[str, Any]) -> None:
+        await self.engine.set_policy(use, options)
+
+    async def _answer_update_weights(
+        self, _: int, weights: str, version: str | None, mode: Any, recompute: bool
+    ) -> str:
+        return await self.engine.update_weights(
+            weights, version=version, mode=mode, recompute=recompute
+        )
+
+    async def _answer_health(self, _: int) -> Any:
+        return await self.engine.health()
+
+    async def _answer_metrics(self, _: int) -> str:
+        return await self.engine.metrics()
+
+    async def _answer_scale(self, _: int, num_engines: int, drain_s: float) -> Any:
+        return await self.engine.scale(num_engines, drain_seconds=drain_s)
+
+    async def _answer_retire(self, _: int, ranks: list[int], drain_s: float) -> Any:
+        return await self.engine.retire(ranks, drain_seconds=drain_s)
+
+
+def open_workers(config: EngineConfig, config_sources: ConfigSources, restart: Any) -> Workers:
+    """Start the engines of worker processes; block until they are ready.
+
+    Raises:
+        HardpointError: as `AsyncLLM`.
+    """
+    engine = OwnerLLM.open(config, config_sources, restart)
+    return Workers(engine, config_sources, config.engine.max_restarts_per_minute)

@@ -1,0 +1,271 @@
+"""A worker process: its launch, and what it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hardpoint.async_llm import AsyncLLM
+from hardpoint.boundary.errors import error_of
+from hardpoint.boundary.plugin_health import PluginHealth
+from hardpoint.calls.weights import Weights
+from hardpoint.core.engine.utility_calls import PauseModeName
+from hardpoint.core.frontend.engine_parts import Companion, Opening
+from hardpoint.errors import shown
+from hardpoint.open_model import COMPANIONS
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulingPolicy
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config_tables import LoadConfig
+from hardpoint.plugins.stats import Health
+from hardpoint.plugins.step_record import LiveRequest
+from hardpoint.registry.discovery import installed_version
+from hardpoint.registry.plugin_options import find_tables
+from hardpoint.replicas.relay.client import Figures, OpenRelayed
+from hardpoint.replicas.relay.messages import EngineView, Notice, own_id
+from hardpoint.system.process.child import ParentWatch
+from hardpoint.system.process.launch import ChildLaunch, decode_launch
+from hardpoint.system.process.naming import log_to_stderr, name_process
+from hardpoint.system.process.process import ChildProcess
+
+_log = logging.getLogger("hardpoint")
+
+
+class WorkerLaunch(ChildLaunch, frozen=True, kw_only=True):
+    """Everything that a worker process needs.
+
+    Attributes:
+        config: an EngineConfig with the tables of plugins, as plain data.
+        config_sources: by dotted path, where configuration values came from.
+        log_level: level of the logger "hardpoint".
+        index: number of the worker.
+        view: the engines now.
+        run, files, data: as in `WorkerPlan`.
+    """
+
+    config: dict[str, Any]
+    config_sources: dict[str, str]
+    log_level: str
+    index: int
+    view: EngineView
+    run: str
+    files: list[int]
+    data: Any = None
+
+
+class WorkerProcess(ChildProcess):
+    """A running worker process."""
+
+    what = "worker process"
+    run = "hardpoint.workers.process:run_worker"
+
+
+class SharedFaults(Companion):
+    """The faults of plugins that other frontends of the same engines have recorded."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Begin without any."""
+        del opening
+        self._health: PluginHealth | None = None
+
+    def report_to(self, health: PluginHealth) -> None:
+        """Share the faults of a frontend."""
+        self._health = health
+
+    @property
+    def health(self) -> PluginHealth:
+        """The faults of this frontend."""
+        assert self._health is not None, "a frontend calls report_to"
+        return self._health
+
+
+class WorkerLLM(AsyncLLM):
+    """The model of a worker: its own frontend, and the engines of the process that started it."""
+
+    _client: OpenRelayed
+    _figures: Figures
+
+    @classmethod
+    def connect(
+        cls, config: EngineConfig, config_sources: ConfigSources, opened: OpenRelayed
+    ) -> WorkerLLM:
+        """Open the frontend, with a client that is opened so.
+
+        Raises:
+            HardpointError: as `AsyncLLM`, or the owner of the engines does not answer.
+        """
+        llm = cls.__new__(cls)
+        llm._client, llm._figures = opened, Figures()
+        llm._open(
+            config,
+            config_sources,
+            open_client=opened,
+            companions=(*COMPANIONS, SharedFaults),
+            starts_engine=False,
+            open_statistics=llm._figures.open,
+        )
+        health = llm._engine.parts.companion(SharedFaults).health
+        health.notify = lambda *fault: llm._post("fault", *fault)
+        return llm
+
+    def _post(self, method: str, *arguments: Any) -> None:
+        """Call the owner of the engines without waiting; it may be gone."""
+        with contextlib.suppress(HardpointError):
+            self._client.client.ask(method, *arguments)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._client.client.ask(method, *arguments))
+
+    async def notify_ready(self) -> None:
+        """Notify the owner of the engines that requests are answered here."""
+        await self._ask("ready")
+
+    async def follow(self) -> None:
+        """Read the notices of the owner of the engines, for ever."""
+        readers = {
+            "engines": self._read_view,
+            "dead": self._read_death,
+            "abort": self._read_abort,
+            "fault": self._read_fault,
+            "policy": self._read_policy,
+            "load": self._read_load,
+        }
+        ended = threading.Event()
+        send = functools.partial(self._post, "figures")
+        threading.Thread(
+            target=self._figures.send_every, args=(send, ended), name="Figures", daemon=True
+        ).start()
+        try:
+            while True:
+                for notice in await asyncio.wrap_future(self._client.client.next_notices()):
+                    await readers[notice.topic](notice)
+        except HardpointError as error:  # it has ended, and so does this process
+            _log.debug("no more notices: %s", error)
+        finally:
+            ended.set()
+
+    async def _read_view(self, notice: Notice) -> None:
+        self._client.client.view = msgspec.convert(notice.value, EngineView)
+
+    async def _read_death(self, notice: Notice) -> None:
+        self._client.client.fail(error_of(*notice.value))
+
+    async def _read_abort(self, notice: Notice) -> None:
+        await self.abort(notice.value)
+
+    async def _read_fault(self, notice: Notice) -> None:
+        self._engine.parts.companion(SharedFaults).health.add(*notice.value)
+
+    async def _read_policy(self, notice: Notice) -> None:
+        await self._engine.set_policy(*notice.value)
+
+    async def _read_load(self, notice: Notice) -> None:
+        self._engine.set_load(msgspec.convert(notice.value, LoadConfig))
+
+    # What the owner of the engines does for all frontends
+
+    async def set_policy(
+        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Replace the scheduling policy, as `AsyncLLM.set_policy` does, in all frontends.
+
+        Raises:
+            RequestError: it is no name.
+        """
+        if not isinstance(use, str):
+            raise RequestError(f"use: expected a name in a worker process, got {shown(use)}")
+        await self._ask("set_policy", use, dict(options or {}))
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: str | None = None,
+        mode: PauseModeName = "keep",
+        recompute: bool = True,
+    ) -> str:
+        """Give the model other weights, as `AsyncLLM.update_weights` does, from a path.
+
+        Raises:
+            RequestError: the weights are no path.
+        """
+        if not isinstance(weights, str | Path):
+            raise RequestError(
+                f"weights: expected a path in a worker process, got {shown(weights)}"
+            )
+        found: str = await self._ask("update_weights", str(weights), version, str(mode), recompute)
+        return found
+
+    async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
+        """Return the live completions of all frontends, as `AsyncLLM` does."""
+        return own_requests(await super().live_requests(external_ids))
+
+    async def health(self) -> Health:
+        """Return the faults of plugins in all processes, and the number of restarts."""
+        await self._engine.health()  # raises what ended the engines
+        return msgspec.convert(await self._ask("health"), Health)
+
+    async def metrics(self) -> str:
+        """Return the exports of the sinks, which have the figures of all frontends."""
+        if (stats := self._figures.sinks.pop()) is not None:
+            await self._ask("figures", msgspec.to_builtins(stats))
+        found: str = await self._ask("metrics")
+        return found
+
+
+def own_requests(found: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Return live requests with the ids of their own frontends."""
+    return [msgspec.structs.replace(one, request_id=own_id(one.request_id)) for one in found]
+
+
+@dataclass
+class OpenWorker:
+    """The `Worker` that a worker process runs with."""
+
+    index: int
+    engine: WorkerLLM
+    version: str
+    files: Sequence[int]
+    data: Any
+    _following: asyncio.Task[None] | None = None
+
+    async def announce_ready(self) -> None:
+        """Notify the process that started it that it serves; read its notices."""
+        self._following = asyncio.ensure_future(self.engine.follow())
+        await self.engine.notify_ready()
+
+
+def run_worker(data: bytes, watch: ParentWatch) -> None:
+    """Run the function of a plan, and exit with its code.
+
+    Args:
+        data: a WorkerLaunch.
+        watch: watch of the parent.
+
+    Raises:
+        HardpointError: the frontend cannot be opened; the parent raises it too.
+    """
+    del watch  # the process ends with its parent
+    launch = decode_launch(data, WorkerLaunch)
+    name_process(f"Worker_{launch.index}")
+    log_to_stderr(f"worker {launch.index}", launch.log_level)
+    sources = ConfigSources(launch.config_sources)
+    plain = msgspec.convert(launch.config["plugins"], type(EngineConfig().plugins))
+    config_type = EngineConfig.with_tables(find_tables(plain, sources))
+    config = msgspec.convert(launch.config, config_type)
+    opened = OpenRelayed(Path(launch.folder), launch.view)
+    llm = WorkerLLM.connect(config, sources, opened)
+    module, _, function = launch.run.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    worker = OpenWorker(launch.index, llm, installed_version(), launch.files, launch.data)
+    sys.exit(run(worker))

@@ -1,0 +1,370 @@
+"""Several processes that answer the requests of one server (`server.workers`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+
+import httpx
+import psutil
+import pytest
+from support.scripted_server import REPLIES, TAGS
+from support.serve_program import serving
+from support.waiting import wait_until
+from websockets.sync.client import connect
+
+from hardpoint.testing import write_scripted_model
+
+KEYS = {name: f"{name}-0123456789abcdef" for name in ("slow", "alice", "bob", "carol")}
+SAY = {"prompt": "say abc", "max_tokens": 20, "temperature": 0}
+LONG = {"prompt": "loop", "max_tokens": 800, "temperature": 0, "ignore_eos": True}
+TEXT = " abc abc abc"
+COMPLETIONS = "/v1/completions"
+PER_MINUTE = 5
+BROKEN = """
+from hardpoint import plugins
+from hardpoint.plugins import LogitsProcessor, Phase
+
+
+class Broken(LogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        pass
+
+    def apply(self, logits, rows):
+        raise ValueError("broken")
+"""
+WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_scripted_model(
+        tmp_path_factory.mktemp("model"),
+        REPLIES,
+        special_tokens=TAGS,
+        max_position_embeddings=1024,
+    )
+
+
+def write_keys(folder, *names):
+    path = folder / "keys.toml"
+    limits = {"slow": f"requests_per_minute = {PER_MINUTE}\n"}
+    tables = [
+        f'[[key]]\nname = "{name}"\nkey = "{KEYS[name]}"\n{limits.get(name, "")}' for name in names
+    ]
+    path.touch(0o600)
+    path.write_text("\n".join(tables))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workers")
+    keys = write_keys(folder, "slow", "alice", "bob")
+    (folder / "broken_plugin.py").write_text(BROKEN)
+    enabled = [
+        '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}',
+        '{use="broken_plugin:Broken",name="broken"}',
+    ]
+    with serving(
+        folder,
+        model,
+        f"server.workers = {WORKERS}",
+        f'server.keys_file = "{keys}"',
+        f'server.admin = "unix:{folder / "admin"}"',
+        "server.limits.conversations = 3",
+        options=(
+            *("--set", 'stats.sinks=["prometheus"]'),
+            *("--set", f"plugins.enable=[{','.join(enabled)}]"),
+        ),
+        environment={"PYTHONPATH": str(folder)},
+    ) as running:
+        running.folder = folder
+        yield running
+
+
+def headers(name="alice"):
+    return {"authorization": f"Bearer {KEYS[name]}"}
+
+
+def ask(server, path=COMPLETIONS, key="alice", **body):
+    """Ask over a connection of its own, which any worker may accept."""
+    with httpx.Client(base_url=server.url, timeout=30, headers=headers(key)) as client:
+        return client.post(path, json={**SAY, **body}) if path == COMPLETIONS else client.get(path)
+
+
+def admin(server, method, path, **body):
+    transport = httpx.HTTPTransport(uds=str(server.folder / "admin"))
+    with httpx.Client(transport=transport, base_url="http://admin", timeout=30) as client:
+        return client.request(method, path, json=body or None)
+
+
+def workers_of(server):
+    return {
+        one.name(): one
+        for one in psutil.Process(server.process.pid).children()
+        if one.name().startswith("Worker_")
+    }
+
+
+def with_connections(server):
+    """Return how many connections each worker has, by its name."""
+    port = int(server.url.rpartition(":")[2])
+    return {
+        name: sum(
+            one.status == "ESTABLISHED" and one.laddr.port == port
+            for one in process.net_connections()
+        )
+        for name, process in workers_of(server).items()
+    }
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+class Stream:
+    """A streamed completion that a thread reads; `text` grows."""
+
+    def __init__(self, server, key="alice", **body):
+        self.text, self.failure, self.done = "", None, False
+        self.network = None  # of httpcore
+        self.client = httpx.Client(base_url=server.url, timeout=60, headers=headers(key))
+        self._body = {**LONG, **body, "stream": True}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self):
+        try:
+            with self.client.stream("POST", COMPLETIONS, json=self._body) as response:
+                self.network = response.extensions["network_stream"]
+                if response.status_code != 200:
+                    self.failure = response.read().decode()
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        self.done = True
+                    elif line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        self.text += event["choices"][0]["text"] if event.get("choices") else ""
+        except (httpx.HTTPError, KeyError) as error:
+            self.failure = error
+
+    def begun(self):
+        wait_until(lambda: self.text or self.failure, 30)
+        return self
+
+    def end(self):
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self
+
+    @property
+    def port(self):
+        """The port of the client's end."""
+        return self.network.get_extra_info("client_addr")[1]
+
+
+def metric(server, name, path="/metrics"):
+    lines = ask(server, path).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def test_all_workers_answer_with_the_same_tokens(server):
+    assert len(workers_of(server)) == WORKERS
+    streams = [Stream(server) for _ in range(32)]
+    for stream in streams:
+        stream.begun()
+    counts = with_connections(server)
+    assert sum(counts.values()) >= 32
+    assert sum(count > 0 for count in counts.values()) > 1, counts
+    texts = {stream.end().text for stream in streams}
+    assert len(texts) == 1
+    assert all(stream.done for stream in streams)
+    assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+
+
+def test_the_rate_of_a_key_is_that_of_all_workers(server):
+    statuses = [ask(server, key="slow").status_code for _ in range(4 * PER_MINUTE)]
+    assert statuses.count(200) == PER_MINUTE
+    refused = ask(server, key="slow")
+    assert refused.json()["error"]["message"].startswith(
+        f"rate: expected at most {PER_MINUTE} requests in a minute with this key; try again in "
+    )
+    assert int(refused.headers["retry-after"]) >= 1
+    assert ask(server, key="bob").status_code == 200
+
+
+def test_conversations_of_a_key_are_counted_in_all_workers(server):
+    url = server.url.replace("http", "ws") + "/v1/conversations"
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(url, additional_headers=headers()))
+        for _ in range(8):
+            with pytest.raises(Exception, match="429"):
+                connect(url, additional_headers=headers())
+        with connect(url, additional_headers=headers("bob")) as other:
+            other.send(json.dumps({"type": "prompt", "prompt": "say abc", "max_tokens": 20}))
+            assert json.loads(other.recv(30))
+    wait_until(lambda: _can_connect(url), 10)
+
+
+def _can_connect(url):
+    try:
+        with connect(url, additional_headers=headers()):
+            pass
+    except Exception:
+        return False
+    return True
+
+
+def test_metrics_are_those_of_all_workers(server):
+    name, tokens = "hardpoint:http_requests_total", "hardpoint:generation_tokens_total"
+    route = f'{name}{{route="{COMPLETIONS}",status="200"}}'
+    before = metric(server, route), metric(server, tokens)
+    for _ in range(12):
+        assert text_of(ask(server)) == TEXT
+    assert {metric(server, route) for _ in range(8)} == {before[0] + 12}
+    grown = 12 * (len(TEXT) + 1)
+    wait_until(lambda: metric(server, tokens) == before[1] + grown, 10)
+    assert {metric(server, tokens) for _ in range(8)} == {before[1] + grown}
+    admins = admin(server, "GET", "/metrics").text
+    assert f"{route} {before[0] + 12}" in admins
+    assert 'hardpoint:num_requests_running{engine="0"' in admins
+    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 10)
+
+
+def test_a_client_that_goes_ends_its_request(server):
+    stream = Stream(server, n=3).begun()
+    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) == 3, 10)
+    stream.network.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
+    stream.end()
+
+
+def test_administrators_steer_all_workers(server):
+    paused = admin(server, "POST", "/pause", mode="keep")
+    assert paused.json() == {"is_paused": True, "is_sleeping": False}
+    refusals = [ask(server) for _ in range(8)]
+    assert {refused.status_code for refused in refusals} == {503}
+    assert refusals[0].json()["error"]["code"] == "paused"
+    assert admin(server, "POST", "/resume").status_code == 200
+    assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+    assert admin(server, "POST", "/policy", use="priority").json() == {"policy": "priority"}
+    assert {text_of(ask(server, priority=1)) for _ in range(8)} == {TEXT}
+    listed = admin(server, "GET", "/plugins").json()["plugins"]
+    assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
+
+
+def test_administrators_end_requests_of_any_worker(server):
+    streams = [Stream(server, n=2).begun() for _ in range(6)]
+    live = admin(server, "GET", "/requests").json()["requests"]
+    assert not [one for one in live if not one["request_id"].isprintable()]
+    ids = sorted({one["external_id"] for one in live})
+    assert admin(server, "POST", "/requests/abort", request_ids=ids).json()["aborted"] == ids
+    for stream in streams:
+        stream.end()
+    assert admin(server, "GET", "/requests").json()["requests"] == []
+
+
+def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):
+    use = {"plugin_args": {"broken": {}}}
+    failed = [ask(server, **use) for _ in range(3)]
+    assert {one.status_code for one in failed} == {500}
+    wait_until(lambda: all(ask(server, **use).status_code == 400 for _ in range(8)), 10)
+    refused = ask(server, **use).json()["error"]["message"]
+    assert refused.startswith(
+        "plugin_args.broken: the plugin is quarantined, for it ended 3 requests"
+    )
+    health = [ask(server, "/health").json() for _ in range(8)]
+    assert {one["faults"]["broken"] for one in health} == {3}
+
+
+def test_a_worker_that_dies_ends_no_one_else(server):
+    streams = [Stream(server, max_tokens=900) for _ in range(24)]
+    for stream in streams:
+        stream.begun()
+    assert admin(server, "POST", "/pause", mode="keep").status_code == 200
+    ports = {stream: stream.port for stream in streams if not stream.done}
+    own = set(ports.values())
+    of_worker = {
+        name: own & {one.raddr.port for one in process.net_connections() if one.raddr}
+        for name, process in workers_of(server).items()
+    }
+    name = max(of_worker, key=lambda name: len(of_worker[name]))
+    victim, lost = workers_of(server)[name], of_worker[name]
+    assert 0 < len(lost) < len(own)
+    victim.kill()
+    replaced = f"{name.lower().replace('_', ' ')} ended, and is replaced"
+    wait_until(lambda: replaced in server.output, 10)
+    wait_until(lambda: workers_of(server).get(name, victim).pid != victim.pid, 30)
+    left = len(streams) - len(lost)
+    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) <= left, 10)
+    assert admin(server, "POST", "/resume").status_code == 200
+    for stream, port in ports.items():
+        stream.end()
+        assert stream.done == (port not in lost), stream.failure
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
+    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 30)
+    assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+
+
+def test_keys_are_read_again_in_all_workers(server):
+    assert ask(server, key="carol").status_code == 401
+    write_keys(server.folder, "slow", "alice", "carol")
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: all(ask(server, key="carol").status_code == 200 for _ in range(8)), 10)
+    assert {ask(server, key="bob").status_code for _ in range(8)} == {401}
+
+
+def test_an_engine_that_dies_is_restarted_for_all(server):
+    (engine,) = [
+        one for one in psutil.Process(server.process.pid).children() if one.name() == "EngineCore"
+    ]
+    streams = [Stream(server, max_tokens=300) for _ in range(8)]
+    for stream in streams:
+        stream.begun()
+    engine.kill()
+    assert {len(stream.end().text) for stream in streams} == {300}
+    assert all(stream.done for stream in streams)
+    health = [ask(server, "/health").json() for _ in range(8)]
+    assert {one["restarts"] for one in health} == {1}
+
+
+def test_a_drain_lets_requests_finish(server):
+    """The last test of the shared server."""
+    streams = [Stream(server, max_tokens=900) for _ in range(8)]
+    for stream in streams:
+        stream.begun()
+    server.process.send_signal(signal.SIGTERM)
+    assert all(stream.end().done for stream in streams)
+    assert server.process.wait(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
+
+
+@pytest.mark.nightly
+def test_workers_end_with_the_process_that_started_them(model, tmp_path):
+    with serving(tmp_path, model, "server.workers = 2") as server:
+        below = server.processes()[1:]
+        assert len(below) == 3
+        os.kill(server.process.pid, signal.SIGKILL)
+        psutil.wait_procs(below, 20)
+        assert not [one for one in below if one.is_running() and one.status() != "zombie"]
+
+
+@pytest.mark.nightly
+def test_a_dead_engine_that_is_not_restarted_ends_the_server(model, tmp_path):
+    with serving(tmp_path, model, "server.workers = 2", 'server.restart = "never"') as server:
+        assert httpx.post(server.url + COMPLETIONS, json=SAY, timeout=30).status_code == 200
+        (engine,) = [one for one in server.processes() if one.name() == "EngineCore"]
+        engine.kill()
+        assert server.process.wait(30) == 3
+        assert "the engine has ended, and so does the server" in server.output

@@ -3,15 +3,23 @@
 from .fleet import Fleet
 from .measures import DecisionTimes, FleetReport, Objective, Percentiles
 from .stepping import SteppedScheduler
-from .workload import Segment, SimulatedRequest
+from .synthetic import Lengths, SyntheticLoad
+from .traces import TraceError, read_bailian, read_mooncake
+from .workload import Segment, SimulatedRequest, sped_up
 
 __all__ = [
     "DecisionTimes",
     "Fleet",
     "FleetReport",
+    "Lengths",
     "Objective",
     "Percentiles",
     "Segment",
     "SimulatedRequest",
     "SteppedScheduler",
+    "SyntheticLoad",
+    "TraceError",
+    "read_bailian",
+    "read_mooncake",
+    "sped_up",
 ]

@@ -24,7 +24,11 @@ class SimulatedClient:
     """Divides requests among engines, as `EngineGroup` does, without processes and threads."""
 
     def __init__(
-        self, config: EngineConfig, plugins: PluginSet, clock: Callable[[], float], measures: Measures
+        self,
+        config: EngineConfig,
+        plugins: PluginSet,
+        clock: Callable[[], float],
+        measures: Measures,
     ) -> None:
         """Build the balancer; there is no engine yet.
 

@@ -13,6 +13,7 @@ from hardpoint.core.engine.policy import PolicySlot
 from hardpoint.core.engine.prepare import limits_of
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -20,7 +21,6 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     EvictionContext,
     HardpointError,
-    PluginFaultError,
     SchedulerContext,
     SchedulerStats,
     StepCost,
@@ -126,7 +126,7 @@ class SimulatedEngine:
         self.device = SimulatedDevice(settings.step_cost, settings.first_token)
         self._changes = CacheChangeLog() if settings.reports_cache else None
         self._build(settings)
-        self._stepped = SteppedScheduler(self._scheduler, self.device.execute)
+        self._stepped = SteppedScheduler(self._scheduler)
         self._reports = ClientReports(
             1, timeline, load=self._load, cache=self._take_changes if self._changes else None
         )
@@ -153,11 +153,13 @@ class SimulatedEngine:
             events=settings.reports_cache,
         )
         self._policy = PolicySlot(plugins, faults, _VOCABULARY)
-        cost = settings.step_cost
+        cost, length = settings.step_cost, config.max_model_len
+        if not isinstance(length, int):
+            length = num_blocks * cache.block_size
         self._scheduler = plugins.create(
             plugins.one("schedulers"),
             SchedulerContext,
-            limits=limits_of(config, config.max_model_len or num_blocks * cache.block_size),
+            limits=limits_of(config, length),
             kv_cache=self.kv_cache,
             policy=self._policy.policy,
             policy_fault=self._policy.report_fault,
@@ -197,7 +199,7 @@ class SimulatedEngine:
         if not self._scheduler.has_requests():
             self._wait()
             return
-        plan = self._stepped.start()
+        plan = self._stepped.start(self.device.execute)
         waits = self._scheduler.num_unfinished_requests() > 0
         self._timeline.after(self.device.seconds(plan, waits=waits), self._end_step)
 

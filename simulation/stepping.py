@@ -37,16 +37,15 @@ class SteppedScheduler:
         in_flight: executed plans whose results were not delivered, the oldest first.
     """
 
-    def __init__(self, scheduler: Scheduler, execute: Execute) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         """Begin without a plan."""
         self.scheduler = scheduler
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._execute = execute
 
-    def start(self) -> SchedulerOutput:
+    def start(self, execute: Execute) -> SchedulerOutput:
         """Schedule and execute a plan, and keep its result for `deliver`."""
         plan = self.scheduler.schedule()
-        self.in_flight.append((plan, self._execute(plan)))
+        self.in_flight.append((plan, execute(plan)))
         return plan
 
     def deliver(self) -> Delivered:

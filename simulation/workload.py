@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -81,3 +81,26 @@ def tokens_of(segments: Iterable[Segment]) -> list[int]:
 def _params(max_tokens: int) -> SamplingParams:
     """Return the same parameters for equal lengths: engines only read them."""
     return SamplingParams(max_tokens=max_tokens)
+
+
+def cut(segments: Iterable[Segment], length: int) -> tuple[Segment, ...]:
+    """Return the first tokens of segments, at most so many."""
+    kept: list[Segment] = []
+    for segment in segments:
+        if length <= 0:
+            break
+        kept.append(Segment(segment.id, min(segment.length, length)))
+        length -= segment.length
+    return tuple(kept)
+
+
+def sped_up(requests: Iterable[SimulatedRequest], factor: float) -> Iterator[SimulatedRequest]:
+    """Yield requests `factor` times as fast.
+
+    Raises:
+        ValueError: a factor that is not above 0.
+    """
+    if not factor > 0:
+        raise ValueError(f"factor: expected a number > 0, got {factor}")
+    for request in requests:
+        yield msgspec.structs.replace(request, at=request.at / factor)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.plugins import ConfigError, EngineConfig, EngineCoreOutputs, StepCost
-from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
+from hardpoint.registry.configuration import config_from
+from hardpoint.registry.plugin_set import resolve_plugins
 
 from .client import SimulatedClient
 from .engine import EngineSettings, SimulatedEngine
@@ -30,29 +34,28 @@ class Fleet:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: Mapping[str, Any] | EngineConfig | str | Path,
         *,
         step_cost: StepCost,
         objective: Objective | None = None,
-        plugins: PluginSet | None = None,
     ) -> None:
         """Build the engines.
 
         Args:
-            config: of all engines; `parallel.data` is their number, and `kv_cache.num_blocks` the
-                size of each cache.
+            config: that of each engine, as `LLM` takes it: a mapping, or a TOML file.
+                `parallel.data` is their number, `kv_cache.num_blocks` the size of each cache.
             step_cost: the time of a step, by what it computes.
             objective: the service level objective of the report; None is the default one.
-            plugins: what `config` names; None resolves it.
 
         Raises:
             ConfigError: a setting cannot be simulated; names it.
             PluginError: a component cannot be built.
         """
+        config, sources = config_from(config, caller="Fleet")
         _check_cost(step_cost)
         self.clock = Timeline()
         self.engines: dict[int, SimulatedEngine] = {}
-        self._plugins = plugins or resolve_plugins(config)
+        self._plugins = resolve_plugins(config, sources)
         self._measures = Measures(objective or Objective())
         self._faults = StepFaults.under(config.plugins)
         self._first_tokens: dict[str, int] = {}
@@ -113,7 +116,7 @@ class Fleet:
                 clock.step()
             clock.move_to(request.at)
             self._send(request)
-        while clock.next_time != float("inf"):
+        while clock.next_time < math.inf:
             clock.step()
         return self.report()
 

@@ -64,7 +64,7 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         requests: number of requests.
         finished: those that got all their tokens.
         refused: those that an engine refused or ended with an error.
-        unfinished: those that no engine was left for.
+        unfinished: those that have not ended, for no engine is left.
         refusals: how often each error came, the text of the first one by its kind.
         moved: how often a request went on at another engine.
         virtual_seconds: from the first request to the last output.

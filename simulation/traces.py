@@ -135,6 +135,8 @@ def _lines(path: Path | str, form: type[Line]) -> Iterator[tuple[str, Line]]:
                 plain = msgspec.json.decode(text)
             except msgspec.DecodeError as error:
                 raise TraceError(f"{where}: expected a JSON object, {error}") from None
+            if not isinstance(plain, dict):
+                raise TraceError(f"{where}: expected a JSON object, got {typed.shown(plain)}")
             try:
                 yield where, typed.convert(plain, form, path="", error=TraceError)
             except TraceError as error:

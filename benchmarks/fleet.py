@@ -6,7 +6,7 @@
     python benchmarks/fleet.py --load plain --engines 64 --balancers two_choices --requests 100000
 
 Schedulers, KV caches, eviction, balancers and the reports of engines are the real ones, on a
-virtual clock (`hardpoint.simulation`); the time of a step is what STEP_COST says. All figures but
+virtual clock (`hardpoint.simulation`); the time of a step is that of STEP_COST. All figures but
 the times of decisions and of the run are the same in every run.
 """
 

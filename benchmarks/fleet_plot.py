@@ -57,18 +57,18 @@ def _panel(
     top: float,
 ) -> list[str]:
     sizes = sorted({one["engines"] for one in results})
-    most = _round_up(max(figure(one) for one in results))
+    highest = _round_up(max(figure(one) for one in results))
     span = math.log(sizes[-1] / sizes[0]) or 1.0
 
     def x(size: int) -> float:
         return left + _WIDTH * math.log(size / sizes[0]) / span
 
     def y(value: float) -> float:
-        return top + _HEIGHT * (1 - value / most)
+        return top + _HEIGHT * (1 - value / highest)
 
     parts = [f'<text x="{left}" y="{top - 8}">{escape(title)}</text>']
     for tick in range(_TICKS + 1):
-        value = most * tick / _TICKS
+        value = highest * tick / _TICKS
         parts += [
             f'<line x1="{left}" x2="{left + _WIDTH}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
             f'stroke="#ddd"/>',

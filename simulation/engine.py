@@ -37,7 +37,7 @@ _VOCABULARY = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What all engines of a fleet have in common.
+    """Settings that all engines of a fleet share.
 
     Attributes:
         config: their configuration, with `kv_cache.num_blocks`.
@@ -113,7 +113,7 @@ class SimulatedEngine:
         Args:
             rank: its number.
             settings: those of the fleet.
-            timeline: of the fleet.
+            timeline: the fleet's clock, and what is planned on it.
             send: is called with its outputs.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +43,7 @@ class Fleet:
         """Build the engines.
 
         Args:
-            config: that of each engine, as `LLM` takes it: a mapping, or a TOML file.
+            config: configuration of each engine, as `LLM` takes it: a mapping, or a TOML file.
                 `parallel.data` is their number, `kv_cache.num_blocks` the size of each cache.
             step_cost: the time of a step, by what it computes.
             objective: the service level objective of the report; None is the default one.
@@ -70,15 +71,26 @@ class Fleet:
         )
         self._settings.check()
         self._ranks = itertools.count()
-        self._devices: list[SimulatedEngine] = []  # dead ones as well
-        for _ in range(config.parallel.data):
-            self.add_engine()
+        self._started: list[SimulatedEngine] = []  # dead ones as well
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for _ in range(config.parallel.data):
+                self.add_engine()
+            undo.pop_all()
+
+    def __enter__(self) -> Fleet:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
     def add_engine(self) -> int:
         """Start a further engine, which serves at once with an empty cache; return its rank."""
         engine = SimulatedEngine(next(self._ranks), self._settings, self.clock, self._receive)
         self.engines[engine.rank] = engine
-        self._devices.append(engine)
+        self._started.append(engine)
         self._client.add(engine)
         return engine.rank
 
@@ -97,7 +109,7 @@ class Fleet:
         self.clock.at(seconds, lambda: (action(), None)[1])
 
     def run(self, requests: Iterable[SimulatedRequest]) -> FleetReport:
-        """Run requests until all have ended; return what was measured so far.
+        """Run requests until all have ended; return the measures so far.
 
         Args:
             requests: in the order of their times, which are seconds on the clock.
@@ -138,8 +150,8 @@ class Fleet:
         return self._measures.decision_times()
 
     def report(self) -> FleetReport:
-        """Return what was measured so far."""
-        measures, engines = self._measures, self._devices
+        """Return the measures so far."""
+        measures, engines = self._measures, self._started
         tokens = [engine.device.num_tokens for engine in engines]
         seconds = measures.last_output
         faults = {**self._faults.report(), **self._client.faults()}
@@ -172,7 +184,7 @@ class Fleet:
     def close(self) -> None:
         """Close all components."""
         self._client.close()
-        for engine in self._devices:
+        for engine in self._started:
             engine.close()
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a simulated fleet, and the report that is made of it."""
+"""Measures of a simulated fleet, and their report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DecisionTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation found: the same for the same requests and settings, byte for byte.
+    """Results of a simulation: the same for the same requests and settings, byte for byte.
 
     Attributes:
         balancer: name of the balancer.
@@ -64,12 +64,12 @@ class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
         requests: number of requests.
         finished: those that got all their tokens.
         refused: those that an engine refused or ended with an error.
-        unfinished: those that have not ended, for no engine is left.
+        unfinished: those that have not ended, because no engine is left.
         refusals: how often each error came, the text of the first one by its kind.
         moved: how often a request went on at another engine.
         virtual_seconds: from the first request to the last output.
-        steps: steps of all engines together.
-        preemptions: of all engines together.
+        steps: number of steps, of all engines together.
+        preemptions: number of preemptions, of all engines together.
         prompt_tokens: tokens of the prompts that were begun.
         output_tokens: tokens that were generated.
         computed_tokens: tokens that engines computed.
@@ -127,7 +127,7 @@ class Measures:
 
     Attributes:
         requests, finished, refused, num_moves: as in `FleetReport`.
-        prompt_tokens, cached_tokens, output_tokens: of requests that had any output.
+        prompt_tokens, cached_tokens, output_tokens: tokens of requests that had any output.
         refusals: first text by kind of error.
         last_output: when the last output came, in seconds.
     """

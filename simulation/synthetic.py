@@ -56,7 +56,7 @@ class SyntheticLoad(Strict):
         turns: requests of a conversation, in the mean of a geometric distribution.
         think_seconds: time between two turns, in the mean of an exponential distribution.
         sessions: whether requests of several turns name their conversation.
-        seed: of all that is drawn.
+        seed: seed of all draws.
     """
 
     requests: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 1000

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Timeline:
-    """A clock that stands still while something happens, and then jumps to what happens next.
+    """A clock that moves from one action to the next, and not while one is done.
 
     Of two things at the same time, that which was planned first comes first, so that a simulation
     is the same in every run.

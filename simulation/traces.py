@@ -51,7 +51,7 @@ class BailianLine(msgspec.Struct):
 
     Attributes:
         chat_id: identity of the request.
-        parent_chat_id: that of the turn before it; -1 for the first one.
+        parent_chat_id: identity of the turn before it; -1 for the first one.
         timestamp: seconds since the start.
         input_length, output_length: tokens.
         hash_ids: one per block of the prompt, as Mooncake's; without them, a prompt begins with

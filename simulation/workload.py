@@ -66,7 +66,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
 def tokens_of(segments: Iterable[Segment]) -> list[int]:
     """Return the tokens of segments: of each its number, one more than its id, and then zeros.
 
-    Block hashes cover all tokens before them, so that one token tells texts apart.
+    Block hashes cover all tokens before them, so that one token distinguishes texts.
     """
     tokens: list[int] = []
     for segment in segments:

@@ -175,7 +175,7 @@ class TestBailian:
         assert second.prompt_length == 60
         assert shared(first, second) == 59
 
-    def test_numbers_of_blocks_say_what_is_shared(self, write):
+    def test_equal_numbers_are_shared_blocks(self, write):
         rows = bailian(5, 1, 40, hash_ids=[8, 9, 10]), bailian(6, 2, 48, hash_ids=[8, 9, 11])
         first, second = read_bailian(write(*rows))
         assert shared(first, second) == 32

@@ -37,9 +37,9 @@ class Kit(SchedulerSimulator):
 
 def steps_of(fleet, requests):
     """Run requests; return for each step the arrivals before it, and its tokens by request."""
-    device = fleet.engines[0].device
+    engine = fleet.engines[0]
     found, arrived = [], []
-    execute, send = device.execute, fleet._client.send
+    execute, submit = engine.device.execute, engine.submit
 
     def note(plan):
         found.append((list(arrived), dict(plan.num_scheduled_tokens)))
@@ -48,9 +48,9 @@ def steps_of(fleet, requests):
 
     def arrives(request):
         arrived.append(request)
-        send(request)
+        submit(request)
 
-    device.execute, fleet._client.send = note, arrives
+    engine.device.execute, engine.submit = note, arrives
     fleet.run(requests)
     return found
 

@@ -57,16 +57,9 @@ class EngineSettings:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each cache.
-
-        Raises:
-            ConfigError: they are not given.
-        """
-        if (count := self.config.kv_cache.num_blocks) is None:
-            raise ConfigError(
-                "kv_cache.num_blocks: expected the number of blocks of a simulated engine, which "
-                "has no memory to measure, got null"
-            )
+        """Blocks of each cache."""
+        count = self.config.kv_cache.num_blocks
+        assert count is not None, "`check` refuses that"
         return count
 
     def check(self) -> None:
@@ -85,7 +78,11 @@ class EngineSettings:
         for path, is_set in wrong.items():
             if is_set:
                 raise ConfigError(f"{path}: expected the default, for it is not simulated")
-        assert self.num_blocks
+        if config.kv_cache.num_blocks is None:
+            raise ConfigError(
+                "kv_cache.num_blocks: expected the number of blocks of a simulated engine, which "
+                "has no memory to measure, got null"
+            )
 
 
 class SimulatedEngine:

@@ -106,7 +106,7 @@ class Fleet:
 
     def at(self, seconds: float, action: Callable[[], object]) -> None:
         """Plan an action for a time of the trace, such as `lambda: fleet.lose_engine(3)`."""
-        self.clock.at(seconds, lambda: (action(), None)[1])
+        self.clock.at(seconds, action)
 
     def run(self, requests: Iterable[SimulatedRequest]) -> FleetReport:
         """Run requests until all have ended; return the measures so far.

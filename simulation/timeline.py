@@ -17,7 +17,7 @@ class Timeline:
     def __init__(self) -> None:
         """Begin at 0 seconds with nothing planned."""
         self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._num_planned = 0
 
     def __call__(self) -> float:
@@ -29,12 +29,12 @@ class Timeline:
         """When the next thing happens, in seconds; infinite if nothing is planned."""
         return self._events[0][0] if self._events else math.inf
 
-    def at(self, seconds: float, action: Callable[[], None]) -> None:
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
         """Plan an action for a time; one that has passed is now."""
         self._num_planned += 1
         heapq.heappush(self._events, (max(seconds, self._now), self._num_planned, action))
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
         """Plan an action for so many seconds from now."""
         self.at(self._now + seconds, action)
 

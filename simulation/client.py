@@ -52,11 +52,6 @@ class SimulatedClient:
         """Whether engines are to report the changes of their caches."""
         return self._index is not None
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for an engine."""
-        return len(self._waiting)
-
     def faults(self) -> dict[str, StepFault]:
         """Return the failed decisions of the balancer, by its name."""
         return self._choice.faults()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hardpoint.boundary.errors import close_all, rejection_output
 from hardpoint.boundary.faults import StepFaults
@@ -13,7 +14,7 @@ from hardpoint.core.engine.policy import PolicySlot
 from hardpoint.core.engine.prepare import limits_of
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -69,15 +70,17 @@ class EngineSettings:
             ConfigError: naming what cannot.
         """
         config = self.config
-        wrong = {
-            "scheduler.asynchronous": config.scheduler.asynchronous,
-            "parallel.pipeline": config.parallel.pipeline > 1,
-            "kv_connector.use": config.kv_connector.use is not None,
-            "speculation.use": bool(config.speculation.use),
+        simulated: dict[str, tuple[Any, Any]] = {
+            "scheduler.asynchronous": (config.scheduler.asynchronous, False),
+            "parallel.pipeline": (config.parallel.pipeline, 1),
+            "kv_connector.use": (config.kv_connector.use, None),
+            "speculation.use": (config.speculation.use, []),
         }
-        for path, is_set in wrong.items():
-            if is_set:
-                raise ConfigError(f"{path}: expected the default, for it is not simulated")
+        for path, (value, right) in simulated.items():
+            if value != right:
+                raise ConfigError(
+                    f"{path}: expected {shown(right)}, which alone is simulated, got {shown(value)}"
+                )
         if config.kv_cache.num_blocks is None:
             raise ConfigError(
                 "kv_cache.num_blocks: expected the number of blocks of a simulated engine, which "

@@ -288,8 +288,12 @@ class TestPlugins:
         ("tables", "message"),
         [
             ({"kv_cache": {"num_blocks": None}}, "kv_cache.num_blocks: expected the number"),
-            ({"scheduler": {"asynchronous": True}}, "scheduler.asynchronous: expected the default"),
-            ({"speculation": {"use": ["ngram"]}}, "speculation.use: expected the default"),
+            (
+                {"scheduler": {"asynchronous": True}},
+                "scheduler.asynchronous: expected False",
+            ),
+            ({"speculation": {"use": ["ngram"]}}, r"speculation.use: expected \[\], .* got \['ngr"),
+            ({"scheduler": {"max_num_seqs": "x"}}, "scheduler.max_num_seqs: expected a whole"),
             ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: expected a whole number"),
             ({"step_cost": StepCost()}, "step_cost.is_trained: expected true"),
             ({"step_cost": StepCost(is_trained=True)}, "step_cost.step: expected milliseconds > 0"),

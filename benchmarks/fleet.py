@@ -1,6 +1,7 @@
 """Balancers compared on simulated fleets: reuse, latency, imbalance, and the time of a decision.
 
-    python benchmarks/fleet.py
+    python benchmarks/fleet.py --engines 1 4 64 --json fleet.json
+    python benchmarks/fleet.py --engines 1000 --requests 20000 --earlier fleet.json --plot fleet.svg
     python benchmarks/fleet.py --load mooncake --engines 4 --requests 12031 --blocks 16384
     python benchmarks/fleet.py --trace conversation_trace.jsonl --engines 8 --blocks 16384
     python benchmarks/fleet.py --load plain --engines 64 --balancers two_choices --requests 100000
@@ -148,6 +149,9 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a file of Mooncake's form, instead of --load")
     parser.add_argument("--bailian", action="store_true", help="--trace is of Bailian's form")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
+    parser.add_argument(
+        "--earlier", nargs="*", type=Path, default=[], help="files of --json to add"
+    )
     parser.add_argument("--json", type=Path, help="also write all figures here")
     parser.add_argument("--plot", type=Path, help="also draw them, as SVG")
     arguments = parser.parse_args()
@@ -156,7 +160,8 @@ def main() -> None:
         arguments.processes, get_context("spawn"), max_tasks_per_child=1
     ) as pool:
         running = [pool.submit(run, arguments, *case) for case in cases]
-        results = [one.result() for one in running]
+        earlier = [one for file in arguments.earlier for one in json.loads(file.read_text())]
+        results = earlier + [one.result() for one in running]
     Console(width=160).print(table(results))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))

@@ -245,7 +245,7 @@ class PrefixIndex:
 
     def _store(self, engine: _Engine, keys: Iterable[bytes]) -> None:
         masks, bit = self._masks, engine.bit
-        for key in keys:
+        for key in sorted(keys):  # a set's order differs by process, and so would what is dropped
             masks[key] = masks.get(key, 0) | bit
         if len(masks) > self._max_blocks:
             self._shrink()

@@ -62,6 +62,7 @@ SMALL_MODULES = {
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
     "hardpoint.replicas.opening": "what programs open; the group knows no plugins",
+    "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
@@ -141,7 +142,8 @@ def starting_points() -> set[str]:
         target.partition(":")[0] for group in entry_point_groups() for target in group.values()
     }
     programs = {module for module in modules() if module.endswith(".__main__")}
-    return {*api, *named, *programs} & {*modules_of_the_engine()}
+    libraries = {"hardpoint.simulation"}  # what programs import besides
+    return {*api, *named, *programs, *libraries} & {*modules_of_the_engine()}
 
 
 def reached(start: set[str]) -> set[str]:
@@ -195,7 +197,7 @@ def public_names() -> set[str]:
     return {
         name
         for module, path in modules().items()
-        if path.relative_to(ROOT).parts[0] in ("api", "plugins", "toolkit", "typed")
+        if path.relative_to(ROOT).parts[0] in ("api", "plugins", "simulation", "toolkit", "typed")
         for node in nodes(path)
         for name in defined(node)
         if not name.startswith("_")

@@ -45,6 +45,7 @@ WHOLE = (
     "plugins",
     "registry",
     "replicas",
+    "simulation",
     "system",
     "testing",
     "toolkit",

@@ -24,6 +24,7 @@ FOLDERS = {
     "plugins": "hardpoint/plugins",
     "registry": "hardpoint/registry",
     "replicas": "hardpoint/replicas",
+    "simulation": "hardpoint/simulation",
     "testing": "hardpoint/testing",
     "core": "hardpoint/core",
     "kernels": "hardpoint/kernels",

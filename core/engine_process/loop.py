@@ -213,11 +213,10 @@ class EngineLoop:
         self._reports: ClientReports | None = None
         if options.reports_load or options.reports_cache:
             self._reports = ClientReports(
-                core,
                 len(queues.output),
                 clock,
-                load=options.reports_load,
-                cache=options.reports_cache,
+                load=core.load if options.reports_load else None,
+                cache=core.take_cache_changes if options.reports_cache else None,
             )
         core.enter_loop()
         core.on_executor_failure(lambda failed: queues.input.put(LoopFailure(failed)))

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from hardpoint.core.engine.core import EngineCore
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.plugins.engine_state import EngineLoad
+from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 
 _INTERVAL_S = 0.1
 """The least time between two reports of the load."""
@@ -25,25 +24,22 @@ class ClientReports:
 
     def __init__(
         self,
-        core: EngineCore,
         num_clients: int,
         clock: Callable[[], float],
         *,
-        load: bool,
-        cache: bool,
+        load: Callable[[int], EngineLoad] | None,
+        cache: Callable[[], KVCacheChanges | None] | None,
     ) -> None:
         """Begin with nothing reported.
 
         Args:
-            core: the engine.
-            num_clients: number of its clients.
+            num_clients: number of the engine's clients.
             clock: seconds.
-            load: whether to report the load.
-            cache: whether to report changes of the KV cache.
+            load: `EngineCore.load`, None if it is not reported.
+            cache: `EngineCore.take_cache_changes`, None if they are not reported.
         """
-        self._core = core
         self._clock = clock
-        self._reports_load, self._reports_cache = load, cache
+        self._load, self._cache = load, cache
         self._num_steps = 0
         self._last_requests: list[str | None] = [None] * num_clients
         self._sent: list[EngineLoad] = []
@@ -69,8 +65,8 @@ class ClientReports:
         """
         self._num_steps += executed
         messages = dict(outputs)
-        changes = self._core.take_cache_changes() if self._reports_cache else None
-        loads = self._changed_loads() if self._reports_load else []
+        changes = self._cache() if self._cache else None
+        loads = self._changed_loads(self._load) if self._load else []
         if changes is None and not loads:
             return messages
         for client in range(len(self._last_requests)):
@@ -85,14 +81,14 @@ class ClientReports:
         """Seconds until a report may be due though nothing happens; None if none will be."""
         return max(self._due - self._clock(), 0.0) if self._is_late else None
 
-    def _changed_loads(self) -> list[EngineLoad]:
+    def _changed_loads(self, load_after: Callable[[int], EngineLoad]) -> list[EngineLoad]:
         """Return the load as each client gets it; nothing if it is not due, or has not changed."""
         now = self._clock()
         self._is_late = now < self._due
         if self._is_late:
             return []
         self._due = now + _INTERVAL_S
-        load = self._core.load(self._num_steps)
+        load = load_after(self._num_steps)
         loads = [msgspec.structs.replace(load, last_request=last) for last in self._last_requests]
         if loads == self._sent:
             return []

@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     Scheduler,
     SchedulerOutput,
 )
+from hardpoint.simulation.stepping import Execute
 from hardpoint.testing.scheduling.checks.plan import check_plan, check_record
 from hardpoint.testing.scheduling.checks.state import (
     check_all_finished,
@@ -49,6 +50,10 @@ from .simulator_state import SimulatorState
 _STEP_SECONDS = 1e-6
 _SCRIPT = {field.name for field in dataclasses.fields(Script)}
 _PARAMS = {*SamplingParams.__struct_fields__} - {"plugin_args"}  # those are the request's
+
+
+def _execute_nothing(plan: SchedulerOutput) -> ModelRunnerOutput:  # noqa: ARG001
+    return ModelRunnerOutput()
 
 
 class SchedulerSimulator(SimulatorState):
@@ -157,9 +162,7 @@ class SchedulerSimulator(SimulatorState):
         may_draft = any(request.script.drafts for request in self.unfinished.values())
         while self.in_flight and self.settings.num_draft_tokens and may_draft:
             self.deliver()
-        plan = self._schedule()
-        result = self.worker.execute(self._sent(plan))
-        self.in_flight.append((plan, result))
+        plan = self._start(self._execute)
         if len(self.worker.rows) > self.limits.max_num_seqs:
             raise LIMITS.violation(
                 f"{len(self.worker.rows)} requests are running, max_num_seqs is "
@@ -170,8 +173,7 @@ class SchedulerSimulator(SimulatorState):
 
     def deliver(self) -> None:
         """Pass the oldest undelivered result to the scheduler."""
-        plan, result = self.in_flight.pop(0)
-        outputs = self.scheduler.update(plan, result)
+        plan, result, outputs = self.stepped.deliver()
         self.worker.memory.last_delivered_step = plan.step
         for request_id in result.faults:
             if (request := self.unfinished.get(request_id)) is not None:
@@ -189,14 +191,9 @@ class SchedulerSimulator(SimulatorState):
         Args:
             executed: whether the workers execute the plan all the same.
         """
-        plan = self._schedule()
-        if executed:
-            self.worker.execute(self._sent(plan))
-        lost = [*(plan for plan, _ in self.in_flight), plan]
-        self.in_flight.clear()
-        for plan in lost:
+        self._start(self._execute if executed else _execute_nothing)
+        for plan in self.stepped.lose():
             self.worker.record_lost_plan(plan)
-            self.scheduler.plan_lost(plan)
             self.ledger.record_lost_plan(plan)
         check_invariants(self)
 
@@ -275,11 +272,28 @@ class SchedulerSimulator(SimulatorState):
         """Check that every request has finished and all blocks are free."""
         check_all_finished(self)
 
-    def _schedule(self) -> SchedulerOutput:
+    def _start(self, execute: Execute) -> SchedulerOutput:
+        """Start a step; `execute` gets its plan once it was checked."""
         self.clock.advance(_STEP_SECONDS)
         self.policy_monitor.begin_step()
         unfinished = self.ledger.expire(self.clock.now)
-        plan = self.scheduler.schedule()
+
+        def checked(plan: SchedulerOutput) -> ModelRunnerOutput:
+            self._check(plan, unfinished)
+            return execute(plan)
+
+        return self.stepped.start(checked)
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self.worker.execute(self._sent(plan))
+
+    def _check(self, plan: SchedulerOutput, unfinished: Mapping[str, ExpectedRequest]) -> None:
+        """Check a plan, and note it.
+
+        Args:
+            plan: the plan.
+            unfinished: the requests that had not finished when it was made.
+        """
         late = set(self.unfinished) - set(unfinished)
         if late := late & set(plan.num_scheduled_tokens):
             raise FINISH.violation(f"{sorted(late)} are scheduled past their deadline")
@@ -301,7 +315,6 @@ class SchedulerSimulator(SimulatorState):
             request = unfinished[new.source.request_id]
             request.cached = new.num_computed_tokens if request.cached is None else request.cached
             request.was_scheduled = True
-        return plan
 
     def _check_collaborators(self, plan: SchedulerOutput) -> None:
         indices = {name: index for index, name in enumerate(plan.num_scheduled_tokens)}

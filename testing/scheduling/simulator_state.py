@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     StepRecord,
 )
+from hardpoint.simulation import SteppedScheduler
 from hardpoint.testing.engine_access import create_encoder_cache
 from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars
 from hardpoint.testing.scheduling.fakes.kv_cache import MonitoredKVCacheManager
@@ -31,7 +32,6 @@ class SimulatorState:
     """A scheduler with scripted collaborators, and everything observed of it.
 
     Attributes:
-        scheduler: the scheduler under test.
         settings: what the simulation was built with.
         limits: the scheduler's limits.
         clock: advances by a microsecond per step, and when a test advances it.
@@ -44,7 +44,7 @@ class SimulatorState:
         ledger: all requests.
         plans: all plans, in order.
         records: one step record per plan.
-        in_flight: executed plans whose results were not delivered to the scheduler.
+        stepped: the scheduler, and its plans under way.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class SimulatorState:
         self.ledger = RequestLedger(report_finished=settings.report_finished)
         self.plans: list[SchedulerOutput] = []
         self.records: list[StepRecord] = []
-        self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
-        self.scheduler = self._build(scheduler)
+        self.stepped = SteppedScheduler(self._build(scheduler))
 
     def _build(self, scheduler: type[Scheduler]) -> Scheduler:
         name = scheduler.__name__
@@ -102,6 +101,16 @@ class SimulatorState:
                 report_finished=self.settings.report_finished,
             )
         )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Return the scheduler under test."""
+        return self.stepped.scheduler
+
+    @property
+    def in_flight(self) -> Sequence[tuple[SchedulerOutput, ModelRunnerOutput]]:
+        """Return the executed plans whose results were not delivered to the scheduler."""
+        return self.stepped.in_flight
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """Return the token that continues a history."""

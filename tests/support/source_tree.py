@@ -18,6 +18,7 @@ FOLDERS = {
     "features": "hardpoint.features",
     "registry": "hardpoint.registry",
     "replicas": "hardpoint.replicas",
+    "simulation": "hardpoint.simulation",
     "system": "hardpoint.system",
     "testing": "hardpoint.testing",
     "toolkit": "hardpoint.toolkit",

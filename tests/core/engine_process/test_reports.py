@@ -80,7 +80,7 @@ class TestTimes:
 
     @pytest.fixture
     def reports(self, core, clock):
-        reports = ClientReports(core, 2, clock, load=True, cache=False)
+        reports = ClientReports(2, clock, load=core.load, cache=None)
         assert set(reports.with_reports({})) == {0, 1}
         return reports
 

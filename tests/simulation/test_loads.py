@@ -1,0 +1,265 @@
+"""Traces of others, synthetic load, and the tokens that stand for texts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+
+import pytest
+
+from hardpoint.core.kv_cache import BlockHashes
+from hardpoint.plugins import ConfigError
+from hardpoint.simulation import (
+    Lengths,
+    Segment,
+    SyntheticLoad,
+    TraceError,
+    read_bailian,
+    read_mooncake,
+    sped_up,
+)
+from hardpoint.simulation.workload import cut, tokens_of
+
+
+@pytest.fixture
+def write(tmp_path):
+    def lines(*rows):
+        file = tmp_path / "trace.jsonl"
+        texts = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        file.write_text("\n".join(texts) + "\n")
+        return file
+
+    return lines
+
+
+def mooncake(timestamp=0, length=1000, output=10, ids=(0, 1), **others):
+    return {
+        "timestamp": timestamp,
+        "input_length": length,
+        "output_length": output,
+        "hash_ids": list(ids),
+        **others,
+    }
+
+
+def bailian(chat, timestamp, length, output=10, parent=-1, **others):
+    return {
+        "chat_id": chat,
+        "parent_chat_id": parent,
+        "timestamp": timestamp,
+        "input_length": length,
+        "output_length": output,
+        **others,
+    }
+
+
+def shared(one, other):
+    """Return how many leading tokens two prompts have in common."""
+    pairs = zip(tokens_of(one.prompt), tokens_of(other.prompt), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+class TestTokens:
+    def test_a_text_is_its_number_and_zeros(self):
+        assert tokens_of([Segment(7, 3), Segment(0, 1), Segment(2**32 - 2, 2)]) == [
+            8, 0, 0, 1, 2**32 - 1, 0,
+        ]  # fmt: skip
+
+    def test_block_hashes_tell_all_texts_apart(self):
+        hashes = BlockHashes(4)
+
+        def of(*segments):
+            request = SyntheticLoad().generate()
+            source = next(request).for_engine("a")
+            source.prompt_token_ids = tokens_of(segments)
+            return hashes.of_prompt(source)
+
+        first, second = of(Segment(1, 8), Segment(2, 8)), of(Segment(1, 8), Segment(3, 8))
+        assert len({*first, *second}) == 6
+        assert first[:2] == second[:2]
+
+    @pytest.mark.parametrize("number", [-1, 2**32 - 1])
+    def test_numbers_that_no_token_can_have(self, number):
+        with pytest.raises(ValueError, match=f"expected 0 to 4294967294, got {number}"):
+            tokens_of([Segment(number, 1)])
+
+    def test_cut(self):
+        texts = (Segment(1, 4), Segment(2, 4))
+        assert cut(texts, 6) == (Segment(1, 4), Segment(2, 2))
+        assert cut(texts, 4) == (Segment(1, 4),)
+        assert cut(texts, 0) == ()
+        assert cut(texts, 9) == texts
+
+    def test_faster(self):
+        requests = list(SyntheticLoad(requests=3).generate())
+        assert [one.at for one in sped_up(requests, 2)] == [one.at / 2 for one in requests]
+        with pytest.raises(ValueError, match="factor: expected a number > 0, got 0"):
+            next(sped_up(requests, 0))
+
+
+class TestMooncake:
+    def test_lengths_times_and_what_is_shared(self, write):
+        file = write(mooncake(), mooncake(3000, 1500, 20, (0, 5, 6), type="chat"), "")
+        first, second = read_mooncake(file)
+        assert (first.at, first.prompt_length, first.output.length) == (0.0, 1000, 10)
+        assert (second.at, second.prompt_length, second.output.length) == (3.0, 1500, 20)
+        assert shared(first, second) == 512
+        assert first.session is None
+
+    def test_a_last_block_without_a_number_is_ones_own(self, write):
+        first, second = read_mooncake(write(mooncake(ids=[3]), mooncake(ids=[3])))
+        assert first.prompt_length == 1000
+        assert shared(first, second) == 512
+
+    def test_equal_prompts_are_equal(self, write):
+        first, second = read_mooncake(write(mooncake(), mooncake()))
+        assert first.prompt == second.prompt
+        assert first.output.id != second.output.id
+
+    def test_the_order_is_that_of_the_times(self, write):
+        file = write(mooncake(2000), mooncake(1000, output=1), mooncake(1000, output=2))
+        assert [(one.at, one.output.length) for one in read_mooncake(file)] == [
+            (1.0, 1),
+            (1.0, 2),
+            (2.0, 10),
+        ]
+
+    def test_other_blocks(self, write):
+        (one,) = read_mooncake(write(mooncake(length=40, ids=(1, 2, 3))), block_size=16)
+        assert [segment.length for segment in one.prompt] == [16, 16, 8]
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            (mooncake(-1), "timestamp: expected a number >= 0, got -1"),
+            (mooncake(length=0), "input_length: expected a whole number >= 1, got 0"),
+            (
+                mooncake(output="x"),
+                "output_length: expected a whole number from 1 to 100000000, got 'x'",
+            ),
+            (mooncake(ids=[0, -4]), r"hash_ids\[1\]: expected a whole number >= 0, got -4"),
+            (mooncake(ids=[0, 2**31]), r"hash_ids\[1\]: expected a whole number <= 2147483647"),
+            (mooncake(ids=[]), "hash_ids: expected 1 or 2 for input_length 1000 in blocks of 512"),
+            (mooncake(ids=[0, 1, 2]), "hash_ids: expected 1 or 2 .* got 3"),
+            (mooncake(length=1024, ids=[0]), "hash_ids: expected 2 for input_length 1024"),
+            ({"timestamp": 0}, "input_length: "),
+            ([1], r"expected a JSON object, got \[1\]"),
+            ("{", "expected a JSON object, "),
+            ('{"timestamp": NaN}', "expected a JSON object, "),
+        ],
+    )
+    def test_lines_that_are_wrong(self, write, row, message):
+        file = write(mooncake(), "", row)
+        with pytest.raises(TraceError, match=f"trace.jsonl:3: {message}"):
+            read_mooncake(file)
+
+    def test_a_file_that_is_not_there(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="none.jsonl"):
+            read_mooncake(tmp_path / "none.jsonl")
+
+
+class TestBailian:
+    def test_a_turn_begins_with_the_one_before_and_its_answer(self, write):
+        file = write(bailian(5, 1.5, 100), bailian(6, 9.0, 150, 7, parent=5), bailian(7, 2.0, 100))
+        first, other, second = read_bailian(file)
+        assert [one.at for one in (first, other, second)] == [1.5, 2.0, 9.0]
+        assert [one.prompt_length for one in (first, other, second)] == [100, 100, 150]
+        assert second.prompt[:2] == (*first.prompt, first.output)
+        assert shared(first, other) == 0
+        assert [one.session for one in (first, other, second)] == ["5", "7", "5"]
+
+    def test_a_shorter_turn_has_the_beginning(self, write):
+        first, second = read_bailian(write(bailian(5, 1, 100), bailian(6, 2, 60, parent=5)))
+        assert second.prompt_length == 60
+        assert shared(first, second) == 59
+
+    def test_equal_numbers_are_shared_blocks(self, write):
+        rows = bailian(5, 1, 40, hash_ids=[8, 9, 10]), bailian(6, 2, 48, hash_ids=[8, 9, 11])
+        first, second = read_bailian(write(*rows))
+        assert shared(first, second) == 32
+
+    def test_a_parent_that_is_not_there_begins_a_conversation(self, write):
+        (one,) = read_bailian(write(bailian(6, 2, 60, parent=5)))
+        assert (one.session, one.prompt_length) == ("6", 60)
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            (bailian(1, 2, 60), "chat_id: 1 is that of an earlier line"),
+            (bailian("x", 2, 60), "chat_id: expected a whole number"),
+            (bailian(2, 2, 60, hash_ids=[1]), "hash_ids: expected 3 or 4 for input_length 60"),
+        ],
+    )
+    def test_lines_that_are_wrong(self, write, row, message):
+        with pytest.raises(TraceError, match=f"trace.jsonl:2: {message}"):
+            read_bailian(write(bailian(1, 1, 10), row))
+
+
+class TestSynthetic:
+    def test_the_statistics_are_the_stated_ones(self):
+        load = SyntheticLoad(
+            requests=20_000,
+            rate=50.0,
+            prompt=Lengths(median=200, sigma=0.5),
+            output=Lengths(median=40),
+            hot_prefixes=8,
+            hot_tokens=100,
+            hot_share=0.5,
+            zipf=1.0,
+            turns=2.0,
+            think_seconds=3.0,
+        )
+        requests = list(load.generate())
+        times = [one.at for one in requests]
+        assert times == sorted(times)
+        assert len(requests) / times[-1] == pytest.approx(50, rel=0.05)
+        turns = {}
+        for one in requests:
+            turns.setdefault(one.session, []).append(one)
+        firsts = [own[0] for own in turns.values()]
+        assert len(requests) / len(firsts) == pytest.approx(2.0, rel=0.05)
+        own = [one.prompt[-1].length for one in requests]
+        assert statistics.median(own) == pytest.approx(200, rel=0.03)
+        logs = statistics.NormalDist.from_samples([math.log(n) for n in own])
+        assert logs.stdev == pytest.approx(0.5, rel=0.03)
+        assert {one.output.length for one in requests} == {40}
+        hot = [one.prompt[0].id for one in firsts if len(one.prompt) == 2]
+        assert len(hot) / len(firsts) == pytest.approx(0.5, rel=0.05)
+        assert hot.count(0) / hot.count(3) == pytest.approx(4.0, rel=0.15)
+        gaps = [b.at - a.at for own in turns.values() for a, b in itertools.pairwise(own)]
+        assert statistics.mean(gaps) == pytest.approx(3.0, rel=0.05)
+        second = next(own[1] for own in turns.values() if len(own) > 1)
+        first = turns[second.session][0]
+        assert second.prompt[:-1] == (*first.prompt, first.output)
+
+    def test_a_request_is_made_when_it_is_asked_for(self):
+        load = SyntheticLoad(requests=1_000_000_000)
+        assert len(list(itertools.islice(load.generate(), 10))) == 10
+
+    def test_the_seed_decides(self):
+        one, same, other = (list(SyntheticLoad(seed=seed).generate()) for seed in (1, 1, 2))
+        assert one == same != other
+
+    def test_without_turns_there_are_no_sessions(self):
+        assert {one.session for one in SyntheticLoad().generate()} == {None}
+        load = SyntheticLoad(turns=3.0, sessions=False)
+        assert {one.session for one in load.generate()} == {None}
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"rate": 0.0}, "synthetic.rate: expected a number > 0, got 0.0"),
+            ({"requests": 0}, "synthetic.requests: expected a whole number >= 1, got 0"),
+            ({"hot_share": 1.5}, "synthetic.hot_share: expected a number <= 1, got 1.5"),
+            ({"turns": 0.5}, "synthetic.turns: expected a number >= 1, got 0.5"),
+            (
+                {"prompt": Lengths(median=0)},
+                "synthetic.prompt.median: expected a whole number >= 1, got 0",
+            ),
+        ],
+    )
+    def test_fields_out_of_range(self, fields, message):
+        with pytest.raises(ConfigError, match=message):
+            SyntheticLoad(**fields).generate()

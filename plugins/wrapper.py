@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
 
 from hardpoint import typed
 
@@ -47,6 +47,7 @@ class Wrapper(Component, Generic[ComponentT]):
         """Return the base class of the wrappers of an interface's components."""
         if cls is not Wrapper or isinstance(interface, TypeVar):
             return super().__class_getitem__(interface)  # type: ignore[misc, no-any-return]
+        interface = get_origin(interface) or interface  # of a generic one, with its parameters
         members = {name: _Forwarded(name, member) for name, member in _members(interface)}
         return type(f"Wrapper[{interface.__name__}]", (cls,), {"__module__": __name__, **members})
 

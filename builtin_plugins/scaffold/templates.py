@@ -4,6 +4,8 @@ A folder per version has what changed in that version: `common/`, the files of e
 `kinds/KIND.txt`, the parts that differ by kind. A file that a version lacks is the one of the
 version before; an empty one is removed. So each version that a package was made from can be
 rendered again, which an update needs.
+
+A wheel has no files that begin with a dot: `dot_` stands for it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ Files: TypeAlias = dict[str, str]
 
 _PLACE = re.compile(r"@([A-Z_]+)@")
 _SECTION = re.compile(r"^=== (\w+)\n", re.MULTILINE)
-SECTIONS = ("page", "source", "tests", "config")
 
 
 def templates_folder() -> Traversable:
@@ -67,7 +68,7 @@ class Templates:
         rendered: Files = {}
         for path, text in texts.items():
             if path.startswith("common/"):
-                target = _filled(path.removeprefix("common/"), places)
+                target = _filled(path.removeprefix("common/"), places).replace("dot_", ".")
                 rendered[target] = _filled(_filled(text, places), places)  # sections have places
         for path, text in rendered.items():
             if path.endswith(".py"):
@@ -79,8 +80,7 @@ class Templates:
         texts: dict[str, str] = {}
         for changed in self._versions[:version]:
             texts |= changed
-        is_empty = PurePosixPath("py.typed").name
-        return {path: text for path, text in texts.items() if text or path.endswith(is_empty)}
+        return {path: text for path, text in texts.items() if text or path.endswith("/py.typed")}
 
 
 def _texts(folder: Traversable, prefix: str = "") -> Files:

@@ -175,11 +175,6 @@ class KVConnectorConfig(Strict):
         """Let the built-in connector drive the stores."""
         if self.stores and self.use is None:
             msgspec.structs.force_setattr(self, "use", _STORES)
-        if self.stores and self.use != _STORES:
-            raise ValueError(
-                f"stores are driven by the connector {_STORES!r}, but use names {self.use!r}; "
-                f"leave out use or stores"
-            )
         if self.use == _STORES and not self.stores:
             raise ValueError(
                 f'the connector {_STORES!r} needs stores to drive: stores = ["memory"], for example'

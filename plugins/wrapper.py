@@ -22,8 +22,8 @@ class Wrapper(Component, Generic[ComponentT]):
 
     `class Logged(Wrapper[Executor], Executor)` does what the executor in `self.wrapped` does: each
     method, property and attribute of the interface that the class does not override is that of the
-    wrapped component, also through `super()`. Class attributes that are looked up on the class
-    itself, such as `AttentionBackend.devices`, have to be stated again.
+    wrapped component, also through `super()`. Class attributes and class methods that are looked up
+    on the class itself, such as `AttentionBackend.devices`, have to be stated again.
 
     The operator chooses the wrapped component with the option `wraps`. The wrapper owns it: a
     class that overrides `close` calls `super().close()`.
@@ -84,12 +84,16 @@ class _Forwarded:
     """A member of an interface that is the wrapped component's."""
 
     def __init__(self, name: str, member: Any) -> None:
-        self._name = name
+        self._name, self._member = name, member
         self._of_class = self if callable(member) or hasattr(member, "__get__") else member
         self.__doc__ = getattr(member, "__doc__", None)
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self._of_class if wrapper is None else getattr(wrapper.wrapped, self._name)
+        if wrapper is not None:
+            return getattr(wrapper.wrapped, self._name)
+        if isinstance(self._member, classmethod):  # no component that is wrapped is known
+            return self._member.__get__(None, owner)
+        return self._of_class
 
 
 def _members(interface: type[Component]) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from hardpoint.plugins import (
     SchedulerOutput,
     StepRecord,
 )
-from hardpoint.testing.engine_access import create_encoder_cache
+from hardpoint.testing.engine_access import create_encoder_cache, with_creator
 from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars
 from hardpoint.testing.scheduling.fakes.kv_cache import MonitoredKVCacheManager
 from hardpoint.testing.scheduling.fakes.policy import monitor_policy
@@ -81,27 +81,26 @@ class SimulatorState:
         options = typed.convert(
             dict(self.settings.options), scheduler.Options, path=f"plugin.{name}"
         )
-        return scheduler(
-            SchedulerContext(
-                name=name,
-                options=options,
-                limits=self.limits,
-                kv_cache=self.kv_cache,
-                policy=self.policy,
-                clock=self.clock,
-                watermark=self.settings.watermark,
-                step_cost=lambda: self.settings.step_cost,
-                policy_fault=self.policy_faults.append,
-                transfers=self.connector,
-                connector=self.connector,
-                encoder_cache=self.encoder_cache,
-                gates=self.grammars,
-                grammars=self.grammars,
-                record=self.records.append,
-                log_stats=self.settings.log_stats,
-                report_finished=self.settings.report_finished,
-            )
+        context = SchedulerContext(
+            name=name,
+            options=options,
+            limits=self.limits,
+            kv_cache=self.kv_cache,
+            policy=self.policy,
+            clock=self.clock,
+            watermark=self.settings.watermark,
+            step_cost=lambda: self.settings.step_cost,
+            policy_fault=self.policy_faults.append,
+            transfers=self.connector,
+            connector=self.connector,
+            encoder_cache=self.encoder_cache,
+            gates=self.grammars,
+            grammars=self.grammars,
+            record=self.records.append,
+            log_stats=self.settings.log_stats,
+            report_finished=self.settings.report_finished,
         )
+        return scheduler(with_creator(context, "schedulers"))
 
     def next_token(self, tokens: Sequence[int]) -> int:
         """Return the token that continues a history."""

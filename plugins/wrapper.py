@@ -85,7 +85,8 @@ class _Forwarded:
 
     def __init__(self, name: str, member: Any) -> None:
         self._name, self._member = name, member
-        self._of_class = self if callable(member) or hasattr(member, "__get__") else member
+        is_data = isinstance(member, type) or not (callable(member) or hasattr(member, "__get__"))
+        self._of_class = member if is_data else self
         self.__doc__ = getattr(member, "__doc__", None)
 
     def __get__(self, wrapper: Any, owner: type) -> Any:

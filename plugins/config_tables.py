@@ -154,8 +154,9 @@ class KVConnectorConfig(Strict):
 
     Attributes:
         use: the connector; None is "stores" if there are `stores`, and none otherwise.
-        stores: where the connector "stores" keeps blocks, nearest first. `{ use = "disk", name =
-            "ssd" }` gives a store another name, and options of its own in `[plugin.ssd]`.
+        stores: where the connector "stores", or one that wraps it, keeps blocks, nearest first.
+            `{ use = "disk", name = "ssd" }` gives a store another name, and options of its own in
+            `[plugin.ssd]`.
         on_load_failure: what happens to a request whose blocks could not be loaded: they are
             computed, or it ends with an error.
         load_seconds: maximum time of a lookup, and of a load.

@@ -5,7 +5,8 @@ A folder per version has what changed in that version: `common/`, the files of e
 version before; an empty one is removed. So each version that a package was made from can be
 rendered again, which an update needs.
 
-A wheel has no files that begin with a dot: `dot_` stands for it.
+A wheel has no files that begin with a dot: `dot_` stands for it. Each has the ending `.txt`, since
+none is what it becomes before it is rendered.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Templates:
         rendered: Files = {}
         for path, text in texts.items():
             if path.startswith("common/"):
-                target = _filled(path.removeprefix("common/"), places).replace("dot_", ".")
+                target = _filled(path[len("common/") : -len(".txt")], places).replace("dot_", ".")
                 rendered[target] = _filled(_filled(text, places), places)  # sections have places
         for path, text in rendered.items():
             if path.endswith(".py"):
@@ -80,7 +81,9 @@ class Templates:
         texts: dict[str, str] = {}
         for changed in self._versions[:version]:
             texts |= changed
-        return {path: text for path, text in texts.items() if text or path.endswith("/py.typed")}
+        return {
+            path: text for path, text in texts.items() if text or path.endswith("/py.typed.txt")
+        }
 
 
 def _texts(folder: Traversable, prefix: str = "") -> Files:

@@ -46,7 +46,9 @@ def write_packages(folder: Path, kinds) -> str:
         source = folder / made.name / "src"
         info = source / f"{made.module}-0.1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {made.name}\nVersion: 0.1.0\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {made.name}\nVersion: 0.1.0\n"
+        )
         point = f"{made.module} = {made.module}:{made.class_name}"
         (info / "entry_points.txt").write_text(f"[hardpoint.{kind}]\n{point}\n")
         paths.append(str(source))
@@ -86,7 +88,15 @@ def test_a_package_is_complete(kind):
 
 def test_their_own_tests_pass(tmp_path):
     path = write_packages(tmp_path, QUICK)
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *os.listdir(tmp_path))
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *os.listdir(tmp_path),
+    )
     printed = run(*command, path=path, cwd=tmp_path, examples=0.02)
     assert "passed" in printed
     assert "failed" not in printed
@@ -177,10 +187,10 @@ def second(tmp_path):
     shutil.copytree(Path(str(templates_folder())), copied)
     common = copied / "2" / "common"
     (common / "dot_github" / "workflows").mkdir(parents=True)
-    (common / "dot_github" / "workflows" / "test.yml").touch()
-    readme = (copied / "1" / "common" / "README.md").read_text()
-    (common / "README.md").write_text(readme.replace("enables nothing.", "enables no plugin."))
-    (common / "MANIFEST.in").write_text("include README.md\n")
+    (common / "dot_github" / "workflows" / "test.yml.txt").touch()
+    readme = (copied / "1" / "common" / "README.md.txt").read_text()
+    (common / "README.md.txt").write_text(readme.replace("enables nothing.", "enables no plugin."))
+    (common / "MANIFEST.in.txt").write_text("include README.md\n")
     return Templates(copied)
 
 

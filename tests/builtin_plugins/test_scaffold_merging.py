@@ -33,7 +33,9 @@ def test_changes_apart_are_both_made(parts, one, other):
     def text(first, last):
         return "".join((fixed[0], first, fixed[1], parts[1], fixed[2], last, fixed[3]))
 
-    whole = [part if part.endswith("\n") or not part else f"{part}\n" for part in (*parts, one, other)]
+    whole = [
+        part if part.endswith("\n") or not part else f"{part}\n" for part in (*parts, one, other)
+    ]
     parts[1] = whole[1]
     base = text(whole[0], whole[2])
     merged = merge(base, text(whole[3], whole[2]), text(whole[0], whole[4]), "new")

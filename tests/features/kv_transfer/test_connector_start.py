@@ -215,7 +215,7 @@ def test_a_half_that_is_none_is_named(scripted, fault, words):
 def test_stores_that_the_connector_does_not_open_are_refused(scripted):
     use(Script())
     config = {"kv_connector": {**USES["kv_connector"], "stores": ["memory"]}}
-    with pytest.raises(HardpointError) as caught:
+    with pytest.raises(ConfigError) as caught:
         scripted_engine(scripted, {**USES, **config})
     assert "kv_connector.stores: the connector " in str(caught.value)
     assert "opens no stores; leave out use or stores" in str(caught.value)

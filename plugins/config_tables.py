@@ -158,8 +158,9 @@ class KVConnectorConfig(Strict):
 
     Attributes:
         use: the connector; None is "stores" if there are `stores`, and none otherwise.
-        stores: where the connector "stores" keeps blocks, nearest first. `{ use = "disk", name =
-            "ssd" }` gives a store another name, and options of its own in `[plugin.ssd]`.
+        stores: where the connector "stores", or one that wraps it, keeps blocks, nearest first.
+            `{ use = "disk", name = "ssd" }` gives a store another name, and options of its own in
+            `[plugin.ssd]`.
         on_load_failure: what happens to a request whose blocks could not be loaded: they are
             computed, or it ends with an error.
         load_seconds: maximum time of a lookup, and of a load.
@@ -179,11 +180,6 @@ class KVConnectorConfig(Strict):
         """Let the built-in connector drive the stores."""
         if self.stores and self.use is None:
             msgspec.structs.force_setattr(self, "use", _STORES)
-        if self.stores and self.use != _STORES:
-            raise ValueError(
-                f"stores are driven by the connector {_STORES!r}, but use names {self.use!r}; "
-                f"leave out use or stores"
-            )
         if self.use == _STORES and not self.stores:
             raise ValueError(
                 f'the connector {_STORES!r} needs stores to drive: stores = ["memory"], for example'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
 
 from hardpoint import typed
 
@@ -22,8 +22,8 @@ class Wrapper(Component, Generic[ComponentT]):
 
     `class Logged(Wrapper[Executor], Executor)` does what the executor in `self.wrapped` does: each
     method, property and attribute of the interface that the class does not override is that of the
-    wrapped component, also through `super()`. Class attributes that are looked up on the class
-    itself, such as `AttentionBackend.devices`, have to be stated again.
+    wrapped component, also through `super()`. Class attributes and class methods that are looked up
+    on the class itself, such as `AttentionBackend.devices`, have to be stated again.
 
     The operator chooses the wrapped component with the option `wraps`. The wrapper owns it: a
     class that overrides `close` calls `super().close()`.
@@ -47,6 +47,7 @@ class Wrapper(Component, Generic[ComponentT]):
         """Return the base class of the wrappers of an interface's components."""
         if cls is not Wrapper or isinstance(interface, TypeVar):
             return super().__class_getitem__(interface)  # type: ignore[misc, no-any-return]
+        interface = get_origin(interface) or interface  # of a generic one, with its parameters
         members = {name: _Forwarded(name, member) for name, member in _members(interface)}
         return type(f"Wrapper[{interface.__name__}]", (cls,), {"__module__": __name__, **members})
 
@@ -83,12 +84,17 @@ class _Forwarded:
     """A member of an interface that is the wrapped component's."""
 
     def __init__(self, name: str, member: Any) -> None:
-        self._name = name
-        self._of_class = self if callable(member) or hasattr(member, "__get__") else member
+        self._name, self._member = name, member
+        is_data = isinstance(member, type) or not (callable(member) or hasattr(member, "__get__"))
+        self._of_class = member if is_data else self
         self.__doc__ = getattr(member, "__doc__", None)
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self._of_class if wrapper is None else getattr(wrapper.wrapped, self._name)
+        if wrapper is not None:
+            return getattr(wrapper.wrapped, self._name)
+        if isinstance(self._member, classmethod):  # no component that is wrapped is known
+            return self._member.__get__(None, owner)
+        return self._of_class
 
 
 def _members(interface: type[Component]) -> Iterator[tuple[str, Any]]:

@@ -115,7 +115,9 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
     """Return a context that builds the components that the class under test wraps."""
 
     def create(use: str) -> Component:
-        tree: dict[str, Any] = {"plugins": {"enable": [use]}}
+        # With a name, for a class that has several: an architecture's is that of the model.
+        named = use if ":" in use else {"use": use, "name": use}
+        tree: dict[str, Any] = {"plugins": {"enable": [named]}}
         if path := KINDS[kind].chosen_by:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}

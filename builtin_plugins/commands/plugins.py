@@ -1,4 +1,4 @@
-"""`hardpoint plugins`: the installed and enabled plugins, and the reasons."""
+"""`hardpoint plugins`: the installed and enabled plugins, and the reasons; packages of new ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hardpoint.builtin_plugins.scaffold import command as new_package
 from hardpoint.plugins import Command, CommandContext
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.typed import FieldDoc
@@ -18,7 +19,9 @@ from .tables import print_table
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."
-    parser.description = "Show which plugins are installed, which are on, and why."
+    parser.description = (
+        "Show which plugins are installed, which are on, and why; make the package of a new one."
+    )
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog
     )
@@ -35,9 +38,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     show.add_argument("name", metavar="PLUGIN", help="a name, KIND/NAME, or package.module:Class")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
+    new_package.configure(actions.add_parser("new", help="make the package of a new plugin"))
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    if options.action == "new":
+        return new_package.run(options, context)
     config, config_sources = context.load_config()
     catalog = context.load_catalog(config, config_sources)
     if options.action == "list":
@@ -172,4 +178,4 @@ def _default(field: FieldDoc) -> str:
     return "required" if field.required else f"default {toml(field.default)}"
 
 
-COMMAND = Command("plugins", "Show plugins and why they are on.", _configure, _run)
+COMMAND = Command("plugins", "Show plugins and why they are on; make a new one.", _configure, _run)

@@ -13,6 +13,7 @@ import msgspec
 
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
+    ConfigError,
     HardpointError,
     KVConnector,
     KVStore,
@@ -69,6 +70,7 @@ class TransferWorker(WorkerHalf):
         self._left_out: str | None = None
         self._connector: KVConnector | None = None
         self._opened: KVConnectorWorker | None = None
+        self._has_opened_stores = False
         self._ended = frozenset[str]()
         self._has_data = False
 
@@ -126,6 +128,12 @@ class TransferWorker(WorkerHalf):
                     f"{self._calls.source}: its worker_half() gave {shown(half)}, expected a "
                     f"KVConnectorWorker"
                 )
+            if self._components.enabled("kv_stores") and not self._has_opened_stores:
+                half.close()
+                raise ConfigError(
+                    f"kv_connector.stores: the connector {self._calls.source} opens no stores; "
+                    f"leave out use or stores"
+                )
             undo.pop_all()
         self._opened = half
 
@@ -137,6 +145,7 @@ class TransferWorker(WorkerHalf):
         timeout_seconds: float,
     ) -> list[KVStore]:
         """Build the configured stores, for `KVWorkerContext.open_stores`."""
+        self._has_opened_stores = True
         context, stores = self._context, []
         for name in self._components.enabled("kv_stores"):
             store: KVStore = self._components.create(

@@ -17,7 +17,7 @@ from hardpoint.plugins import (
     StepRecord,
 )
 from hardpoint.simulation import SteppedScheduler
-from hardpoint.testing.engine_access import create_encoder_cache
+from hardpoint.testing.engine_access import create_encoder_cache, with_creator
 from hardpoint.testing.scheduling.fakes.connector import ScriptedConnector, ScriptedGrammars
 from hardpoint.testing.scheduling.fakes.kv_cache import MonitoredKVCacheManager
 from hardpoint.testing.scheduling.fakes.policy import monitor_policy
@@ -80,27 +80,26 @@ class SimulatorState:
         options = typed.convert(
             dict(self.settings.options), scheduler.Options, path=f"plugin.{name}"
         )
-        return scheduler(
-            SchedulerContext(
-                name=name,
-                options=options,
-                limits=self.limits,
-                kv_cache=self.kv_cache,
-                policy=self.policy,
-                clock=self.clock,
-                watermark=self.settings.watermark,
-                step_cost=lambda: self.settings.step_cost,
-                policy_fault=self.policy_faults.append,
-                transfers=self.connector,
-                connector=self.connector,
-                encoder_cache=self.encoder_cache,
-                gates=self.grammars,
-                grammars=self.grammars,
-                record=self.records.append,
-                log_stats=self.settings.log_stats,
-                report_finished=self.settings.report_finished,
-            )
+        context = SchedulerContext(
+            name=name,
+            options=options,
+            limits=self.limits,
+            kv_cache=self.kv_cache,
+            policy=self.policy,
+            clock=self.clock,
+            watermark=self.settings.watermark,
+            step_cost=lambda: self.settings.step_cost,
+            policy_fault=self.policy_faults.append,
+            transfers=self.connector,
+            connector=self.connector,
+            encoder_cache=self.encoder_cache,
+            gates=self.grammars,
+            grammars=self.grammars,
+            record=self.records.append,
+            log_stats=self.settings.log_stats,
+            report_finished=self.settings.report_finished,
         )
+        return scheduler(with_creator(context, "schedulers"))
 
     @property
     def scheduler(self) -> Scheduler:

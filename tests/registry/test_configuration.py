@@ -186,12 +186,11 @@ def test_the_variable_is_named():
 
 
 def test_fields_that_do_not_fit_together_name_the_places_of_both(folder):
-    (folder / "hardpoint.toml").write_text('[kv_connector]\nstores = ["memory"]\n')
-    message = refused(environ={"HARDPOINT__KV_CONNECTOR__USE": "acme.kv:Mover"})
-    assert message == (
-        "kv_connector: stores are driven by the connector 'stores', but use names 'acme.kv:Mover'; "
-        "leave out use or stores, got {'stores': ['memory'], 'use': 'acme.kv:Mover'} "
-        "(from file hardpoint.toml and environment HARDPOINT__KV_CONNECTOR__USE)"
+    (folder / "hardpoint.toml").write_text("[adapters]\nmax_loras = 4\n")
+    message = refused(environ={"HARDPOINT__ADAPTERS__MAX_CPU_LORAS": "2"})
+    assert message.startswith("adapters: max_cpu_loras has to be at least max_loras, got {")
+    assert message.endswith(
+        "(from file hardpoint.toml and environment HARDPOINT__ADAPTERS__MAX_CPU_LORAS)"
     )
     (folder / "hardpoint.toml").write_text("")
     assert refused("kv_connector.use=stores").startswith(

@@ -212,12 +212,16 @@ def test_a_half_that_is_none_is_named(scripted, fault, words):
     assert words in str(caught.value)
 
 
+def test_stores_that_the_connector_does_not_open_are_refused(scripted):
+    use(Script())
+    config = {"kv_connector": {**USES["kv_connector"], "stores": ["memory"]}}
+    with pytest.raises(ConfigError) as caught:
+        scripted_engine(scripted, {**USES, **config})
+    assert "kv_connector.stores: the connector " in str(caught.value)
+    assert "opens no stores; leave out use or stores" in str(caught.value)
+
+
 CONFIGS = [
-    (
-        {"use": "acme:Connector", "stores": ["memory"]},
-        "kv_connector: stores are driven by the connector 'stores', but use names "
-        "'acme:Connector'; leave out use or stores",
-    ),
     (
         {"use": "stores"},
         "kv_connector: the connector 'stores' needs stores to drive: stores = [\"memory\"], for",

@@ -1,0 +1,1 @@
+"""Packages of plugins for authors: made from templates, and updated to newer ones."""

@@ -1,0 +1,92 @@
+"""The names of a new package: what they may be, and what is made of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.commands import ComponentInfo
+from hardpoint.typed import Strict
+
+_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_LONGEST = 64
+_TAKEN = ("hardpoint", "src", "tests")
+
+
+class Answers(Strict, frozen=True):
+    """What a package was made of: the table `[tool.hardpoint.template]` of its pyproject.toml.
+
+    Attributes:
+        version: version of the templates.
+        kind: kind of the plugin.
+        name: name of the distribution.
+    """
+
+    version: int
+    kind: str
+    name: str
+
+    @property
+    def module(self) -> str:
+        """Name of the module, and of the plugin."""
+        return re.sub(r"[-_.]+", "_", self.name).lower()
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class."""
+        return "".join(part[:1].upper() + part[1:] for part in self.module.split("_"))
+
+    def places(self) -> dict[str, str]:
+        """Return what stands in the places of a template."""
+        return {
+            "VERSION": str(self.version),
+            "KIND": self.kind,
+            "NAME": self.name,
+            "MODULE": self.module,
+            "CLASS": self.class_name,
+        }
+
+
+def check_kind(kind: str, kinds: Sequence[str]) -> None:
+    """Raise if there is no template of a kind."""
+    if kind not in kinds:
+        raise RequestError(f"KIND: expected one of {', '.join(kinds)}, got {kind!r}")
+
+
+def check_name(answers: Answers, components: Iterable[ComponentInfo]) -> None:
+    """Raise if a name cannot be that of a package, a module and a plugin.
+
+    Args:
+        answers: with the name.
+        components: the plugins that are installed.
+
+    Raises:
+        RequestError: says why.
+    """
+    name, module = answers.name, answers.module
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST:
+        raise RequestError(
+            f"NAME: expected at most {_LONGEST} letters, digits, '-', '_' and '.', the first one a "
+            f"letter, the last one a letter or digit, got {name!r}"
+        )
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN:
+        raise RequestError(
+            f"NAME: expected another name than {name!r}: a package cannot have the module "
+            f"{module!r}, which Python, Hardpoint or the package itself has"
+        )
+    for info in components:
+        if info.name.lower() == module:
+            raise RequestError(
+                f"NAME: expected another name than {name!r}: {info.kind}/{info.name} of "
+                f"{info.package} is a plugin of that name"
+            )
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.origin is not None:
+        raise RequestError(
+            f"NAME: expected another name than {name!r}: the module {module!r} is installed, "
+            f"at {spec.origin}"
+        )

@@ -1,0 +1,116 @@
+"""The templates of packages: files in the wheel, with names in their places.
+
+A folder per version has what changed in that version: `common/`, the files of every package, and
+`kinds/KIND.txt`, the parts that differ by kind. A file that a version lacks is the one of the
+version before; an empty one is removed. So each version that a package was made from can be
+rendered again, which an update needs.
+
+A wheel has no files that begin with a dot: `dot_` stands for it. Each has the ending `.txt`, since
+none is what it becomes before it is rendered.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+from hardpoint.plugins import RequestError
+
+from .names import Answers
+
+Files: TypeAlias = dict[str, str]
+"""Text by path in the package, with / between folders."""
+
+_PLACE = re.compile(r"@([A-Z_]+)@")
+_SECTION = re.compile(r"^=== (\w+)\n", re.MULTILINE)
+
+
+def templates_folder() -> Traversable:
+    """Return the folder of the templates in the wheel."""
+    return files(__package__) / "templates"
+
+
+class Templates:
+    """All versions of the templates."""
+
+    def __init__(self, folder: Traversable | None = None) -> None:
+        """Read the folder; None is the one in the wheel."""
+        folder = folder or templates_folder()
+        found = {int(version.name): version for version in folder.iterdir()}
+        self._versions: list[Mapping[str, str]] = [dict(_texts(found[n])) for n in sorted(found)]
+
+    @property
+    def newest(self) -> int:
+        """The newest version; the first one is 1."""
+        return len(self._versions)
+
+    def kinds(self) -> list[str]:
+        """Return the kinds that the newest version has templates of."""
+        texts = self._texts(self.newest)
+        return sorted(
+            PurePosixPath(path).stem for path in texts if PurePosixPath(path).parts[0] == "kinds"
+        )
+
+    def render(self, answers: Answers) -> Files:
+        """Return the files of a package, in the version that the answers name.
+
+        Raises:
+            RequestError: the class's name is taken by something that a file imports.
+        """
+        texts = self._texts(answers.version)
+        _, *parts = _SECTION.split(texts[f"kinds/{answers.kind}.txt"])
+        sections = dict(zip(parts[::2], (part.rstrip("\n") for part in parts[1::2]), strict=True))
+        places = {name.upper(): text for name, text in sections.items()} | answers.places()
+        rendered: Files = {}
+        for path, text in texts.items():
+            if path.startswith("common/"):
+                target = _filled(path[len("common/") : -len(".txt")], places).replace("dot_", ".")
+                rendered[target] = _filled(_filled(text, places), places)  # sections have places
+        for path, text in rendered.items():
+            if path.endswith(".py"):
+                _check_names(text, answers)
+        return rendered
+
+    def _texts(self, version: int) -> Mapping[str, str]:
+        """Return the files of a version, by path."""
+        texts: dict[str, str] = {}
+        for changed in self._versions[:version]:
+            texts |= changed
+        return {
+            path: text for path, text in texts.items() if text or path.endswith("/py.typed.txt")
+        }
+
+
+def _texts(folder: Traversable, prefix: str = "") -> Files:
+    texts: Files = {}
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            texts |= _texts(entry, f"{prefix}{entry.name}/")
+        else:
+            texts[f"{prefix}{entry.name}"] = entry.read_text(encoding="utf-8")
+    return texts
+
+
+def _filled(text: str, places: Mapping[str, str]) -> str:
+    return _PLACE.sub(lambda place: places[place[1]], text)
+
+
+def _check_names(source: str, answers: Answers) -> None:
+    """Raise if a module has the class's name twice."""
+    bound: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            from_itself = getattr(node, "module", None) == answers.module
+            bound += [] if from_itself else [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.ClassDef) and node.name != answers.class_name:
+            bound.append(node.name)
+    if answers.class_name in bound:
+        raise RequestError(
+            f"NAME: expected another name than {answers.name!r}, whose class would be called "
+            f"{answers.class_name}, as something that it imports"
+        )

@@ -1,0 +1,256 @@
+"""`hardpoint plugins new`: each kind's package works, and is brought to newer templates."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.processes import run
+
+from hardpoint.builtin_plugins.scaffold.names import Answers
+from hardpoint.builtin_plugins.scaffold.project import make, plan_update, read_answers, update
+from hardpoint.builtin_plugins.scaffold.templates import Templates, templates_folder
+from hardpoint.cli import main
+from hardpoint.errors import RequestError
+from hardpoint.registry.kinds import KINDS
+
+QUICK = (
+    "adapter_resolvers",
+    "balancers",
+    "eviction_policies",
+    "hooks",
+    "io_processors",
+    "logits_processors",
+    "poolers",
+    "scheduling_policies",
+    "speculators",
+    "stat_sinks",
+)
+"""Kinds whose suites take about a second; those of the others are in the test of all."""
+
+
+def answers(kind: str, version: int = 1) -> Answers:
+    return Answers(version=version, kind=kind, name=f"acme-new-{kind.replace('_', '-')}")
+
+
+def write_packages(folder: Path, kinds) -> str:
+    """Write a package per kind, as if it were installed; return the path of their modules."""
+    templates, paths = Templates(), []
+    for kind in kinds:
+        made = answers(kind)
+        make(folder / made.name, templates.render(made))
+        source = folder / made.name / "src"
+        info = source / f"{made.module}-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {made.name}\nVersion: 0.1.0\n"
+        )
+        point = f"{made.module} = {made.module}:{made.class_name}"
+        (info / "entry_points.txt").write_text(f"[hardpoint.{kind}]\n{point}\n")
+        paths.append(str(source))
+    return os.pathsep.join(paths)
+
+
+def test_every_kind_has_a_template():
+    assert Templates().kinds() == sorted(KINDS)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_package_is_complete(kind):
+    made = answers(kind)
+    files = Templates().render(made)
+    source = files[f"src/{made.module}/__init__.py"]
+    assert len(source.splitlines()) < 60
+    assert "Change th" in source
+    for path, text in files.items():
+        if path.endswith(".py"):
+            compile(text, path, "exec")
+    project = tomllib.loads(files["pyproject.toml"])
+    assert project["project"]["keywords"] == ["hardpoint-plugin"]
+    points = project["project"]["entry-points"]
+    assert points == {f"hardpoint.{kind}": {made.module: f"{made.module}:{made.class_name}"}}
+    assert project["tool"]["hardpoint"]["template"] == {
+        "version": 1,
+        "kind": kind,
+        "name": made.name,
+    }
+    assert {".gitignore", ".github/workflows/test.yml", f"src/{made.module}/py.typed"} < {*files}
+    assert f"contract = {KINDS[kind].contract}\n" in source
+    assert KINDS[kind].suite in files[f"tests/test_{made.module}.py"]
+    config = files["README.md"].partition("```toml\n")[2].partition("```")[0]
+    assert made.module in config
+    tomllib.loads(config)
+
+
+def test_their_own_tests_pass(tmp_path):
+    path = write_packages(tmp_path, QUICK)
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *os.listdir(tmp_path),
+    )
+    printed = run(*command, path=path, cwd=tmp_path, examples=0.02)
+    assert "passed" in printed
+    assert "failed" not in printed
+
+
+@pytest.mark.nightly
+def test_all_are_built_installed_and_tested(tmp_path):
+    for kind in KINDS:
+        made = answers(kind)
+        make(tmp_path / "made" / made.name, Templates().render(made))
+    packages = [str(path) for path in sorted((tmp_path / "made").iterdir())]
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    build = ("wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "wheels"))
+    run(*pip, *build, *packages, cwd=tmp_path)
+    wheels = [str(wheel) for wheel in (tmp_path / "wheels").iterdir()]
+    run(*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), *wheels, cwd=tmp_path)
+    for package in packages:
+        shutil.copytree(Path(package, "tests"), tmp_path / "tests" / Path(package).name)
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    printed = run(*command, path=tmp_path / "site", cwd=tmp_path, examples=0.1)
+    assert "passed" in printed
+    run(sys.executable, "-m", "mypy", "--strict", *(f"{p}/src" for p in packages), cwd=tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["plugins", "new", *arguments]) != 0
+    return capsys.readouterr().err
+
+
+def test_the_command_makes_a_package_and_says_what_is_next(folder, capsys):
+    assert main(["plugins", "new", "hooks", "Acme-Count", "--dry-run"]) == 0
+    assert "Acme-Count/pyproject.toml\n" in capsys.readouterr().out
+    assert not list(folder.iterdir())
+    assert main(["plugins", "new", "hooks", "Acme-Count"]) == 0
+    printed = capsys.readouterr().out
+    assert "The class is AcmeCount, in src/acme_count/__init__.py. Next:" in printed
+    for line in ("cd Acme-Count", 'pip install -e ".[test]"', "pytest"):
+        assert f"  {line}\n" in printed
+    assert "hardpoint plugins show hooks/acme_count" in printed
+    assert (folder / "Acme-Count" / ".gitignore").is_file()
+    assert "expected a new or empty folder, Acme-Count has .github" in refused(
+        capsys, "hooks", "Acme-Count"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("hook", "acme-a"), "KIND: expected one of adapter_resolvers, attention_backends, "),
+        (("hooks", "2-acme"), "NAME: expected at most 64 letters, digits, '-', '_' and '.', the f"),
+        (("hooks", "acme-"), "the last one a letter or digit, got 'acme-'"),
+        (("hooks", "é"), "got 'é'"),
+        (("hooks", "json"), "cannot have the module 'json', which Python, Hardpoint or the pack"),
+        (("hooks", "class"), "cannot have the module 'class'"),
+        (("hooks", "fair"), "'fair': scheduling_policies/fair of hardpoint 0.1.0 is a plugin of"),
+        (("hooks", "tqdm"), "the module 'tqdm' is installed, at "),
+        (("executors", "wrapper"), "whose class would be called Wrapper, as something that it im"),
+        (("hooks",), "expected KIND and NAME, or --update"),
+        (("--update", "hooks"), "--update: expected no KIND and NAME, which the package states"),
+        (("--update",), "--update: pyproject.toml cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_refused_and_nothing_written(folder, capsys, arguments, words):
+    assert words in refused(capsys, *arguments)
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_that_is_none_is_refused(folder, capsys):
+    (folder / "file").touch()
+    message = refused(capsys, "hooks", "acme-a", "--into", "file")
+    assert "--into: expected a folder, file is none" in message
+    assert "file is none" in refused(capsys, "hooks", "acme-a", "--into", "file/below")
+    (folder / "empty").mkdir()
+    assert main(["plugins", "new", "hooks", "acme-a", "--into", "empty"]) == 0
+    assert (folder / "empty" / "pyproject.toml").is_file()
+
+
+@pytest.fixture
+def second(tmp_path):
+    """Templates with a second version: other README, a file more, no workflow."""
+    copied = tmp_path / "templates"
+    shutil.copytree(Path(str(templates_folder())), copied)
+    common = copied / "2" / "common"
+    (common / "dot_github" / "workflows").mkdir(parents=True)
+    (common / "dot_github" / "workflows" / "test.yml.txt").touch()
+    readme = (copied / "1" / "common" / "README.md.txt").read_text()
+    (common / "README.md.txt").write_text(readme.replace("enables nothing.", "enables no plugin."))
+    (common / "MANIFEST.in.txt").write_text("include README.md\n")
+    return Templates(copied)
+
+
+def updated(folder: Path, templates: Templates) -> dict[str, str]:
+    """Update a package; return what became of its files."""
+    changes = plan_update(folder, read_answers(folder, templates), templates)
+    update(folder, changes)
+    return {path: change.what for path, change in changes.items() if change.what != "unchanged"}
+
+
+def test_an_update_keeps_what_the_author_has_changed(tmp_path, second):
+    package = tmp_path / "acme"
+    make(package, second.render(answers("hooks")))
+    (package / "README.md").write_bytes(
+        (package / "README.md").read_bytes().replace(b"\n", b"\r\n") + b"Mine.\r\n"
+    )
+    (package / ".gitignore").unlink()
+    assert updated(package, second) == {
+        ".github/workflows/test.yml": "removed",
+        "MANIFEST.in": "added",
+        "README.md": "merged",
+        "pyproject.toml": "updated",
+    }
+    text = (package / "README.md").read_bytes().decode()
+    assert "enables no plugin." in text
+    assert text.endswith("Mine.\r\n")
+    assert text.count("\r\n") == text.count("\n")
+    assert read_answers(package, second).version == 2
+    assert updated(package, second) == {}
+
+
+def test_a_conflict_leaves_both_and_is_to_be_decided_first(tmp_path, second):
+    package = tmp_path / "acme"
+    make(package, second.render(answers("hooks")))
+    readme = package / "README.md"
+    readme.write_text(readme.read_text().replace("enables nothing.", "is enough."))
+    assert updated(package, second)["README.md"] == "in conflict"
+    assert "<<<<<<< yours\nInstalling it is enough." in readme.read_text()
+    assert ">>>>>>> template 2\n" in readme.read_text()
+    with pytest.raises(RequestError, match=r"README.md, line \d+: decide this conflict first"):
+        updated(package, second)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("", "has no table [tool.hardpoint.template]"),
+        ("version = 9\nkind = 'hooks'\nname = 'a'", "version: expected 1 to 1, got 9"),
+        ("version = 1\nkind = 'hook'\nname = 'a'", "kind: expected one of adapter_resolvers"),
+        ("version = 1\nname = 'a'", "tool.hardpoint.template.kind: "),
+        ("version = [", "is no TOML: "),
+    ],
+)
+def test_a_package_that_was_not_made_so_is_named(folder, capsys, table, words):
+    head = "[tool.hardpoint.template]\n" if table else ""
+    (folder / "pyproject.toml").write_text(head + table)
+    assert words in refused(capsys, "--update")
+
+
+def test_the_newest_package_needs_no_update(folder, capsys):
+    assert main(["plugins", "new", "hooks", "acme-a", "--into", "a"]) == 0
+    assert main(["plugins", "new", "--update", "--into", "a"]) == 0
+    assert "a has the newest templates, version 1." in capsys.readouterr().out

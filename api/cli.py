@@ -288,6 +288,11 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
 
         return report_model(config, config_sources, lengths)
 
+    def check_plugin(*given: Any) -> Iterator[Mapping[str, Any]]:
+        from hardpoint.testing.checking.parent import check_plugin  # noqa: PLC0415 - likewise
+
+        return check_plugin(*given)
+
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
@@ -298,6 +303,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         open_async=open_async,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
+        check_plugin=check_plugin,
     )
 
 

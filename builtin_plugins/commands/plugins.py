@@ -12,13 +12,14 @@ from hardpoint.plugins import Command, CommandContext
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.typed import FieldDoc
 
+from .plugin_check import configure_check, run_check
 from .shown import toml, without_userinfo
 from .tables import print_table
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."
-    parser.description = "Show which plugins are installed, which are on, and why."
+    parser.description = "Show which plugins are installed, which are on, and why; check one."
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog
     )
@@ -35,9 +36,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     show.add_argument("name", metavar="PLUGIN", help="a name, KIND/NAME, or package.module:Class")
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
+    configure_check(
+        actions.add_parser("check", help="run the conformance suite of one plugin or package")
+    )
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    if options.action == "check":
+        return run_check(options, context)
     config, config_sources = context.load_config()
     catalog = context.load_catalog(config, config_sources)
     if options.action == "list":

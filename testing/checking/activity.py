@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -36,7 +37,6 @@ def _command(args: tuple[Any, ...]) -> str:
 
 
 _EVENTS: dict[str, tuple[str, Callable[[tuple[Any, ...]], str | None]]] = {
-    "import": ("imported", lambda args: str(args[0]).partition(".")[0]),
     "open": ("wrote", _opened),
     "os.mkdir": ("wrote", lambda args: os.fsdecode(args[0])),
     "os.remove": ("wrote", lambda args: os.fsdecode(args[0])),
@@ -73,12 +73,29 @@ class ActivityWatch:
         self._packages = tuple(packages)
         self._folder = os.path.realpath(folder)
         self._noting = threading.local()
-        self._found: dict[str, dict[str, None]] = {kind: {} for kind, _ in _EVENTS.values()}
+        kinds = ["imported", *(kind for kind, _ in _EVENTS.values())]
+        self._found: dict[str, dict[str, None]] = {kind: {} for kind in kinds}
         self._more = dict.fromkeys(self._found, 0)
 
     def start(self) -> None:
         """Start to note."""
         sys.addaudithook(self._hook)
+        self._import = builtins.__import__
+        builtins.__import__ = self._importing
+
+    def _importing(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,  # noqa: A002 - as of the original
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Import as Python does; note it, which no audit event does of what is imported already."""
+        importer = str((globals or {}).get("__name__", ""))
+        level = kwargs.get("level", args[2] if len(args) > 2 else 0)  # noqa: PLR2004
+        if not level and self._owns(importer):
+            self._note("imported", name.partition(".")[0])
+        return self._import(name, globals, *args, **kwargs)
 
     def report(self) -> dict[str, list[str]]:
         """Return what was noted, by what was done."""
@@ -124,8 +141,10 @@ class ActivityWatch:
 
     def _is_plugins(self, frame: FrameType | None) -> bool:
         while frame is not None:
-            name = frame.f_globals.get("__name__") or ""
-            if any(name == own or name.startswith(f"{own}.") for own in self._packages):
+            if self._owns(frame.f_globals.get("__name__") or ""):
                 return True
             frame = frame.f_back
         return False
+
+    def _owns(self, module: str) -> bool:
+        return any(module == own or module.startswith(f"{own}.") for own in self._packages)

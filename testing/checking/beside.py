@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
@@ -11,13 +12,14 @@ from typing import Any
 
 import msgspec
 from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis.errors import NoSuchExample
 
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import SamplingParams
 from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.config import ConfigSources, EngineConfig
-from hardpoint.plugins.stats import PluginReport
+from hardpoint.plugins.stats import PluginMeter, PluginReport
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.kinds import Kind
 from hardpoint.registry.plugin_set import resolve_plugins
@@ -115,21 +117,16 @@ def describe_cost(
         return {**record, "reason": "it cannot be enabled"}
     arguments = _example(suite) if kind.takes_arguments else {}
     given = {name: arguments} if arguments else {}
-    is_on = config == changed  # the same as both
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_scripted_model(Path(folder) / "model")
-        engines: list[tuple[LLMEngine, Mapping[str, Any]]] = []
-        try:
-            for tree, extra in ((config, {}), (changed, given)):
-                if extra or not (is_on and not engines and not given):
-                    engines.append((_open(model, tree), extra))
-            seconds = _measure(engines)
-            meters = _report(engines[-1][0]).meters
-        except HardpointError as error:
-            return {**record, "reason": f"a run of the scripted model was refused: {error}"}
-        finally:
-            for engine, _ in engines:
-                engine.close()
+    runs: list[tuple[EngineConfig, Mapping[str, Any]]] = [(config, {}), (changed, given)]
+    if config == changed and not given:
+        runs.pop()  # it is on, and has no arguments: both are the same
+    try:
+        seconds, meters = _measure(runs)
+    except HardpointError as error:
+        return {**record, "reason": f"a run of the scripted model was refused: {error}"}
+    except Exception as error:  # noqa: BLE001 - whatever the component raises is reported
+        cause = f"{type(error).__name__}: {error}"
+        return {**record, "reason": f"a run of the scripted model failed: {cause}"}
     with_it = seconds[-1]
     record |= {"us_per_step": round(with_it * 1e6, 1), "rows_per_step": _NUM_REQUESTS}
     if len(seconds) > 1:
@@ -154,25 +151,37 @@ def _example(suite: Any) -> Any:
     quiet = settings(
         max_examples=20, database=None, phases=[Phase.generate], suppress_health_check=HealthCheck
     )
-    found = find(strategy, lambda _: True, settings=quiet)
-    return msgspec.to_builtins(found)
+    with contextlib.suppress(NoSuchExample):
+        return find(strategy.map(msgspec.to_builtins), bool, settings=quiet)
+    return {}
 
 
 def _open(model: Path, config: EngineConfig) -> LLMEngine:
-    tree = msgspec.to_builtins(config)
+    tree = msgspec.to_builtins(config.without_tables())
     extra = {key: value for key, value in tree.items() if key not in _MODEL_TABLES}
     return scripted_engine(model, extra, clock=time.monotonic)
 
 
-def _measure(engines: Sequence[tuple[LLMEngine, Mapping[str, Any]]]) -> list[float]:
-    """Return the median seconds of a step of each engine; rounds take turns."""
-    found: list[list[float]] = [[] for _ in engines]
-    for number in range(_ROUNDS + 1):
-        for seconds, (engine, arguments) in zip(found, engines, strict=True):
-            each = _round(engine, arguments, str(number))
-            if number:  # the first one warms up
-                seconds.append(each)
-    return [statistics.median(seconds) for seconds in found]
+def _measure(
+    runs: Sequence[tuple[EngineConfig, Mapping[str, Any]]],
+) -> tuple[list[float], Mapping[str, PluginMeter]]:
+    """Return the median seconds of a step of each run, and the meters of the last one.
+
+    Args:
+        runs: of each, a configuration and the `plugin_args` of its requests. Rounds take turns.
+    """
+    found: list[list[float]] = [[] for _ in runs]
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        model = write_scripted_model(folder / "model")
+        engines = [opened.enter_context(contextlib.closing(_open(model, c))) for c, _ in runs]
+        for number in range(_ROUNDS + 1):
+            for seconds, engine, (_, arguments) in zip(found, engines, runs, strict=True):
+                each = _round(engine, arguments, str(number))
+                if number:  # the first one warms up
+                    seconds.append(each)
+        report: PluginReport = engines[-1].call_utility("plugin_report")
+    return [statistics.median(seconds) for seconds in found], report.meters
 
 
 def _round(engine: LLMEngine, arguments: Mapping[str, Any], name: str) -> float:
@@ -186,8 +195,3 @@ def _round(engine: LLMEngine, arguments: Mapping[str, Any], name: str) -> float:
         engine.step()
         steps += 1
     return (time.perf_counter() - began) / max(steps, 1)
-
-
-def _report(engine: LLMEngine) -> PluginReport:
-    report: PluginReport = engine.call_utility("plugin_report")
-    return report

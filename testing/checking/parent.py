@@ -246,7 +246,7 @@ class _Run:
         elif not self.has_loaded:
             code, problem = CANNOT_LOAD, last
         else:
-            code = FAILED if counts["failed"] or problem else OK
+            code, problem = FAILED if counts["failed"] or problem else OK, last
         seconds = round(time.monotonic() - self.began, 2)
         result = {"record": "result", "exit_code": code, "problem": problem, **counts}
         return {**result, "seconds": seconds, **self._names()}

@@ -173,7 +173,7 @@ def _result_lines(record: Mapping[str, Any]) -> list[str]:
         return [f"{record['component']}: {reason}: {record['problem']}"]
     counts = [f"{record[name]} {_MARKS[name].lower()}" for name in _MARKS if record[name]]
     lines = ["", f"{record['component']}: {', '.join(counts)} ({record['seconds']:.1f} s)"]
-    return lines + ([f"  {record['problem'].splitlines()[0]}"] if record["problem"] else [])
+    return lines + [f"  {line}" for line in record["problem"].splitlines()]
 
 
 _LINES = {

@@ -12,9 +12,9 @@ from hardpoint.plugins import Command, CommandContext
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.typed import FieldDoc
 
-from .plugin_check import configure_check, run_check
-from .shown import toml, without_userinfo
-from .tables import print_table
+from .check import configure_check, run_check
+from ..shown import toml, without_userinfo
+from ..tables import print_table
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -1,1 +1,1 @@
-"""`hardpoint plugins check`: the suite of its kind, run on an installed plugin in a child process."""
+"""`hardpoint plugins check`: runs the suite of an installed plugin's kind, in a child process."""

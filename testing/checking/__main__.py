@@ -158,7 +158,7 @@ def _configured_options(
     return found
 
 
-def _run_suite(  # noqa: PLR0913, PLR0917 - the parts of one run
+def _run_suite(
     request: CheckRequest, label: str, target: Any, suite: type, is_drawn: bool, send: Send
 ) -> None:
     """Run the tests of a suite; send a record of each."""

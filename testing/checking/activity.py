@@ -86,13 +86,13 @@ class ActivityWatch:
     def _importing(
         self,
         name: str,
-        globals: Mapping[str, object] | None = None,  # noqa: A002 - as of the original
+        globals: Mapping[str, object] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Import as Python does; note it, which no audit event does of what is imported already."""
         importer = str((globals or {}).get("__name__", ""))
-        level = kwargs.get("level", args[2] if len(args) > 2 else 0)  # noqa: PLR2004
+        level = kwargs.get("level", args[2] if len(args) > 2 else 0)
         if not level and self._owns(importer):
             self._note("imported", name.partition(".")[0])
         return self._import(name, globals, *args, **kwargs)
@@ -117,7 +117,7 @@ class ActivityWatch:
             if self._is_plugins(sys._getframe(1)):
                 kind, describe = noted
                 self._note(kind, describe(args))
-        except Exception:  # noqa: S110 - an error here would become one of the audited call
+        except Exception:
             pass
         finally:
             self._noting.on = False

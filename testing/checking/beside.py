@@ -124,7 +124,7 @@ def describe_cost(
         seconds, meters = _measure(runs)
     except HardpointError as error:
         return {**record, "reason": f"a run of the scripted model was refused: {error}"}
-    except Exception as error:  # noqa: BLE001 - whatever the component raises is reported
+    except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         return {**record, "reason": f"a run of the scripted model failed: {cause}"}
     with_it = seconds[-1]

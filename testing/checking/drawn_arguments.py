@@ -32,6 +32,35 @@ def arguments_of(declared: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, 
 def _values(info: types.Type) -> st.SearchStrategy[object] | None:
     """Return a strategy for one type; None if there is none."""
     match info:
+        case types.Metadata(type=inner):
+            return _values(inner)
+        case types.StructType(cls=cls):
+            return arguments_of(cls) or (st.just({}) if not info.fields else None)
+        case types.UnionType(types=members):
+            found = [values for member in members if (values := _values(member)) is not None]
+            return st.one_of(found) if found else None
+        case types.CollectionType() | types.DictType():
+            return _collections(info)
+    return _values_of_scalar(info)
+
+
+def _collections(
+    info: types.CollectionType | types.DictType,
+) -> st.SearchStrategy[object] | None:
+    least = info.min_length or 0
+    most = least + _MOST if info.max_length is None else min(least + _MOST, info.max_length)
+    if isinstance(info, types.DictType):
+        keys, values = _values(info.key_type), _values(info.value_type)
+        if keys is None or values is None:
+            return None
+        return st.dictionaries(keys, values, min_size=least, max_size=most)
+    items = _values(info.item_type)
+    return None if items is None else st.lists(items, min_size=least, max_size=most)
+
+
+def _values_of_scalar(info: types.Type) -> st.SearchStrategy[object] | None:
+    """Return a strategy for a type without parts; None if there is none."""
+    match info:
         case types.BoolType():
             return st.booleans()
         case types.NoneType():
@@ -47,23 +76,6 @@ def _values(info: types.Type) -> st.SearchStrategy[object] | None:
             return _integers(info)
         case types.FloatType():
             return _floats(info)
-        case types.StructType(cls=cls):
-            return arguments_of(cls) or (st.just({}) if not info.fields else None)
-        case types.UnionType(types=members):
-            found = [values for member in members if (values := _values(member)) is not None]
-            return st.one_of(found) if found else None
-        case types.CollectionType(item_type=item, min_length=least, max_length=most):
-            values, least = _values(item), least or 0
-            if values is None:
-                return None
-            most = min(least + _MOST, least + _MOST if most is None else most)
-            return st.lists(values, min_size=least, max_size=most)
-        case types.DictType(key_type=key, value_type=value, min_length=least, max_length=most):
-            keys, values, least = _values(key), _values(value), least or 0
-            if keys is None or values is None:
-                return None
-            most = min(least + _MOST, least + _MOST if most is None else most)
-            return st.dictionaries(keys, values, min_size=least, max_size=most)
     return None
 
 

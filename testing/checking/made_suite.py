@@ -48,7 +48,9 @@ def suite_of(kind: Kind, target: Any) -> type[ConformanceSuite]:
     try:
         own = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
-        raise PluginLoadError(f"conformance_suite: {named!r} cannot be imported: {cause}") from cause
+        raise PluginLoadError(
+            f"conformance_suite: {named!r} cannot be imported: {cause}"
+        ) from cause
     if not (inspect.isclass(own) and issubclass(own, suite)):
         raise PluginLoadError(
             f"conformance_suite: expected the FQCN of a class that derives from "

@@ -29,7 +29,8 @@ from .request import CANNOT_LOAD, FAILED, OK, CheckLimits, CheckRequest, check_r
 
 _LAST_LINES = 15  # of what a child wrote, where it ended early
 
-def check_plugin(  # noqa: PLR0913, PLR0917 - what the command line gives
+
+def check_plugin(
     config: EngineConfig,
     config_sources: ConfigSources,
     name: str,
@@ -237,8 +238,8 @@ class _Run:
         yield self._result(problem, last)
 
     def _result(self, problem: str, last: str) -> dict[str, Any]:
-        counts = {name: 0 for name in ("proved", "failed", "expected_failure")}
-        counts |= {name: 0 for name in ("not_proved", "not_applicable")}
+        counts = dict.fromkeys(("proved", "failed", "expected_failure"), 0)
+        counts |= dict.fromkeys(("not_proved", "not_applicable"), 0)
         for outcome in self.outcomes.values():
             counts[outcome] += 1
         if self.refused is not None:

@@ -75,7 +75,7 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}/{self.name}" if self.kind else self.value
 
 
-def check_record(  # noqa: PLR0913 - the fields of a record
+def check_record(
     name: str, claim: str, outcome: str, *, reason: str = "", evidence: str = "", seconds: float = 0
 ) -> dict[str, Any]:
     """Return the record of one check."""

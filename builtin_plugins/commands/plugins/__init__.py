@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hardpoint.builtin_plugins.commands.shown import toml, without_userinfo
+from hardpoint.builtin_plugins.commands.tables import print_table
 from hardpoint.plugins import Command, CommandContext
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.typed import FieldDoc
 
 from .check import configure_check, run_check
-from ..shown import toml, without_userinfo
-from ..tables import print_table
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

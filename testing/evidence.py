@@ -1,4 +1,4 @@
-"""What a running test of a suite found out, besides whether it passed."""
+"""Figures of the running test of a suite: cases and costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Evidence:
 
 
 current = Evidence()
-"""Of the running test; whoever reads it clears it before the next one."""
+"""Of the running test; the reader clears it before the next one."""
 
 
 def clear() -> None:

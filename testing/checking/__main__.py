@@ -70,7 +70,7 @@ def _check(request: CheckRequest, send: Send) -> None:
     options = request.options or _configured_options(request, config, kind)
     checked_options(target, options, f"plugin.{source.name}")
 
-    from .beside import describe_beside, describe_cost  # noqa: PLC0415 - after the plugin, to see
+    from .enabling import describe_cost, describe_enabling  # noqa: PLC0415 - after the plugin, to see
     from .made_suite import make_suite  # noqa: PLC0415 - what it imports itself
 
     suite, is_drawn = make_suite(kind, target, source.name, options)
@@ -98,7 +98,7 @@ def _check(request: CheckRequest, send: Send) -> None:
         reason="",
     )
     sources = ConfigSources(request.config_sources)
-    record, changed = describe_beside(kind, info, config, sources, request.options)
+    record, changed = describe_enabling(kind, info, config, sources, request.options)
     send({"record": "begin", "check": "scripted run"})
     cost = describe_cost(kind, source.name, suite, config, changed)
     send(record)

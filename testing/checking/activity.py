@@ -1,4 +1,4 @@
-"""What a plugin imports, writes, connects to and starts, as the interpreter's audit events say."""
+"""Imports, writes, connections and processes of a plugin, from the interpreter's audit events."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ActivityWatch:
         return self._import(name, globals, *args, **kwargs)
 
     def report(self) -> dict[str, list[str]]:
-        """Return what was noted, by what was done."""
+        """Return the noted names, paths, addresses and commands, by kind of event."""
         report = {kind: list(found) for kind, found in self._found.items()}
         known = {*sys.stdlib_module_names, "hardpoint", *self._packages}
         known |= {package.partition(".")[0] for package in self._packages}

@@ -19,7 +19,8 @@ def arguments_of(declared: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, 
     assert isinstance(info, types.StructType)
     if not info.fields:
         return None
-    required, optional = {}, {}
+    required: dict[str, st.SearchStrategy[object]] = {}
+    optional: dict[str, st.SearchStrategy[object]] = {}
     for field in info.fields:
         values = _values(field.type)
         if values is not None:
@@ -48,14 +49,14 @@ def _collections(
     info: types.CollectionType | types.DictType,
 ) -> st.SearchStrategy[object] | None:
     least = info.min_length or 0
-    most = least + _MOST if info.max_length is None else min(least + _MOST, info.max_length)
+    limit = least + _MOST if info.max_length is None else min(least + _MOST, info.max_length)
     if isinstance(info, types.DictType):
         keys, values = _values(info.key_type), _values(info.value_type)
         if keys is None or values is None:
             return None
-        return st.dictionaries(keys, values, min_size=least, max_size=most)
+        return st.dictionaries(keys, values, min_size=least, max_size=limit)
     items = _values(info.item_type)
-    return None if items is None else st.lists(items, min_size=least, max_size=most)
+    return None if items is None else st.lists(items, min_size=least, max_size=limit)
 
 
 def _values_of_scalar(info: types.Type) -> st.SearchStrategy[object] | None:
@@ -65,13 +66,13 @@ def _values_of_scalar(info: types.Type) -> st.SearchStrategy[object] | None:
             return st.booleans()
         case types.NoneType():
             return st.none()
-        case types.LiteralType(values=values):
-            return st.sampled_from(values)
+        case types.LiteralType(values=choices):
+            return st.sampled_from(choices)
         case types.EnumType(cls=cls):
             return st.sampled_from([member.value for member in cls])
-        case types.StrType(min_length=least, max_length=most):
+        case types.StrType(min_length=least, max_length=limit):
             least = least or 0
-            return st.text("abc ", min_size=least, max_size=most or least + _MOST)
+            return st.text("abc ", min_size=least, max_size=limit or least + _MOST)
         case types.IntType():
             return _integers(info)
         case types.FloatType():
@@ -81,18 +82,18 @@ def _values_of_scalar(info: types.Type) -> st.SearchStrategy[object] | None:
 
 def _integers(info: types.IntType) -> st.SearchStrategy[int]:
     least = info.ge if info.ge is not None else None if info.gt is None else info.gt + 1
-    most = info.le if info.le is not None else None if info.lt is None else info.lt - 1
-    least = least if least is not None else min(0, most if most is not None else 0)
-    most = most if most is not None else max(_TOKENS, least)
+    limit = info.le if info.le is not None else None if info.lt is None else info.lt - 1
+    least = least if least is not None else min(0, limit if limit is not None else 0)
+    limit = limit if limit is not None else max(_TOKENS, least)
     step = info.multiple_of or 1
-    return st.integers(-(-least // step), most // step).map(lambda number: number * step)
+    return st.integers(-(-least // step), limit // step).map(lambda number: number * step)
 
 
 def _floats(info: types.FloatType) -> st.SearchStrategy[float]:
     least = info.ge if info.ge is not None else info.gt
-    most = info.le if info.le is not None else info.lt
-    low = least if least is not None else min(-_MOST, most if most is not None else 0)
-    high = most if most is not None else max(_MOST, low)
+    limit = info.le if info.le is not None else info.lt
+    low = least if least is not None else min(-_MOST, limit if limit is not None else 0)
+    high = limit if limit is not None else max(_MOST, low)
     return st.floats(
         low,
         high,

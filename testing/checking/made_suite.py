@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import hardpoint.testing
@@ -93,7 +94,11 @@ def make_suite(
         given["name"] = name
     is_drawn = False
     declared = getattr(target, "Arguments", None)
-    if getattr(suite, "arguments", None) is None and inspect.isclass(declared):
+    if (
+        getattr(suite, "arguments", None) is None
+        and inspect.isclass(declared)
+        and issubclass(declared, msgspec.Struct)
+    ):
         drawn = arguments_of(declared)
         is_drawn = drawn is not None
         if is_drawn:
@@ -106,7 +111,7 @@ def make_suite(
 
 
 def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what gives a store on files a folder of its own."""
+    """Return the attributes that give a store on files a folder of its own."""
     kit = getattr(hardpoint.testing, "KVStoreSuite")  # noqa: B009 - it is imported on first use
     fields = target.Options.__struct_fields__
     if suite.place_options is not kit.place_options or "path" not in fields or "path" in options:
@@ -119,7 +124,7 @@ def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def _missing(suite: type, kind: Kind, given: Mapping[str, Any]) -> list[str]:
-    """Return the names of the samples that nobody gave."""
+    """Return the names of the samples that are not given."""
     kit = getattr(hardpoint.testing, kind.suite)
     declared = {
         name
@@ -137,7 +142,7 @@ def _missing(suite: type, kind: Kind, given: Mapping[str, Any]) -> list[str]:
 
 
 def _skipping(suite: type, missing: str) -> Any:
-    """Return what skips the test that reads an attribute, or calls a method."""
+    """Return the attribute, or method, that skips the test that uses it."""
 
     def skip(self: Any, *_args: Any) -> Any:  # noqa: ARG001
         pytest.skip(f"{NEEDS}`{missing}`: write a test, or name a suite ({_GUIDE})")

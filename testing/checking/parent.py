@@ -153,7 +153,7 @@ class _Run:
                 with contextlib.suppress(BrokenPipeError), child.stdin:
                     child.stdin.write(msgspec.json.encode(self.request))
                 for record in self._lines(records):
-                    if (shown := self._take(record)) is not None:
+                    if (shown := self._note(record)) is not None:
                         yield shown
                 problem = self._problem(child)
             finally:
@@ -182,7 +182,7 @@ class _Run:
             if self.has_ended or self.refused:  # what it started may hold the pipe open
                 break
 
-    def _take(self, record: dict[str, Any]) -> dict[str, Any] | None:
+    def _note(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Note a record; return it if it is for the caller."""
         match record["record"]:
             case "plan":

@@ -57,7 +57,7 @@ class CheckRecorder:
         )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Tell which check runs now."""
+        """Report which check runs now."""
         evidence.clear()
         self._send({"record": "begin", "check": nodeid.rpartition("::")[2]})
 
@@ -103,14 +103,14 @@ class CheckRecorder:
 
 
 def _claim(test: Any, name: str) -> str:
-    """Return the first paragraph of a test's docstring, or its name in words."""
+    """Return the first paragraph of a test's docstring, or its name without underscores."""
     doc = inspect.getdoc(test) or ""
     paragraph = " ".join(doc.partition("\n\n")[0].split())
     return paragraph or name.removeprefix("test_").replace("_", " ")
 
 
 def _figures() -> str:
-    """Return what the running test found out in figures."""
+    """Return the figures of the running test."""
     found = evidence.current
     parts = [f"{found.num_cases} cases"] if found.num_cases else []
     parts += [

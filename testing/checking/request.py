@@ -1,4 +1,4 @@
-"""What the parent asks a child to check, and the limits under which it does."""
+"""The request of the parent to a child, the limits of the child, and the record of a check."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CheckLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         seconds: for everything, from the start of its interpreter.
-        memory_bytes: of private memory.
-        file_bytes: of the largest file that it writes.
-        num_files: that are open at once.
+        memory_bytes: private memory.
+        file_bytes: size of the largest file that it writes.
+        num_files: number of files that are open at once.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
         against: version of the contract that it has to state; None is any that is accepted.
         folder: the child's own.
         sys_path: `sys.path` of the parent.
-        limits: of the child.
+        limits: limits of the child.
     """
 
     kind: str

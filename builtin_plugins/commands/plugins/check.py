@@ -130,8 +130,8 @@ def _check_lines(record: Mapping[str, Any]) -> list[str]:
     return lines + [f"      {line}" for line in record["evidence"].splitlines()]
 
 
-def _beside_lines(record: Mapping[str, Any]) -> list[str]:
-    lines = ["", "beside the plugins that are on"]
+def _enabling_lines(record: Mapping[str, Any]) -> list[str]:
+    lines = ["", "with the plugins that are on"]
     if record["problem"]:
         return [*lines, f"  refused: {record['problem']}"]
     lines.append(f"  order of its kind: {', '.join(record['order'])}")
@@ -147,10 +147,10 @@ def _cost_lines(record: Mapping[str, Any]) -> list[str]:
     lines = ["", "cost"]
     if "us_per_step" in record:
         without = record.get("us_per_step_without")
-        beside = f", {without} without it" if without is not None else ""
+        compared = f", {without} without it" if without is not None else ""
         lines.append(
             f"  {record['us_per_step']} us per step of {record['rows_per_step']} rows of the "
-            f"scripted model{beside}"
+            f"scripted model{compared}"
         )
     if metered := record.get("metered"):
         lines.append(
@@ -179,7 +179,7 @@ def _result_lines(record: Mapping[str, Any]) -> list[str]:
 _LINES = {
     "plugin": _plugin_lines,
     "check": _check_lines,
-    "beside": _beside_lines,
+    "enabling": _enabling_lines,
     "cost": _cost_lines,
     "activity": _activity_lines,
     "result": _result_lines,

@@ -25,11 +25,11 @@ class Package:
     """A distribution with one plugin.
 
     Attributes:
-        source: of its module.
+        source: source code of its module.
         exit_code: expected of its check.
         problem: part of the result's `problem`.
         outcomes: expected ones by check.
-        says: parts of the evidence or reason by check.
+        messages: parts of the evidence or reason by check.
         limits: others than the usual ones.
     """
 
@@ -38,7 +38,7 @@ class Package:
     exit_code: int
     problem: str = ""
     outcomes: Mapping[str, str] = field(default_factory=dict)
-    says: Mapping[str, str] = field(default_factory=dict)
+    messages: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
     kind: str = "stat_sinks"
     value: str = "Sink"
@@ -90,7 +90,7 @@ EXITS = Package(
     exit_code=1,
     problem="its process ended with exit code 3",
     outcomes={"test_statistics": "failed", "test_speed": "not_proved"},
-    says={"test_statistics": "exit code 3", "test_speed": "the run ended before"},
+    messages={"test_statistics": "exit code 3", "test_speed": "the run ended before"},
 )
 
 EXPECTED = Package(
@@ -99,7 +99,7 @@ EXPECTED = Package(
     + "\n    def exposition(self, plugins):\n        return 5\n",
     exit_code=0,
     outcomes={"test_exposition": "expected_failure", "test_statistics": "proved"},
-    says={"test_exposition": "it is not text yet"},
+    messages={"test_exposition": "it is not text yet"},
 )
 
 RUN: Sequence[Package] = (
@@ -108,7 +108,7 @@ RUN: Sequence[Package] = (
         sink(record="self.kept = bytearray(1 << 40)"),
         exit_code=1,
         outcomes={"test_statistics": "failed", "test_contract": "proved"},
-        says={"test_statistics": "MemoryError"},
+        messages={"test_statistics": "MemoryError"},
     ),
     Package(
         "acme_large_file",
@@ -118,7 +118,7 @@ RUN: Sequence[Package] = (
         ),
         exit_code=1,
         outcomes={"test_statistics": "failed"},
-        says={"test_statistics": "File too large"},
+        messages={"test_statistics": "File too large"},
         limits={"file_bytes": 1 << 20},
     ),
     Package(
@@ -126,7 +126,7 @@ RUN: Sequence[Package] = (
         sink() + "\n    def exposition(self, plugins):\n        return 5\n",
         exit_code=1,
         outcomes={"test_exposition": "failed", "test_statistics": "proved"},
-        says={"test_exposition": "5"},
+        messages={"test_exposition": "5"},
     ),
     EXPECTED,
     Package(
@@ -134,7 +134,7 @@ RUN: Sequence[Package] = (
         sink(attributes='expected_failures = {"test_nothing": "a slip of the pen"}'),
         exit_code=1,
         outcomes={"test_nothing": "failed", "test_statistics": "proved"},
-        says={"test_nothing": "StatSinkSuite has no test_nothing"},
+        messages={"test_nothing": "StatSinkSuite has no test_nothing"},
     ),
 )
 """Others whose suite runs."""

@@ -1,4 +1,4 @@
-"""What a component would do beside the plugins that are on: order, names, costs of a run."""
+"""The effects of enabling a component: order, names in use, refusals, cost of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _NUM_TOKENS = 48
 _ROUNDS = 5
 
 
-def describe_beside(
+def describe_enabling(
     kind: Kind,
     info: ComponentInfo,
     config: EngineConfig,
@@ -63,7 +63,7 @@ def describe_beside(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], EngineConfig | None]:
     """Return the record of a component among those that are on, and the configuration with it."""
-    record: dict[str, Any] = {"record": "beside", "problem": "", "order": [], "in_place_of": []}
+    record: dict[str, Any] = {"record": "enabling", "problem": "", "order": [], "in_place_of": []}
     try:
         plugins = resolve_plugins(config, sources)
         before = Catalog(plugins, config, sources)
@@ -149,7 +149,10 @@ def _example(suite: Any) -> Any:
     if strategy is None:
         return {}
     quiet = settings(
-        max_examples=20, database=None, phases=[Phase.generate], suppress_health_check=HealthCheck
+        max_examples=20,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     with contextlib.suppress(NoSuchExample):
         return find(strategy.map(msgspec.to_builtins), bool, settings=quiet)
@@ -168,7 +171,7 @@ def _measure(
     """Return the median seconds of a step of each run, and the meters of the last one.
 
     Args:
-        runs: of each, a configuration and the `plugin_args` of its requests. Rounds take turns.
+        runs: the configuration and the `plugin_args` of each run. Rounds take turns.
     """
     found: list[list[float]] = [[] for _ in runs]
     with contextlib.ExitStack() as opened:
@@ -177,16 +180,20 @@ def _measure(
         engines = [opened.enter_context(contextlib.closing(_open(model, c))) for c, _ in runs]
         for number in range(_ROUNDS + 1):
             for seconds, engine, (_, arguments) in zip(found, engines, runs, strict=True):
-                each = _round(engine, arguments, str(number))
+                step_seconds = _round(engine, arguments, str(number))
                 if number:  # the first one warms up
-                    seconds.append(each)
+                    seconds.append(step_seconds)
         report: PluginReport = engines[-1].call_utility("plugin_report")
     return [statistics.median(seconds) for seconds in found], report.meters
 
 
 def _round(engine: LLMEngine, arguments: Mapping[str, Any], name: str) -> float:
     params = SamplingParams(
-        max_tokens=_NUM_TOKENS, temperature=1.0, seed=1, ignore_eos=True, plugin_args=arguments
+        max_tokens=_NUM_TOKENS,
+        temperature=1.0,
+        seed=1,
+        ignore_eos=True,
+        plugin_args=dict(arguments),
     )
     for index in range(_NUM_REQUESTS):
         engine.add_request(f"{name}-{index}", {"prompt_token_ids": [index + 1] * 16}, params)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import evidence
+from .checking import evidence
 
 __all__ = [
     "PYTHON",

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, HypothesisException
 
-from . import evidence
+from .checking import evidence
 from .pytest_hooks import examples_scale, replay_line, search_seed
 
 _MAX_REPR_LENGTH = 600

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hardpoint.testing import evidence
-
+from . import evidence
 from .made_suite import NEEDS
 from .request import check_record
 

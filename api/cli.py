@@ -8,9 +8,9 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
@@ -309,7 +309,14 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         open_workers=open_workers,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
+        check_plugin=_check_plugin,
     )
+
+
+def _check_plugin(*given: Any) -> Iterator[Mapping[str, Any]]:
+    from hardpoint.testing.checking.parent import check_plugin  # noqa: PLC0415 - needs torch
+
+    return check_plugin(*given)
 
 
 def _parser(commands: _Commands) -> ProgramParser:

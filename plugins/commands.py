@@ -315,6 +315,20 @@ def _no_workers(*_: object) -> WorkerGroup:
     raise NotImplementedError("this CommandContext was made without open_workers")
 
 
+CheckPlugin = Callable[
+    [EngineConfig, ConfigSources, str, Mapping[str, float], Mapping[str, Any], int | None],
+    Iterator[Mapping[str, Any]],
+]
+"""Runs the suites of an installed plugin in a child process; yields records, see the page on the
+conformance kit. After the configuration: the name, the limits, options in the place of those of the
+configuration, and the version of the contract that the plugin has to state, None for any.
+"""
+
+
+def _no_check(*_: object) -> Iterator[Mapping[str, Any]]:
+    raise NotImplementedError("this CommandContext was made without check_plugin")
+
+
 def _no_inspection(*_: object) -> ModelReport:
     raise NotImplementedError("this CommandContext was made without inspect_model")
 
@@ -344,6 +358,7 @@ class CommandContext:
         inspect_model: reports the configured model and its needs, without reading its weights.
         config_type: returns the type of the configuration with the tables of the enabled plugins;
             of those enabled by default, if the configuration is wrong.
+        check_plugin: runs the conformance suites of an installed plugin in a process with limits.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -356,6 +371,7 @@ class CommandContext:
     open_workers: OpenWorkers = _no_workers
     inspect_model: InspectModel = _no_inspection
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
+    check_plugin: CheckPlugin = _no_check
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

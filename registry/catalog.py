@@ -113,14 +113,14 @@ class Catalog:
         """Return why the engine would refuse a component that is not enabled."""
         try:
             plugins = resolve_plugins(
-                self._choosing(kind, info), self._config_sources, self._plugins.found
+                self.choosing(kind, info), self._config_sources, self._plugins.found
             )
             plugins.hooks()
         except HardpointError as error:
             return str(error)
         return ""
 
-    def _choosing(self, kind: Kind, info: ComponentInfo) -> EngineConfig:
+    def choosing(self, kind: Kind, info: ComponentInfo) -> EngineConfig:
         """Return the configuration with a component enabled, in the place of one of its name."""
         config = msgspec.to_builtins(self._config)
         *tables, field = (kind.chosen_by or "plugins.enable").split(".")

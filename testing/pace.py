@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from .checking import evidence
+
 __all__ = [
     "PYTHON",
     "TENSORS",
@@ -101,12 +103,14 @@ def cost_of(
     for number in range(1, rounds + 1):
         least = min(least, measure())
         if least <= budget:
-            return least
+            cost = least
+            break
         # The least of all rounds: a plugin is not excused by a moment in which others ran.
         slow = min(slow, slowdown(reference, clock or own_seconds))
         cost = least / max(slow, 1.0)
         if number >= _FEWEST_ROUNDS and not budget < cost < _HOPELESS * budget:
             break
+    evidence.current.costs.append((cost, budget))
     return cost
 
 

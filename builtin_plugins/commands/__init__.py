@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, models, plugins
+from . import chat, completion, config, embed, generate, models
+from .plugins import command as plugins
 
 contract = 1
 

@@ -69,7 +69,7 @@ def delta(text, finish_reason=None, index=0, **fields):
     )
 
 
-def run_command(name, arguments, generator=None):
+def run_command(name, arguments, generator=None, **fields):
     """Run a built-in command with a fake model."""
     (command,) = [c for c in builtin_commands.cli_commands() if c.name == name]
     parser = argparse.ArgumentParser(prog=f"hardpoint {name}")
@@ -81,5 +81,6 @@ def run_command(name, arguments, generator=None):
         ),
         open_model=generator if callable(generator) else lambda config, sources: generator,
         version="9.9",
+        **fields,
     )
     return command.run(parser.parse_args(arguments), context)

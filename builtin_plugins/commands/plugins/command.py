@@ -8,19 +8,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hardpoint.builtin_plugins.commands.shown import toml, without_userinfo
+from hardpoint.builtin_plugins.commands.tables import print_table
 from hardpoint.builtin_plugins.scaffold import command as new_package
 from hardpoint.plugins import Command, CommandContext
 from hardpoint.plugins.commands import ComponentDetails, ComponentInfo
 from hardpoint.typed import FieldDoc
 
-from .shown import toml, without_userinfo
-from .tables import print_table
+from .check import configure_check, run_check
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."
     parser.description = (
-        "Show which plugins are installed, which are on, and why; make the package of a new one."
+        "Show which plugins are installed, which are on, and why; make the package of a new one, or "
+        "check one."
     )
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog
@@ -39,11 +41,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     for action in (listing, show):
         action.add_argument("--json", action="store_true", help="print JSON")
     new_package.configure(actions.add_parser("new", help="make the package of a new plugin"))
+    configure_check(
+        actions.add_parser("check", help="run the conformance suite of one plugin or package")
+    )
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.action == "new":
         return new_package.run(options, context)
+    if options.action == "check":
+        return run_check(options, context)
     config, config_sources = context.load_config()
     catalog = context.load_catalog(config, config_sources)
     if options.action == "list":

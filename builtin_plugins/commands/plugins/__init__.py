@@ -1,0 +1,1 @@
+"""`hardpoint plugins`: shows and checks plugins."""

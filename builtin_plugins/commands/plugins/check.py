@@ -1,0 +1,186 @@
+"""`hardpoint plugins check`: whether an installed plugin keeps the rules of its kind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hardpoint.errors import ConfigError
+from hardpoint.plugins import CommandContext
+from hardpoint.typed import parse_value
+
+_GIB, _MIB = 1 << 30, 1 << 20
+
+_FROM_BEST = (0, 1, 3, 2)
+"""Exit codes: all proved, a check failed, another contract, cannot load."""
+
+_MARKS = {
+    "proved": "proved",
+    "failed": "FAILED",
+    "expected_failure": "fails as expected",
+    "not_proved": "not proved",
+    "not_applicable": "does not apply",
+}
+
+
+def configure_check(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Run the conformance suite of an installed plugin's kind, without a test file, in a "
+        "process with limits. Exit code 0: no check failed; 1: one did; 2: it cannot be loaded; "
+        "3: it states another contract. The limits protect against mistakes, not against malice: "
+        "this is no sandbox."
+    )
+    parser.add_argument(
+        "name",
+        metavar="PLUGIN",
+        help="a name, KIND/NAME, package.module:Class, or a distribution: all of its plugins",
+    )
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per record")
+    parser.add_argument(
+        "--against",
+        type=int,
+        metavar="CONTRACT",
+        help="the version of its kind's contract that it has to state",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the plugin, in the place of its configured ones; may be repeated",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="end each plugin's process then (default 600)"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, default=8.0, help="private memory of a process (default 8)"
+    )
+    parser.add_argument(
+        "--file-mib", type=float, default=1024.0, help="size of a file it writes (default 1024)"
+    )
+    parser.add_argument("--files", type=int, default=1024, help="files open at once (default 1024)")
+
+
+def run_check(options: argparse.Namespace, context: CommandContext) -> int:
+    """Check the plugins of a name, print the records, return the exit code."""
+    limits = {
+        "seconds": _positive(options.seconds, "--seconds"),
+        "memory_bytes": int(_positive(options.memory_gib, "--memory-gib") * _GIB),
+        "file_bytes": int(_positive(options.file_mib, "--file-mib") * _MIB),
+        "num_files": _positive(options.files, "--files"),
+    }
+    given = dict(map(_option, options.option))
+    config, config_sources = context.load_config()
+    records = context.check_plugin(
+        config, config_sources, options.name, limits, given, options.against
+    )
+    return _print_records(records, as_json=options.json)
+
+
+def _positive(value: Any, name: str) -> Any:
+    if not value > 0:
+        raise ConfigError(f"{name}: expected a number > 0, got {value}")
+    return value
+
+
+def _option(setting: str) -> tuple[str, Any]:
+    name, equals, text = setting.partition("=")
+    if not (name and equals):
+        raise ConfigError(f"--option: expected NAME=VALUE, got {setting!r}")
+    return name, parse_value(text)
+
+
+def _print_records(records: Iterable[Mapping[str, Any]], *, as_json: bool) -> int:
+    """Print each record as it comes; return the worst exit code."""
+    code = 0
+    for record in records:
+        if record["record"] == "result":
+            code = max(code, record["exit_code"], key=_FROM_BEST.index)
+        if as_json:
+            print(json.dumps(record), flush=True)
+        else:
+            for line in _LINES[record["record"]](record):
+                print(line, flush=True)
+    return code
+
+
+def _plugin_lines(record: Mapping[str, Any]) -> list[str]:
+    accepted = " and ".join(map(str, record["accepted_contracts"]))
+    return [
+        record["component"],
+        f"  {record['class']} from {record['package']}",
+        f"  contract {record['contract']}; hardpoint {record['hardpoint']} accepts {accepted}",
+        f"  checked by {record['suite']}",
+        "",
+    ]
+
+
+def _check_lines(record: Mapping[str, Any]) -> list[str]:
+    mark = _MARKS[record["outcome"]]
+    why = f": {record['reason']}" if record["reason"] else ""
+    lines = [f"  {mark:<17}  {record['check']}{why}"]
+    if record["outcome"] == "proved":
+        seen = f"; {record['evidence']}" if record["evidence"] else ""
+        return [f"{lines[0]} ({record['seconds']:.1f} s{seen})"]
+    if record["outcome"] == "failed":
+        lines.append(f"      {record['claim']}")
+    return lines + [f"      {line}" for line in record["evidence"].splitlines()]
+
+
+def _enabling_lines(record: Mapping[str, Any]) -> list[str]:
+    lines = ["", "with the plugins that are on"]
+    if record["problem"]:
+        return [*lines, f"  refused: {record['problem']}"]
+    lines.append(f"  order of its kind: {', '.join(record['order'])}")
+    for field, text in (
+        ("in_place_of", "in the place of"),
+        ("others_of_its_name", "has the name of"),
+    ):
+        lines += [f"  {text} {other}" for other in record[field]]
+    return lines
+
+
+def _cost_lines(record: Mapping[str, Any]) -> list[str]:
+    lines = ["", "cost"]
+    if "us_per_step" in record:
+        without = record.get("us_per_step_without")
+        compared = f", {without} without it" if without is not None else ""
+        lines.append(
+            f"  {record['us_per_step']} us per step of {record['rows_per_step']} rows of the "
+            f"scripted model{compared}"
+        )
+    if metered := record.get("metered"):
+        lines.append(
+            f"  {metered['us_per_row']} us per row, {metered['us_per_step']} us per step in its "
+            f"own methods"
+        )
+    return lines + ([f"  not measured: {record['reason']}"] if record["reason"] else [])
+
+
+def _activity_lines(record: Mapping[str, Any]) -> list[str]:
+    lines = ["", "what its code did"]
+    for verb in ("imported", "wrote", "connected", "listened", "started"):
+        lines.append(f"  {verb:<9}  {', '.join(record[verb]) or 'nothing'}")
+    return lines
+
+
+def _result_lines(record: Mapping[str, Any]) -> list[str]:
+    if record["exit_code"] in (2, 3):
+        reason = "another contract" if record["exit_code"] == 3 else "cannot be loaded"
+        return [f"{record['component']}: {reason}: {record['problem']}"]
+    counts = [f"{record[name]} {_MARKS[name].lower()}" for name in _MARKS if record[name]]
+    lines = ["", f"{record['component']}: {', '.join(counts)} ({record['seconds']:.1f} s)"]
+    return lines + [f"  {line}" for line in record["problem"].splitlines()]
+
+
+_LINES = {
+    "plugin": _plugin_lines,
+    "check": _check_lines,
+    "enabling": _enabling_lines,
+    "cost": _cost_lines,
+    "activity": _activity_lines,
+    "result": _result_lines,
+}

@@ -1,0 +1,118 @@
+"""The pytest plugin that turns tests of a suite into records."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from . import evidence
+from .made_suite import NEEDS
+from .request import check_record
+
+Send = Callable[[Mapping[str, Any]], None]
+
+_UNDECIDED = (NEEDS, "this machine ", "undecidable ", "the engine cannot import")
+"""Begin the reasons of checks that this run could not make; others do not apply to the class."""
+
+_REPLAY = re.compile(r"^( *replay: HARDPOINT_SEED=\d+)( HARDPOINT_EXAMPLES=\S+)? pytest .*$", re.M)
+
+
+class CheckRecorder:
+    """Sends a record of each test."""
+
+    def __init__(
+        self, send: Send, expected: Mapping[str, str], name: str, *, drawn_arguments: bool
+    ) -> None:
+        """Create a recorder.
+
+        Args:
+            send: gets each record.
+            expected: reasons of expected failures by test.
+            name: what to check again, for replays.
+            drawn_arguments: whether arguments are drawn from their type alone, so that one that has
+                an effect may be rare.
+        """
+        self._send = send
+        self._expected = expected
+        self._name = name
+        self._drawn = drawn_arguments
+        self._claims: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Read the claims, mark expected failures, announce the checks."""
+        for item in items:
+            self._claims[item.nodeid] = _claim(getattr(item, "obj", None), item.name)
+            if reason := self._expected.get(item.name.partition("[")[0]):
+                item.add_marker(pytest.mark.xfail(reason=reason))
+        self._send(
+            {
+                "record": "plan",
+                "checks": [(item.name, self._claims[item.nodeid]) for item in items],
+            }
+        )
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Report which check runs now."""
+        evidence.clear()
+        self._send({"record": "begin", "check": nodeid.rpartition("::")[2]})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send a record once a test is decided."""
+        if report.when != "call" and report.passed:
+            return
+        name = report.nodeid.rpartition("::")[2]
+        outcome, reason, seen = self._judge(name, report)
+        self._send(
+            check_record(
+                name,
+                self._claims[report.nodeid],
+                outcome,
+                reason=reason,
+                evidence=seen,
+                seconds=report.duration,
+            )
+        )
+
+    def _judge(self, name: str, report: pytest.TestReport) -> tuple[str, str, str]:
+        """Return the outcome of a check, the reason and the evidence."""
+        expected = getattr(report, "wasxfail", None)
+        if report.passed:
+            reason = f"it was expected to fail: {expected}" if expected is not None else ""
+            return "proved", reason, _figures()
+        if report.skipped and expected is not None:
+            return "expected_failure", expected.removeprefix("reason: "), self._message(report)
+        if report.skipped:
+            assert isinstance(report.longrepr, tuple)
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            decided = not reason.startswith(_UNDECIDED)
+            return ("not_applicable" if decided else "not_proved"), reason, ""
+        message = self._message(report)
+        if self._drawn and name == "test_effect":
+            reason = f"{NEEDS}`arguments` that have an effect; those drawn from the type had none"
+            return "not_proved", reason, message
+        return "failed", "", message
+
+    def _message(self, report: pytest.TestReport) -> str:
+        text = report.longreprtext.strip()
+        return _REPLAY.sub(rf"\1\2 hardpoint plugins check {self._name}", text)
+
+
+def _claim(test: Any, name: str) -> str:
+    """Return the first paragraph of a test's docstring, or its name without underscores."""
+    doc = inspect.getdoc(test) or ""
+    paragraph = " ".join(doc.partition("\n\n")[0].split())
+    return paragraph or name.removeprefix("test_").replace("_", " ")
+
+
+def _figures() -> str:
+    """Return the figures of the running test."""
+    found = evidence.current
+    parts = [f"{found.num_cases} cases"] if found.num_cases else []
+    parts += [
+        f"{cost * 1e6:.3g} us of {budget * 1e6:.6g} us allowed" for cost, budget in found.costs
+    ]
+    return ", ".join(parts)

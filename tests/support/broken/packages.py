@@ -1,0 +1,158 @@
+"""Packages that `plugins check` has to judge, and the records that it makes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from support.strangers import Site
+
+SINK = """
+{imports}
+from hardpoint.plugins import Options, StatSink
+
+class Sink(StatSink):
+    contract = 1
+    {attributes}
+
+    def record(self, stats):
+        {record}
+"""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution with one plugin.
+
+    Attributes:
+        source: source code of its module.
+        exit_code: expected of its check.
+        problem: part of the result's `problem`.
+        outcomes: expected ones by check.
+        messages: parts of the evidence or reason by check.
+        limits: others than the usual ones.
+    """
+
+    name: str
+    source: str
+    exit_code: int
+    problem: str = ""
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+    messages: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+    kind: str = "stat_sinks"
+    value: str = "Sink"
+
+    def install(self, site: Site) -> None:
+        """Install it into a site."""
+        point = {self.name.removeprefix("acme_"): f"{self.name}:{self.value}"}
+        site.install(self.name, self.source, {self.kind: point})
+
+
+def sink(imports: str = "", attributes: str = "", record: str = "pass") -> str:
+    """Return the source of a stat sink."""
+    return SINK.format(imports=imports, attributes=attributes, record=record)
+
+
+EARLY: Sequence[Package] = (
+    Package(
+        "acme_no_contract",
+        sink().replace("contract = 1", ""),
+        exit_code=2,
+        problem="it states no contract version; add `contract = 1`",
+    ),
+    Package("acme_no_import", sink(imports="import acme_absent"), 2, problem="acme_absent"),
+    Package(
+        "acme_later_contract",
+        sink().replace("contract = 1", "contract = 9"),
+        exit_code=3,
+        problem="it states contract 9 of stat_sinks; this Hardpoint accepts 1",
+    ),
+    Package(
+        "acme_no_option",
+        sink(attributes="class Options(Options):\n        url: str"),
+        exit_code=2,
+        problem="plugin.no_option.url",
+    ),
+    Package(
+        "acme_hangs",
+        sink(imports="import threading; threading.Event().wait()"),
+        exit_code=2,
+        problem="it did not end within 5 s",
+        limits={"seconds": 5},
+    ),
+)
+"""Those whose suite does not run."""
+
+EXITS = Package(
+    "acme_exits",
+    sink(imports="import os", record="os._exit(3)"),
+    exit_code=1,
+    problem="its process ended with exit code 3",
+    outcomes={"test_statistics": "failed", "test_speed": "not_proved"},
+    messages={"test_statistics": "exit code 3", "test_speed": "the run ended before"},
+)
+
+EXPECTED = Package(
+    "acme_expected",
+    sink(attributes='expected_failures = {"test_exposition": "it is not text yet"}')
+    + "\n    def exposition(self, plugins):\n        return 5\n",
+    exit_code=0,
+    outcomes={"test_exposition": "expected_failure", "test_statistics": "proved"},
+    messages={"test_exposition": "it is not text yet"},
+)
+
+RUN: Sequence[Package] = (
+    Package(
+        "acme_hungry",
+        sink(record="self.kept = bytearray(1 << 40)"),
+        exit_code=1,
+        outcomes={"test_statistics": "failed", "test_contract": "proved"},
+        messages={"test_statistics": "MemoryError"},
+    ),
+    Package(
+        "acme_large_file",
+        sink(
+            imports="import tempfile",
+            record="tempfile.TemporaryFile().write(bytes(1 << 22))",
+        ),
+        exit_code=1,
+        outcomes={"test_statistics": "failed"},
+        messages={"test_statistics": "File too large"},
+        limits={"file_bytes": 1 << 20},
+    ),
+    Package(
+        "acme_no_text",
+        sink() + "\n    def exposition(self, plugins):\n        return 5\n",
+        exit_code=1,
+        outcomes={"test_exposition": "failed", "test_statistics": "proved"},
+        messages={"test_exposition": "5"},
+    ),
+    EXPECTED,
+    Package(
+        "acme_no_such_check",
+        sink(attributes='expected_failures = {"test_nothing": "a slip of the pen"}'),
+        exit_code=1,
+        outcomes={"test_nothing": "failed", "test_statistics": "proved"},
+        messages={"test_nothing": "StatSinkSuite has no test_nothing"},
+    ),
+)
+"""Others whose suite runs."""
+
+ACTIVE = Package(
+    "acme_active",
+    sink(
+        imports="import contextlib, socket, subprocess, sys\nimport numpy",
+        attributes="""
+    def __init__(self, context):
+        super().__init__(context)
+        open("acme_written", "w").close()
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        with contextlib.suppress(OSError), socket.socket() as client:
+            client.connect(("127.0.0.1", 9))
+""",
+    ),
+    exit_code=0,
+    outcomes={"test_statistics": "proved"},
+)
+"""One that is right, and does more than is usual."""

@@ -1,0 +1,153 @@
+"""`hardpoint plugins check`: its records of packages, broken and right, and of built-ins."""
+
+import json
+import sys
+
+import pytest
+from support.broken.packages import ACTIVE, EARLY, EXITS, EXPECTED, RUN, Package
+from support.fake_generator import run_command
+from support.strangers import Site, open_site
+
+from hardpoint.errors import PluginConflictError, PluginNotFoundError
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.registry.kinds import KINDS
+from hardpoint.testing.checking.made_suite import subject_of
+from hardpoint.testing.checking.parent import check_plugin
+
+LIMITS = {"seconds": 300, "memory_bytes": 16 << 30, "file_bytes": 1 << 30, "num_files": 1024}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    monkeypatch.setenv("HARDPOINT_EXAMPLES", "0.05")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with open_site(tmp_path / "site", monkeypatch) as opened:
+        yield opened
+
+
+def check(name, limits=None, options=None, against=None):
+    """Return the records of a check by `record`, those of checks by name."""
+    given = {**LIMITS, **(limits or {})}
+    config, sources = EngineConfig(), ConfigSources()
+    records = list(check_plugin(config, sources, name, given, options or {}, against))
+    checks = {r["check"]: r for r in records if r["record"] == "check"}
+    return {**{r["record"]: r for r in records}, "check": checks}
+
+
+def assert_judged(package: Package, site: Site) -> dict:
+    """Assert that a package gets the records that it should."""
+    package.install(site)
+    records = check(package.name, package.limits)
+    result = records["result"]
+    assert result["exit_code"] == package.exit_code, result
+    assert package.problem in result["problem"]
+    outcomes = {name: records["check"][name]["outcome"] for name in package.outcomes}
+    assert outcomes == package.outcomes
+    for name, part in package.messages.items():
+        record = records["check"][name]
+        assert part in f"{record['reason']} {record['evidence']}"
+    return records
+
+
+@pytest.mark.parametrize("package", EARLY, ids=lambda package: package.name)
+def test_refused_packages(package, site):
+    records = assert_judged(package, site)
+    assert not records["check"]
+    assert "plugin" not in records
+
+
+def test_exit_in_a_check(site):
+    records = assert_judged(EXITS, site)
+    assert records["check"]["test_contract"]["proved"] is True
+    assert records["check"]["test_statistics"]["proved"] is False
+    assert records["check"]["test_speed"]["proved"] is None
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        package if package is EXPECTED else pytest.param(package, marks=pytest.mark.nightly)
+        for package in RUN
+    ],
+    ids=lambda package: package.name,
+)
+def test_broken_packages(package, site):
+    records = assert_judged(package, site)
+    assert records["plugin"]["suite"] == "StatSinkSuite"
+
+
+def test_what_a_package_does(site):
+    ACTIVE.install(site)
+    site.install("acme_twin", ACTIVE.source, {"stat_sinks": {"active": "acme_twin:Sink"}})
+    records = check("acme_active:Sink")
+    assert records["result"]["exit_code"] == 0, records["result"]
+    activity = records["activity"]
+    assert activity["imported"] == ["numpy"]
+    assert "its temporary folder/acme_written" in activity["wrote"]
+    assert activity["connected"] == ["127.0.0.1:9"]
+    assert any(command.startswith(sys.executable) for command in activity["started"])
+    enabling = records["enabling"]
+    assert (enabling["problem"], enabling["order"]) == ("", ["active"])
+    assert enabling["others_of_its_name"] == ["acme_twin:Sink (acme_twin 2.0)"]
+    assert records["cost"]["us_per_step"] > 0 < records["cost"]["us_per_step_without"]
+    assert records["check"]["test_statistics"]["evidence"].endswith(" cases")
+    assert records["check"]["test_statistics"]["claim"]
+
+
+def test_samples_are_needed(site):
+    parser = check("tool_parsers/hermes")
+    assert parser["result"]["exit_code"] == 0
+    outcomes = {record["outcome"] for record in parser["check"].values()}
+    assert "not_proved" in outcomes
+    reasons = {r["reason"] for r in parser["check"].values() if r["outcome"] == "not_proved"}
+    assert all(reason.startswith("needs `samples`") for reason in reasons)
+
+
+def test_another_contract():
+    records = check("min_p", against=7)
+    assert records["result"]["exit_code"] == 3
+    assert records["result"]["problem"].endswith("states contract 1 of logits_processors, not 7")
+
+
+def test_cost_of_a_logits_processor(site):
+    records = check("min_p")
+    assert records["result"]["exit_code"] == 0, records
+    assert records["cost"]["metered"]["rows"] > 0
+    assert " us allowed" in records["check"]["test_speed"]["evidence"]
+
+
+def test_names(site):
+    for package in (EARLY[0], ACTIVE):
+        package.install(site)
+    with pytest.raises(PluginNotFoundError, match="no installed plugin or package is called 'mni'"):
+        check("mni")
+    site.install("acme_min_p", ACTIVE.source, {"stat_sinks": {"min_p": "acme_min_p:Sink"}})
+    with pytest.raises(PluginConflictError, match=r"'min_p' could be any of logits_processors/"):
+        check("min_p")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_every_kind_has_a_suite_with_a_subject(kind):
+    import hardpoint.testing
+
+    suite = getattr(hardpoint.testing, kind.suite)
+    assert subject_of(suite) not in ("kind", "options", "samples", "config")
+
+
+def test_command(capsys):
+    seen = []
+
+    def answer(*given):
+        seen.append(given)
+        yield {"record": "result", "component": "x/a", "exit_code": 1, "problem": "p"}
+        yield {"record": "result", "component": "x/b", "exit_code": 3, "problem": "q"}
+
+    arguments = ["check", "a", "--json", "--option", "n=3", "--against", "2", "--seconds", "9"]
+    assert run_command("plugins", arguments, check_plugin=answer) == 3
+    assert [json.loads(line)["problem"] for line in capsys.readouterr().out.splitlines()] == [
+        "p",
+        "q",
+    ]
+    ((_, _, name, limits, options, against),) = seen
+    assert (name, options, against, limits["seconds"]) == ("a", {"n": 3}, 2, 9.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,27 +67,47 @@ def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
 
 
 class Totals:
-    """Statistics of several engines, whose totals do not fall when one is started again."""
+    """Statistics of several engines, whose totals do not fall when one ends or is started again.
+
+    Attributes:
+        num_resumes: by rank, requests that went on at an engine after they had left another one.
+    """
 
     def __init__(self) -> None:
         """Begin without any."""
-        self._ended: SchedulerStats | None = None
+        self._ended: dict[int, SchedulerStats] = {}
+        self.num_resumes: Counter[int] = Counter()
 
-    def end(self, stats: SchedulerStats | None) -> None:
-        """Keep the totals of an engine that has died."""
+    def end(self, rank: int, stats: SchedulerStats | None) -> None:
+        """Keep the totals of an engine that has ended."""
         if stats is not None:
-            known = [] if self._ended is None else [self._ended]
-            self._ended = ended_stats(merged_stats([*known, stats]))
+            self._ended[rank] = ended_stats(self._of(rank, stats))
 
-    def of(self, stats: Sequence[SchedulerStats | None]) -> SchedulerStats:
-        """Return the statistics of the engines that serve, with those totals."""
-        live = merged_stats([one for one in stats if one is not None])
-        if self._ended is None:
-            return live
-        with_ended = merged_stats([live, self._ended])
+    def of(self, engines: Mapping[int, SchedulerStats | None]) -> SchedulerStats:
+        """Return the statistics of the engines that serve as those of one, and those of each.
+
+        Args:
+            engines: what they reported last, by rank.
+        """
+        known = {rank: stats for rank, stats in engines.items() if stats is not None}
+        each = {rank: self._of(rank, stats) for rank, stats in known.items()}
+        each |= {rank: stats for rank, stats in self._ended.items() if rank not in known}
+        live = merged_stats(list(known.values()))
         return msgspec.structs.replace(
-            with_ended,
+            merged_stats(list(each.values())),
             kv_cache_usage=live.kv_cache_usage,
             step_cost_error=live.step_cost_error,
             weight_version=live.weight_version,
+            engines=dict(sorted(each.items())),
+        )
+
+    def _of(self, rank: int, stats: SchedulerStats) -> SchedulerStats:
+        """Return the statistics of an engine, with the totals of those that had its rank before."""
+        if (ended := self._ended.get(rank)) is None:
+            return stats
+        return msgspec.structs.replace(
+            merged_stats([stats, ended]),
+            kv_cache_usage=stats.kv_cache_usage,
+            step_cost_error=stats.step_cost_error,
+            weight_version=stats.weight_version,
         )

@@ -62,11 +62,8 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.json:
         print(json.dumps(answer))
     else:
-        ranks = answer["ranks"]
-        listed = ", ".join(map(str, ranks))
-        print(
-            f"{len(ranks)} engine{'s' if len(ranks) > 1 else ''}: {listed} (change {answer['epoch']})"
-        )
+        listed = ", ".join(map(str, answer["ranks"]))
+        print(f"engines: {listed} (change {answer['epoch']})")
     return 0
 
 

@@ -20,6 +20,7 @@ from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
 from .operations.loop_watch import watched
+from .operations.notify import ServiceManager
 from .receiving import body_limit
 from .service import Phase
 
@@ -71,9 +72,14 @@ class Serving:
     """A server that runs until a signal, or until its engine is dead."""
 
     def __init__(
-        self, applications: Applications, users: BoundAddress, admin: BoundAddress | None = None
+        self,
+        applications: Applications,
+        users: BoundAddress,
+        admin: BoundAddress | None = None,
+        manager: ServiceManager | None = None,
     ) -> None:
-        """Serve the applications on their addresses."""
+        """Serve the applications on their addresses; tell the service manager, if there is one."""
+        self._manager = manager or ServiceManager()
         self._service = applications.service
         self._bound = [users]
         self._listeners = [self._listener(applications.users, users)]
@@ -163,6 +169,7 @@ class Serving:
             await asyncio.wait([ended, watching, *listening], return_when=asyncio.FIRST_COMPLETED)
             failure = watching.exception() if watching.done() else None
         finally:
+            self._manager.stopping()
             for task in (ended, watching, using, self._draining):
                 if task is not None:
                     task.cancel()
@@ -211,6 +218,7 @@ class Serving:
 
     def _drain(self, reason: str) -> None:
         if self._draining is None:
+            self._manager.stopping()
             self._draining = asyncio.ensure_future(self._finish_requests(reason))
 
     async def _finish_requests(self, reason: str) -> None:
@@ -236,11 +244,13 @@ class Serving:
         if announce is not None:
             with contextlib.suppress(OSError):  # who reads it may be gone
                 announce()
+        self._manager.ready()
         while (dead := service.engine.dead_error) is None:
             if service.drain_asked:
                 self._drain("POST /drain")
             if not service.engine.is_running:
                 service.paused = None  # an engine that was restarted is not paused
+            self._manager.sign_of_life()
             await asyncio.sleep(_POLL_SECONDS)
         _log.error("the engine has ended, and so does the server: %s", dead)
         service.phase = Phase.REFUSING

@@ -62,7 +62,8 @@ class OpenTelemetrySink(StatSink):
             from opentelemetry import trace  # noqa: PLC0415 - optional
             from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
-            self._own = self._own_provider() if self.options.provider == "own" else None
+            self._exporter = self._open_exporter() if self.options.provider == "own" else None
+            self._own = self._own_provider()
         except ImportError as cause:
             raise ImportError(
                 "it needs the library OpenTelemetry: pip install 'hardpoint[opentelemetry]' "
@@ -83,19 +84,20 @@ class OpenTelemetrySink(StatSink):
             )
         return provider
 
-    def _own_provider(self) -> TracerProvider:
+    def _own_provider(self) -> TracerProvider | None:
+        if self._exporter is None:
+            return None
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource  # noqa: PLC0415
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
         named = Resource.create({"service.name": "hardpoint"})
         resource = named.merge(OTELResourceDetector().detect())  # the environment's name wins
-        exporter = self._exporter()
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
+        provider.add_span_processor(BatchSpanProcessor(self._exporter))
         return provider
 
-    def _exporter(self) -> SpanExporter:
+    def _open_exporter(self) -> SpanExporter:
         endpoint = self.options.endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(
@@ -172,10 +174,12 @@ class OpenTelemetrySink(StatSink):
         if self._closed:
             return
         self._closed = True
-        if self._own is not None:
+        if self._own is not None and self._exporter is not None:
             closing = threading.Thread(target=self._own.shutdown, name="spans", daemon=True)
             closing.start()
             closing.join(_CLOSE_SECONDS)
+            if closing.is_alive():
+                self._exporter.shutdown()  # it tries no more
 
 
 def _stages(request: FinishedRequest, start: int, end: int) -> list[tuple[str, int, int]]:

@@ -300,7 +300,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one of several engines, since the program's start.
+    """Figures of one of several engines, since the program's start.
 
     Attributes:
         restarts: how often it was restarted.

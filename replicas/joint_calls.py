@@ -151,7 +151,7 @@ class JointCalls:
         return JointCall(calls, merge).future
 
     def _merge_of(self, method: str, replicas: Sequence[Replica]) -> MergeByRank:
-        """Return what makes one answer of a call to all engines, those in `replicas`, or to one."""
+        """Return the merge of the answers of all engines, those in `replicas`, or of one."""
         merge = _MERGES.get(method, _first)
         match method if replicas else "":
             case "step_faults":

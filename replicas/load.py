@@ -1,4 +1,4 @@
-"""What engines have to do, and how fast they compute prompts."""
+"""The load of several engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Loads:
         self._replicas, self._changed = replicas, changed
 
     def report(self) -> LoadReport:
-        """Return what the engines have to do now; no engine is asked."""
+        """Return the load of the engines now; no engine is asked."""
         with self._changed:
             engines = [_status(self._replicas.of(rank)) for rank in self._replicas.ranks]
         return LoadReport.of(engines, self._replicas.prefill_rate.per_second)

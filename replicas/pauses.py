@@ -22,7 +22,7 @@ class Pauses:
         self._replicas = replicas
 
     def follow(self, replica: Replica, method: str, call: Future[Any]) -> None:
-        """Note what a control call does; once it is answered, the engine says how it stands.
+        """Note what a control call does; once it is answered, ask the engine whether it is paused.
 
         Args:
             replica: the engine.

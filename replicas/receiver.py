@@ -1,4 +1,4 @@
-"""What the client of one engine calls with its outputs."""
+"""The sink of the client of one engine."""
 
 from __future__ import annotations
 

@@ -90,15 +90,15 @@ class Totals:
             engines: what they reported last, by rank.
         """
         known = {rank: stats for rank, stats in engines.items() if stats is not None}
-        each = {rank: self._of(rank, stats) for rank, stats in known.items()}
-        each |= {rank: stats for rank, stats in self._ended.items() if rank not in known}
+        totals = {rank: self._of(rank, stats) for rank, stats in known.items()}
+        totals |= {rank: stats for rank, stats in self._ended.items() if rank not in known}
         live = merged_stats(list(known.values()))
         return msgspec.structs.replace(
-            merged_stats(list(each.values())),
+            merged_stats(list(totals.values())),
             kv_cache_usage=live.kv_cache_usage,
             step_cost_error=live.step_cost_error,
             weight_version=live.weight_version,
-            engines=dict(sorted(each.items())),
+            engines=dict(sorted(totals.items())),
         )
 
     def _of(self, rank: int, stats: SchedulerStats) -> SchedulerStats:

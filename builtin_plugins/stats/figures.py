@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from hardpoint.plugins import (
+    EngineReport,
     IterationStats,
     KVTierStats,
     PluginReport,
     PrefixCacheStats,
     SchedulerStats,
 )
-from hardpoint.plugins.stats import EngineReport
 
 # The bounds are those of vLLM, with smaller ones for small models: sums over instances of both
 # engines are right from vLLM's first bound on.

@@ -7,8 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from hardpoint import plugins
-from hardpoint.plugins import ConfigError, IterationStats, StatSink, StatSinkContext
-from hardpoint.plugins.stats import FinishedRequest
+from hardpoint.plugins import (
+    ConfigError,
+    FinishedRequest,
+    IterationStats,
+    StatSink,
+    StatSinkContext,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -10,13 +10,13 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from hardpoint.plugins import (
+    EngineReport,
     IterationStats,
     PluginReport,
     SchedulerStats,
     StatSink,
     StatSinkContext,
 )
-from hardpoint.plugins.stats import EngineReport
 
 from .families import OWN, cache_families, engine_families, plugin_families
 from .figures import EngineFigures, PluginFigures

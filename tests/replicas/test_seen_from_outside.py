@@ -1,13 +1,15 @@
-"""What balancers, sinks and operators see of several engines."""
+"""Paused engines, and the load and the statistics of several engines."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 from support.core.played_engines import loads, names, request
 from support.waiting import wait_until
 
 from hardpoint.errors import EngineDeadError
-from hardpoint.plugins import EngineCoreOutputs, PrefixCacheStats, SchedulerStats
+from hardpoint.plugins import EngineCoreOutputs, FinishReason, PrefixCacheStats, SchedulerStats
 from hardpoint.plugins.stats import PluginReport
 from hardpoint.replicas.prefill_rate import PrefillRate
 
@@ -85,7 +87,7 @@ class TestLoad:
         assert (load.in_flight, load.waiting_prompt_tokens) == (2, 6)
         assert (load.prefill_tokens_per_second, load.waiting_prompt_seconds) == (None, None)
 
-    def test_the_rate_is_measured_and_says_how_long_prompts_wait(self, world):
+    def test_the_rate_is_measured_and_with_it_how_long_prompts_wait(self, world):
         group = world.group(1)
         group.add_requests(names("r", 2))
         world.of(0).give("r0", 7)
@@ -150,10 +152,15 @@ class TestStatistics:
 
     def test_one_that_drains_is_counted_until_its_end(self, world):
         group = world.group(2)
+        group.add_requests(names("r", 2))
         report(world.of(1), 5)
-        group._replicas.drain(group._replicas.of(1))
+        change = threading.Thread(target=group.retire, args=([1], 20.0))
+        change.start()
+        wait_until(lambda: group.load().engines[1].state == "draining", 10, "the draining")
         report(world.of(0), 1)
         assert totals(world.received[-1].scheduler_stats) == {0: 1, 1: 5}
+        world.of(1).give("r1", 7, finish=FinishReason.STOP)
+        change.join(10)
 
     def test_restarts_and_resumes_by_engine(self, world):
         group = world.group(2, restarts=2)

@@ -19,8 +19,7 @@ from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
-from hardpoint.plugins.engine_set import EngineSet
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import EngineSet, Route
 from hardpoint.typed import Strict
 
 from .models import json_response

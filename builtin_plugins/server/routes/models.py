@@ -13,8 +13,7 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients, no_route
 from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.engine_set import LoadReport
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import LoadReport, Route
 
 _LONGEST_WAIT = 1.0
 """Seconds that `/health` waits for the engine; probes wait little longer."""

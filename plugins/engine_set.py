@@ -24,7 +24,7 @@ class EngineSet:
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine has to do.
+    """Load of one engine.
 
     Attributes:
         rank: its number.
@@ -46,13 +46,13 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What all engines have to do, for programs that balance requests or add engines.
+    """Load of all engines, for programs that balance requests or add engines.
 
     Attributes:
         in_flight, num_running, num_waiting, waiting_prompt_tokens: sums of those of the engines.
         kv_cache_usage: mean of the engines that serve, from 0 to 1.
-        prefill_tokens_per_second: of one engine, while it has prompts to compute; measured, None
-            before the first one.
+        prefill_tokens_per_second: rate of one engine, while it has prompts to compute; measured,
+            None before the first one.
         waiting_prompt_seconds: how long the engines that serve take to compute the prompts that
             wait; None while it is unknown.
         engines: in the order of their ranks.

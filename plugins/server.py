@@ -301,7 +301,7 @@ class AsyncGenerator(Protocol):
         """Return how many requests run and wait, and the state of the KV cache."""
 
     async def load(self) -> LoadReport:
-        """Return what each engine has to do; usually without a question to them."""
+        """Return the load of each engine; usually without a question to them."""
 
     async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
         """Start or retire engines, so that there are so many; see `LLM.scale`."""

@@ -131,8 +131,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_retained_blocks: cached blocks that requests wish to be kept (`retain_seconds`).
         num_retained_hits: how often requests found such a block that no other used.
         num_retained_evictions: such blocks that were evicted before their time.
-        engines: of several engines, the state and the totals of each by its index, those that have
-            ended included; all else are sums, and means of shares.
+        engines: state and totals of each of several engines, by its index, those that have ended
+            included; all else are sums, and means of shares.
     """
 
     num_running: int

@@ -150,7 +150,7 @@ class SyncEngineCalls:
         return self._engine.parts.client.retire(ranks, drain_seconds)
 
     def load(self) -> LoadReport:
-        """Return what each engine has to do, and how long the prompts that wait will take.
+        """Return the load of each engine, and the time that the prompts which wait will take.
 
         Several engines, or one that may be restarted, are not asked, nor disturbed: these are the
         client's own counts, and the last reports. An engine that was started alone is asked.

@@ -78,7 +78,7 @@ class Serving:
         admin: BoundAddress | None = None,
         manager: ServiceManager | None = None,
     ) -> None:
-        """Serve the applications on their addresses; tell the service manager, if there is one."""
+        """Serve the applications on their addresses; notify the service manager if there is one."""
         self._manager = manager or ServiceManager()
         self._service = applications.service
         self._bound = [users]
@@ -250,7 +250,7 @@ class Serving:
                 self._drain("POST /drain")
             if not service.engine.is_running:
                 service.paused = None  # an engine that was restarted is not paused
-            self._manager.sign_of_life()
+            self._manager.ping()
             await asyncio.sleep(_POLL_SECONDS)
         _log.error("the engine has ended, and so does the server: %s", dead)
         service.phase = Phase.REFUSING

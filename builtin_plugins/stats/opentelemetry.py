@@ -42,7 +42,7 @@ class OpenTelemetrySink(StatSink):
         Attributes:
             endpoint: URL of the collector; of "http/protobuf" with the path, which usually is
                 /v1/traces.
-            protocol: of OTLP.
+            protocol: protocol that OTLP is sent by.
             provider: "own" makes a tracer provider with an exporter of OTLP; "program" takes that
                 which the program has set (`opentelemetry.trace.set_tracer_provider`), and leaves
                 it open.
@@ -68,7 +68,7 @@ class OpenTelemetrySink(StatSink):
             from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
             self._exporter = self._open_exporter() if self.options.provider == "own" else None
-            self._own = self._own_provider()
+            self._opened = self._open_provider()
         except ImportError as cause:
             raise ImportError(
                 "it needs the library OpenTelemetry: pip install 'hardpoint[opentelemetry]' "
@@ -79,8 +79,8 @@ class OpenTelemetrySink(StatSink):
         self._tracer = self._provider().get_tracer("hardpoint")
 
     def _provider(self) -> Any:
-        if self._own is not None:
-            return self._own
+        if self._opened is not None:
+            return self._opened
         provider = self._trace.get_tracer_provider()
         if isinstance(provider, self._trace.ProxyTracerProvider):
             raise ConfigError(
@@ -89,7 +89,7 @@ class OpenTelemetrySink(StatSink):
             )
         return provider
 
-    def _own_provider(self) -> TracerProvider | None:
+    def _open_provider(self) -> TracerProvider | None:
         if self._exporter is None:
             return None
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource  # noqa: PLC0415
@@ -179,8 +179,8 @@ class OpenTelemetrySink(StatSink):
         if self._closed:
             return
         self._closed = True
-        if self._own is not None and self._exporter is not None:
-            closing = threading.Thread(target=self._own.shutdown, name="spans", daemon=True)
+        if self._opened is not None and self._exporter is not None:
+            closing = threading.Thread(target=self._opened.shutdown, name="spans", daemon=True)
             closing.start()
             closing.join(_CLOSE_SECONDS)
             if closing.is_alive():

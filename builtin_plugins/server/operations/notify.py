@@ -15,7 +15,7 @@ _SOCKET, _WATCHDOG_USEC, _WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATC
 
 
 class ServiceManager:
-    """Tells a service manager by datagrams how the server stands; without one it does nothing.
+    """Notifies a service manager of the server's state, by datagrams; without one it does nothing.
 
     What cannot be sent is logged once, and the server runs on.
     """
@@ -29,8 +29,8 @@ class ServiceManager:
         """Send to a socket.
 
         Args:
-            path: of a Unix socket; of the abstract namespace, if it begins with "@". None sends
-                nothing.
+            path: path of a Unix socket; one that begins with "@" is in the abstract namespace. None
+                sends nothing.
             watchdog_seconds: time without a sign of life after which the manager ends the server; 0
                 asks for none.
             clock: seconds.
@@ -42,7 +42,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: MutableMapping[str, str]) -> ServiceManager:
-        """Return the manager that variables name; they are removed, for engines do not use them."""
+        """Return the manager that variables name; they are removed, so that engines have none."""
         path, microseconds, pid = (
             environment.pop(name, "") for name in (_SOCKET, _WATCHDOG_USEC, _WATCHDOG_PID)
         )
@@ -60,18 +60,18 @@ class ServiceManager:
         return cls(path, int(microseconds) / 1e6 if is_watched else 0.0)
 
     def ready(self) -> None:
-        """Say that requests are answered; signs of life are expected from now on."""
+        """Report that requests are answered; signs of life are expected from now on."""
         self._send(b"READY=1")
         self._next_sign = self._clock()
 
-    def sign_of_life(self) -> None:
+    def ping(self) -> None:
         """Give a sign if one is due; to be called often, where a server that hangs does not."""
         if self._interval and self._next_sign is not None and self._clock() >= self._next_sign:
             self._next_sign = self._clock() + self._interval
             self._send(b"WATCHDOG=1")
 
     def stopping(self) -> None:
-        """Say that the server ends."""
+        """Report that the server ends."""
         if not self._is_stopping:
             self._is_stopping = True
             self._send(b"STOPPING=1")

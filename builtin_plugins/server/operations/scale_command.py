@@ -78,7 +78,7 @@ def _post(address: str, path: str, body: dict[str, Any]) -> Any:
     """Return the answer of the admin address to a request.
 
     Raises:
-        RequestError: the address is none, or the server refused the request.
+        RequestError: the address is malformed, or the server refused the request.
         HardpointError: the server cannot be reached, or cannot do that now.
     """
     connection = _connection(address)

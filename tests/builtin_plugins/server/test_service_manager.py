@@ -45,9 +45,9 @@ def of(path, **variables):
 
 def test_what_it_is_told(manager, tmp_path):
     told = of(tmp_path / "notify")
-    told.sign_of_life()
+    told.ping()
     told.ready()
-    told.sign_of_life()  # nobody asked for any
+    told.ping()  # nobody asked for any
     told.stopping()
     told.stopping()
     assert manager.messages() == ["READY=1", "STOPPING=1"]
@@ -64,10 +64,10 @@ def test_a_socket_of_the_abstract_namespace():
 def test_signs_of_life_come_twice_as_often_as_they_are_expected(manager, tmp_path):
     now = [0.0]
     told = ServiceManager(str(tmp_path / "notify"), 2.0, clock=lambda: now[0])
-    told.sign_of_life()
+    told.ping()
     told.ready()
     for _ in range(13):
-        told.sign_of_life()
+        told.ping()
         now[0] += 0.25
     assert manager.messages() == ["READY=1", *["WATCHDOG=1"] * 4]
 
@@ -76,7 +76,7 @@ def test_signs_of_life_come_twice_as_often_as_they_are_expected(manager, tmp_pat
 def test_the_watchdog_is_that_of_one_process(manager, tmp_path, pid, is_watched):
     told = of(tmp_path / "notify", WATCHDOG_USEC="1000000", WATCHDOG_PID=str(pid))
     told.ready()
-    told.sign_of_life()
+    told.ping()
     assert ("WATCHDOG=1" in manager.messages()) is is_watched
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,14 +41,21 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         return stats[0]
     if not stats:
         return ended_stats(None)
-    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
-    versions = {one.weight_version for one in stats}
     without = [msgspec.structs.replace(one, weight_version=None) for one in stats]
     merged: SchedulerStats = added_structs(without)
-    merged.kv_cache_usage /= len(stats)
-    merged.step_cost_error = sum(errors) / len(errors) if errors else None
-    merged.weight_version = versions.pop() if len(versions) == 1 else None
-    return merged
+    return _with_shares(merged, stats)
+
+
+def _with_shares(merged: SchedulerStats, stats: Collection[SchedulerStats]) -> SchedulerStats:
+    """Return sums with the means of the shares, and the version of the weights if it is one."""
+    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
+    versions = {one.weight_version for one in stats}
+    return msgspec.structs.replace(
+        merged,
+        kv_cache_usage=sum(one.kv_cache_usage for one in stats) / max(len(stats), 1),
+        step_cost_error=sum(errors) / len(errors) if errors else None,
+        weight_version=versions.pop() if len(versions) == 1 else None,
+    )
 
 
 def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
@@ -92,22 +99,12 @@ class Totals:
         known = {rank: stats for rank, stats in engines.items() if stats is not None}
         totals = {rank: self._of(rank, stats) for rank, stats in known.items()}
         totals |= {rank: stats for rank, stats in self._ended.items() if rank not in known}
-        live = merged_stats(list(known.values()))
-        return msgspec.structs.replace(
-            merged_stats(list(totals.values())),
-            kv_cache_usage=live.kv_cache_usage,
-            step_cost_error=live.step_cost_error,
-            weight_version=live.weight_version,
-            engines=dict(sorted(totals.items())),
-        )
+        merged = merged_stats(list(totals.values()))
+        if self._ended:
+            merged = _with_shares(merged, known.values())
+        return msgspec.structs.replace(merged, engines=dict(sorted(totals.items())))
 
     def _of(self, rank: int, stats: SchedulerStats) -> SchedulerStats:
         """Return the statistics of an engine, with the totals of those that had its rank before."""
-        if (ended := self._ended.get(rank)) is None:
-            return stats
-        return msgspec.structs.replace(
-            merged_stats([stats, ended]),
-            kv_cache_usage=stats.kv_cache_usage,
-            step_cost_error=stats.step_cost_error,
-            weight_version=stats.weight_version,
-        )
+        ended = self._ended.get(rank)
+        return stats if ended is None else _with_shares(merged_stats([stats, ended]), [stats])

@@ -39,9 +39,8 @@ from .choice import EngineChoice
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .load import Loads
-from .receiver import Receiver
 from .recovery import Recovery
-from .replicas import Replica, Replicas
+from .replicas import Receiver, Replica, Replicas
 from .restarts import RestartBudget
 from .scaling import Scaling
 

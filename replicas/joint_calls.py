@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from operator import attrgetter
@@ -24,7 +25,6 @@ from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 
 from .choice import EngineChoice
-from .pauses import Pauses
 from .replicas import Replica, Replicas
 from .restarts import RestartBudget
 from .statistics import added_structs, merged_stats
@@ -99,6 +99,11 @@ _MERGES: dict[str, Merge] = {
 """Of calls whose answers are not the same from all engines."""
 
 
+_PAUSING = frozenset({"pause", "sleep"})
+_CHANGING = _PAUSING | {"resume", "wake_up"}
+"""Calls after which an engine may be paused, or is not any more."""
+
+
 class JointCalls:
     """Makes control calls to several engines."""
 
@@ -111,7 +116,7 @@ class JointCalls:
             budget: has the number of restarts.
         """
         self._choice, self._plugins, self._replicas = choice, choice.plugins, replicas
-        self._budget, self._pauses = budget, Pauses(replicas)
+        self._budget, self._pauses = budget, _Pauses(replicas)
         self._answered: dict[Any, dict[int, Any]] = {}
 
     def call(
@@ -241,6 +246,37 @@ class JointCalls:
 
         calls = {one.rank: one.open_client.call("call_part", *args) for one in asked}
         return JointCall(calls, merge).future
+
+
+class _Pauses:
+    """Notes which engines are paused, so that balancers leave them out."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        """Follow the calls to engines."""
+        self._replicas = replicas
+
+    def follow(self, replica: Replica, method: str, call: Future[Any]) -> None:
+        """Note what a control call does; once it is answered, ask the engine whether it is paused.
+
+        Args:
+            replica: the engine.
+            method: name of the utility.
+            call: its answer.
+        """
+        if method not in _CHANGING:
+            return
+        if method in _PAUSING:
+            self._replicas.set_paused(replica, paused=True)
+        call.add_done_callback(lambda _: self._ask(replica))
+
+    def _ask(self, replica: Replica) -> None:
+        with contextlib.suppress(HardpointError):  # it is dead
+            answer = replica.open_client.call("is_paused")
+            answer.add_done_callback(lambda answer: self._answered(replica, answer))
+
+    def _answered(self, replica: Replica, answer: Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._replicas.set_paused(replica, paused=answer.result())
 
 
 _MOST_REPEATED = 1024  # calls whose answers of some engines are kept

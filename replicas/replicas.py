@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
@@ -22,9 +23,8 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
-from .prefill_rate import PrefillRate
 from .prefix_index import PrefixIndex
-from .statistics import Totals
+from .statistics import PrefillRate, Totals
 
 _MOST_SESSIONS = 65_536
 
@@ -448,3 +448,20 @@ class Replicas:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
             list(pool.map(ProcessClient.close, clients))
+
+
+class _Receives(Protocol):
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None: ...
+
+
+class Receiver:
+    """The sink of an engine's client, which does not hold the client of several."""
+
+    def __init__(self, group: Callable[[], _Receives | None], replica: Replica) -> None:
+        """Hand what comes from an engine on to the group; `group` is a weak reference to it."""
+        self._group, self._replica = group, replica
+
+    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
+        """Hand on outputs, or the error that ended them."""
+        if (group := self._group()) is not None:
+            group.receive(self._replica, item)

@@ -1,4 +1,4 @@
-"""Statistics of several schedulers as those of one."""
+"""Statistics of several schedulers as those of one, and the rate at which they compute prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import PrefixCacheStats, SchedulerStats
+
+_HALF_LIFE_S = 60.0  # of the rate at which prompts are computed
 
 
 def _added(values: Iterable[Any]) -> Any:
@@ -108,3 +110,26 @@ class Totals:
         """Return the statistics of an engine, with the totals of those that had its rank before."""
         ended = self._ended.get(rank)
         return stats if ended is None else _with_shares(merged_stats([stats, ended]), [stats])
+
+
+class PrefillRate:
+    """Tokens of prompts that an engine computes in a second, while it has some to compute.
+
+    The mean over the engines and the time that they were busy with prompts, of which a minute ago
+    counts half as much as now. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a measurement."""
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def per_second(self) -> float | None:
+        """The tokens per second; None before any were computed."""
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Count tokens that an engine took so long for."""
+        share = 0.5 ** (seconds / _HALF_LIFE_S)
+        self._tokens = self._tokens * share + num_tokens
+        self._seconds = self._seconds * share + seconds

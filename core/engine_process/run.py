@@ -30,8 +30,8 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.forks import let_signals_end_copies, reset_signals
-from hardpoint.system.garbage import settle_heap
 from hardpoint.system.process.child import ParentWatch
+from hardpoint.system.process.garbage import settle_heap
 from hardpoint.system.process.launch import decode_launch
 from hardpoint.system.process.naming import log_to_stderr, name_process
 from hardpoint.system.threads import use_own_cores

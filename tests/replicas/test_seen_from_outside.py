@@ -11,7 +11,7 @@ from support.waiting import wait_until
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineCoreOutputs, FinishReason, PrefixCacheStats, SchedulerStats
 from hardpoint.plugins.stats import PluginReport
-from hardpoint.replicas.prefill_rate import PrefillRate
+from hardpoint.replicas.statistics import PrefillRate
 
 
 def stats(total, **fields):

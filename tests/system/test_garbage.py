@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from hardpoint.system.garbage import LongCollections, settle_heap
+from hardpoint.system.process.garbage import LongCollections, settle_heap
 
 
 @pytest.mark.parametrize(("seconds", "is_logged"), [(0.3, True), (0.2, False)])

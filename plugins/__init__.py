@@ -97,6 +97,8 @@ from .speculator import DraftRequest, Speculator, SpeculatorContext
 from .stats import (
     EngineCoreEvent,
     EngineCoreEventType,
+    EngineReport,
+    FinishedRequest,
     IterationStats,
     KVTierStats,
     PluginReport,
@@ -266,6 +268,8 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "IOProcessor",
     "IOProcessorContext",
     # Stat sinks: stable
+    "EngineReport",
+    "FinishedRequest",
     "IterationStats",
     "PluginReport",
     "PrefixCacheStats",

@@ -234,6 +234,8 @@ class EngineProcessConfig(Strict):
         hung_step_seconds: duration of a step after which its engine process counts as dead; 0 is
             never. Loading and utility calls are no steps.
         log_steps: log each step's requests, token counts and duration.
+        long_collection_seconds: duration of a collection of garbage in the engine's process from
+            which on it is logged; 0 is never.
         profile_dir: folder for profiles; None disables profiling.
         random_request_ids: give requests random internal ids, so that several live ones may have
             the same id; otherwise a second live request with an id is refused.
@@ -255,6 +257,7 @@ class EngineProcessConfig(Strict):
     hung_process_seconds: Seconds = 300.0
     hung_step_seconds: Seconds = 1800.0
     log_steps: bool = False
+    long_collection_seconds: Seconds = 0.0
     profile_dir: str | None = None
     random_request_ids: bool = True
     stream_interval: Count = 1

@@ -133,8 +133,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         kv_transfer_params: for the KV connector.
         external_req_id: the user's id; set by the frontend.
         data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
-        trace_headers: headers of the trace that it belongs to, for sinks and hooks; the engine
-            carries them and makes no spans.
+        trace_headers: headers of the trace that it belongs to, for sinks and hooks.
         resumable: false; a prompt comes whole, also that of a turn of a conversation.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.

@@ -16,6 +16,7 @@ import msgspec
 from hardpoint.errors import EngineDeadError
 
 from .config import EngineConfig
+from .engine_set import EngineSet, LoadReport
 from .manifest import Manifest
 from .params import PoolingParams, SamplingParams
 from .request_options import ChatOptions, ChatRequestOptions, RequestOptions
@@ -43,8 +44,10 @@ __all__ = [
     "Authenticator",
     "Call",
     "Client",
+    "EngineSet",
     "InstalledExtension",
     "LiveRequest",
+    "LoadReport",
     "Middleware",
     "OpenConversation",
     "Route",
@@ -296,6 +299,15 @@ class AsyncGenerator(Protocol):
 
     async def scheduler_stats(self) -> SchedulerStats:
         """Return how many requests run and wait, and the state of the KV cache."""
+
+    async def load(self) -> LoadReport:
+        """Return the load of each engine; usually without a question to them."""
+
+    async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
+        """Start or retire engines, so that there are so many; see `LLM.scale`."""
+
+    async def retire(self, ranks: Sequence[int], *, drain_seconds: float = 30.0) -> EngineSet:
+        """End engines by rank, once their requests have ended or the time is up."""
 
     async def live_requests(self, external_ids: Sequence[str] | None = None) -> list[LiveRequest]:
         """Return live completions: all, or those of some requests by the user's ids."""

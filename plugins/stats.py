@@ -16,6 +16,7 @@ from .component import Component, Context
 __all__ = [
     "EngineCoreEvent",
     "EngineCoreEventType",
+    "EngineReport",
     "FinishedRequest",
     "Health",
     "IterationStats",
@@ -130,6 +131,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
         num_retained_blocks: cached blocks that requests wish to be kept (`retain_seconds`).
         num_retained_hits: how often requests found such a block that no other used.
         num_retained_evictions: such blocks that were evicted before their time.
+        engines: state and totals of each of several engines, by its index, those that have ended
+            included; all else are sums, and means of shares.
     """
 
     num_running: int
@@ -151,6 +154,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, gc=False):
     num_retained_blocks: int = 0
     num_retained_hits: int = 0
     num_retained_evictions: int = 0
+    engines: dict[int, SchedulerStats] = {}
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
@@ -164,6 +168,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
         num_external_tokens: those of them that a KV connector loaded.
         num_generation_tokens: output tokens that the user gets.
         num_preemptions: number of preemptions.
+        num_resumes: how often it went on at another engine.
         queue_seconds: in the engine, from arrival to first step.
         prefill_seconds: in the engine, from first step to first token.
         decode_seconds: in the engine, from first token to last token.
@@ -176,6 +181,7 @@ class RequestMetrics(msgspec.Struct, kw_only=True, frozen=True):
     num_external_tokens: int = 0
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_resumes: int = 0
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
@@ -209,7 +215,8 @@ class IterationStats(msgspec.Struct, kw_only=True):
     """Statistics of one batch of engine outputs. Each completion counts as a request.
 
     Attributes:
-        engine_index: index of the engine.
+        engine_index: index of the engine; of a batch of several engines, which a slow frontend
+            gets, that of the last one.
         num_prompt_tokens: number of tokens of prompts whose first token arrived.
         num_cached_tokens: those of them that were not computed.
         num_external_tokens: those of the cached ones that a KV connector loaded.
@@ -292,6 +299,20 @@ class Health(msgspec.Struct, frozen=True):
         return not self.quarantined
 
 
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one of several engines, since the program's start.
+
+    Attributes:
+        restarts: how often it was restarted.
+        num_resumes: requests that went on there, after they had left another engine.
+        sleep_level: as that of `PluginReport`; None while it does not answer.
+    """
+
+    restarts: int = 0
+    num_resumes: int = 0
+    sleep_level: int | None = None
+
+
 class PluginReport(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's report of its plugins and itself, made when its metrics are asked for.
 
@@ -304,6 +325,8 @@ class PluginReport(msgspec.Struct, frozen=True, kw_only=True):
             recorded last holds.
         sleep_level: 0 is awake, 1 and 2 as for `sleep`.
         num_blocks: size of the KV cache; None if it is unknown.
+        engines: by index, each engine of several (`parallel.data`), also those that have ended; one
+            engine that may be restarted is one of several.
     """
 
     meters: dict[str, PluginMeter] = {}
@@ -311,6 +334,7 @@ class PluginReport(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerStats | None = None
     sleep_level: int = 0
     num_blocks: int | None = None
+    engines: dict[int, EngineReport] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,18 +32,17 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     EngineCoreRequest,
     HardpointError,
-    SchedulerStats,
 )
 from hardpoint.plugins.manifest import Manifest
 
 from .choice import EngineChoice
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
+from .load import Loads
 from .recovery import Recovery
-from .replicas import Replica, Replicas
+from .replicas import Receiver, Replica, Replicas
 from .restarts import RestartBudget
 from .scaling import Scaling
-from .statistics import Totals
 
 _log = logging.getLogger("hardpoint")
 
@@ -99,15 +98,15 @@ class EngineGroup(UtilityCalls):
         self._changed = threading.Condition(self._lock)
         self._ledger = Ledger()
         self._recovery = Recovery(start.config.engine)
-        self._totals = Totals()
-        self._calls = JointCalls(choice, self._totals)
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
-        self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
-        scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
+        self._replicas = Replicas(start, lambda one: Receiver(own, one), self._changed)
+        self._calls = JointCalls(choice, self._replicas, budget)
+        scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
         self.scale, self.retire = scaling.scale, scaling.retire
+        self.load = Loads(self._replicas, self._changed).report
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self.ready = self._replicas.open_all(process).ready
@@ -225,9 +224,9 @@ class EngineGroup(UtilityCalls):
 
     def _choose(self, entry: Entry) -> Replica | None:
         """Return the engine that a request is sent to, counted there; None if it has to wait."""
-        request, serving = entry.request, self._replicas.serving
+        request, serving = entry.request, self._replicas.unpaused
         if (rank := request.data_parallel_rank) is not None:
-            serving = [replica for replica in serving if replica.rank == rank]
+            serving = [replica for replica in self._replicas.serving if replica.rank == rank]
         if not serving:
             return None
         replica = self._choice.choose(request, serving)
@@ -274,15 +273,12 @@ class EngineGroup(UtilityCalls):
                 if entry is not None and entry.replica is replica:
                     self._end(entry)
             item.outputs = outputs
-            item.engine_index = 0  # sinks get the sums of all engines, as those of one
+            item.engine_index = replica.rank
             if item.scheduler_stats is not None:
-                item.scheduler_stats = self._stats()
+                item.scheduler_stats = self._replicas.stats()
             if item.outputs or item.finished_requests or item.scheduler_stats is not None:
                 self._sink(item)
         self._send_waiting()
-
-    def _stats(self) -> SchedulerStats:
-        return self._totals.of([one.stats for one in self._replicas.serving])
 
     def _read(self, replica: Replica, output: EngineCoreOutput) -> Entry | None:
         """Note an output; return its request, None if that does not run there."""
@@ -335,9 +331,7 @@ class EngineGroup(UtilityCalls):
             entries = self._ledger.of(replica)
             for entry in entries:
                 entry.leave()
-            if replica.stats is not None:
-                self._totals.end(replica.stats)
-                self._sink(EngineCoreOutputs(scheduler_stats=self._stats()))
+            self._report_end(replica)
         blameless = client.was_killed
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
@@ -406,7 +400,7 @@ class EngineGroup(UtilityCalls):
                         self._end_hopeless(error)
             else:
                 successor.is_starting = False
-                self._budget.count += 1
+                self._budget.counts[successor.rank] += 1
                 _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
                 self._send_waiting()
 
@@ -423,6 +417,13 @@ class EngineGroup(UtilityCalls):
                     self._recovery.wait(entry)
         self._send_waiting()
 
+    def _report_end(self, replica: Replica) -> None:
+        """Let sinks know that an engine holds nothing any more."""
+        with self._lock:
+            if replica.stats is not None:
+                stats = self._replicas.stats()
+                self._sink(EngineCoreOutputs(engine_index=replica.rank, scheduler_stats=stats))
+
     def _send_waiting(self) -> None:
         """Send the requests that wait for an engine, once one serves."""
         while self._recovery.has_more and self._replicas.serving:
@@ -435,6 +436,7 @@ class EngineGroup(UtilityCalls):
                     else:
                         self._recovery.wait(entry)
             for replica, entry in sent:
+                self._replicas.totals.num_resumes[replica.rank] += entry.num_moves > 0
                 try:
                     replica.open_client.add_request(entry.resumed())
                 except EngineDeadError:
@@ -487,14 +489,3 @@ class EngineGroup(UtilityCalls):
                 if restart is not threading.current_thread():
                     restart.join()
             self._choice.close()
-
-
-class _Receiver:
-    """The sink of an engine's client, which does not hold the group."""
-
-    def __init__(self, group: weakref.ref[EngineGroup], replica: Replica) -> None:
-        self._group, self._replica = group, replica
-
-    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
-        if (group := self._group()) is not None:
-            group.receive(self._replica, item)

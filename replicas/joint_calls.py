@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from operator import attrgetter
@@ -12,8 +13,9 @@ import msgspec
 
 from hardpoint.boundary.errors import error_of, kind_of
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.plugins import HardpointError, StepPart, WaitReason
+from hardpoint.plugins import HardpointError, SchedulerStats, StepPart, WaitReason
 from hardpoint.plugins.stats import (
+    EngineReport,
     Health,
     PluginMeter,
     PluginReport,
@@ -23,11 +25,15 @@ from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 
 from .choice import EngineChoice
-from .replicas import Replica
-from .statistics import Totals, added_structs, merged_stats
+from .replicas import Replica, Replicas
+from .restarts import RestartBudget
+from .statistics import added_structs, merged_stats
 
 Merge = Callable[[list[Any]], Any]
 """Makes one answer of the engines' answers, in the order of their ranks, at least one."""
+
+MergeByRank = Callable[[Mapping[int, Any]], Any]
+"""The same, of the answers by rank."""
 
 
 def _first(answers: list[Any]) -> Any:
@@ -93,17 +99,24 @@ _MERGES: dict[str, Merge] = {
 """Of calls whose answers are not the same from all engines."""
 
 
+_PAUSING = frozenset({"pause", "sleep"})
+_CHANGING = _PAUSING | {"resume", "wake_up"}
+"""Calls after which an engine may be paused, or is not any more."""
+
+
 class JointCalls:
     """Makes control calls to several engines."""
 
-    def __init__(self, choice: EngineChoice, totals: Totals) -> None:
+    def __init__(self, choice: EngineChoice, replicas: Replicas, budget: RestartBudget) -> None:
         """Begin.
 
         Args:
             choice: has the faults of the balancer, which are reported with those of the engines.
-            totals: totals of engines that have died.
+            replicas: the engines; they have the totals of those that have ended, too.
+            budget: has the number of restarts.
         """
-        self._choice, self._plugins, self._totals = choice, choice.plugins, totals
+        self._choice, self._plugins, self._replicas = choice, choice.plugins, replicas
+        self._budget, self._pauses = budget, _Pauses(replicas)
         self._answered: dict[Any, dict[int, Any]] = {}
 
     def call(
@@ -137,27 +150,53 @@ class JointCalls:
         if method == "call_part" and len(args) >= 2:
             return self._call_part(replicas, args)
         calls = {one.rank: one.open_client.call(method, *args) for one in replicas}
-        merge = self._merge_of(method) if is_for_all else _MERGES.get(method, _first)
-        return JointCall(calls, lambda answers: merge(list(answers.values()))).future
+        for one in replicas:
+            self._pauses.follow(one, method, calls[one.rank])
+        merge = self._merge_of(method, replicas if is_for_all else ())
+        return JointCall(calls, merge).future
 
-    def _merge_of(self, method: str) -> Merge:
+    def _merge_of(self, method: str, replicas: Sequence[Replica]) -> MergeByRank:
+        """Return the merge of the answers of all engines, those in `replicas`, or of one."""
         merge = _MERGES.get(method, _first)
-        match method:
+        match method if replicas else "":
             case "step_faults":
-                return lambda answers: merge([*answers, self._choice.faults()])
+                return lambda answers: merge([*answers.values(), self._choice.faults()])
             case "slow_plugins":
-                return lambda answers: merge([*answers, self._choice.slow()])
+                return lambda answers: merge([*answers.values(), self._choice.slow()])
             case "scheduler_stats":
-                return self._totals.of
+                return lambda answers: self._stats(replicas, answers)
             case "plugin_report":
-                return self._report
-        return merge
+                return lambda answers: self._report(replicas, answers)
+        return lambda answers: merge(list(answers.values()))
 
-    def _report(self, answers: list[PluginReport]) -> PluginReport:
+    def _stats(
+        self, replicas: Sequence[Replica], answers: Mapping[int, SchedulerStats | None]
+    ) -> SchedulerStats:
+        return self._replicas.stats(
+            {one: answers[one.rank] for one in replicas if one.rank in answers}
+        )
+
+    def _report(
+        self, replicas: Sequence[Replica], answers: Mapping[int, PluginReport]
+    ) -> PluginReport:
         health = Health({}, {}, self._choice.faults(), self._choice.slow())
-        merged = _reports([*answers, PluginReport(health=health)])
-        stats = self._totals.of([answer.scheduler for answer in answers])
-        return msgspec.structs.replace(merged, scheduler=stats)
+        merged = _reports([*answers.values(), PluginReport(health=health)])
+        stats = self._stats(replicas, {rank: one.scheduler for rank, one in answers.items()})
+        restarts, resumes = self._budget.counts, self._replicas.totals.num_resumes
+        engines = {
+            rank: EngineReport(
+                restarts=restarts[rank],
+                num_resumes=resumes[rank],
+                sleep_level=answers[rank].sleep_level if rank in answers else None,
+            )
+            for rank in sorted({*answers, *restarts, *resumes})
+        }
+        return msgspec.structs.replace(
+            merged,
+            scheduler=stats,
+            engines=engines,
+            sleep_level=min(one.sleep_level for one in answers.values()),
+        )
 
     def _why_waiting(
         self,
@@ -209,6 +248,37 @@ class JointCalls:
         return JointCall(calls, merge).future
 
 
+class _Pauses:
+    """Notes which engines are paused, so that balancers leave them out."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        """Follow the calls to engines."""
+        self._replicas = replicas
+
+    def follow(self, replica: Replica, method: str, call: Future[Any]) -> None:
+        """Note what a control call does; once it is answered, ask the engine whether it is paused.
+
+        Args:
+            replica: the engine.
+            method: name of the utility.
+            call: its answer.
+        """
+        if method not in _CHANGING:
+            return
+        if method in _PAUSING:
+            self._replicas.set_paused(replica, paused=True)
+        call.add_done_callback(lambda _: self._ask(replica))
+
+    def _ask(self, replica: Replica) -> None:
+        with contextlib.suppress(HardpointError):  # it is dead
+            answer = replica.open_client.call("is_paused")
+            answer.add_done_callback(lambda answer: self._answered(replica, answer))
+
+    def _answered(self, replica: Replica, answer: Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._replicas.set_paused(replica, paused=answer.result())
+
+
 _MOST_REPEATED = 1024  # calls whose answers of some engines are kept
 
 
@@ -219,9 +289,7 @@ class JointCall:
     dies in the meantime is left out, unless it is the last.
     """
 
-    def __init__(
-        self, calls: Mapping[int, Future[Any]], merge: Callable[[Mapping[int, Any]], Any]
-    ) -> None:
+    def __init__(self, calls: Mapping[int, Future[Any]], merge: MergeByRank) -> None:
         """Wait for the answers.
 
         Args:

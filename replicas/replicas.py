@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
@@ -22,6 +24,7 @@ from hardpoint.plugins import (
 )
 
 from .prefix_index import PrefixIndex
+from .statistics import PrefillRate, Totals
 
 _MOST_SESSIONS = 65_536
 
@@ -36,13 +39,16 @@ class Replica:
         failure: the error that ended it before its start was complete.
         is_serving: whether it accepts requests.
         is_starting: whether it is started again.
+        is_added: whether it was started while others served, for the first time.
         is_draining: whether it is about to end, once its requests have ended.
+        is_paused: whether it was paused or put to sleep, so that what is sent there waits.
     """
 
     def __init__(
         self,
         rank: int,
         sessions: Sessions,
+        prefill_rate: PrefillRate,
         index: PrefixIndex | None = None,
         *,
         reports: bool = False,
@@ -52,6 +58,7 @@ class Replica:
         Args:
             rank: number of the engine.
             sessions: where the requests of each session were sent.
+            prefill_rate: measures how fast engines compute prompts.
             index: prefixes that engines have cached; None if the balancer does not use it.
             reports: whether it reports its load.
         """
@@ -61,7 +68,9 @@ class Replica:
         self.failure: Exception | None = None
         self.is_serving = False
         self.is_starting = False
+        self.is_added = False
         self.is_draining = False
+        self.is_paused = False
         self.in_flight = 0
         self.pending_prompt_tokens = 0
         self.num_running = 0
@@ -70,6 +79,8 @@ class Replica:
         self._unseen: dict[str, bool] = {}  # what it has not reported yet, and whether it is live
         self._adapters: frozenset[str] = frozenset()
         self._sessions, self._index, self._reports = sessions, index, reports
+        self._prefill_rate = prefill_rate
+        self._busy_since = 0.0  # with prompts, while it has any to compute
 
     @property
     def open_client(self) -> ProcessClient:
@@ -98,12 +109,17 @@ class Replica:
     def add(self, request_id: str, num_tokens: int) -> None:
         """Count a request that is sent there, and its tokens to compute."""
         self.in_flight += 1
+        if not self.pending_prompt_tokens:
+            self._busy_since = time.monotonic()
         self.pending_prompt_tokens += num_tokens
         if self._reports:
             self._unseen[request_id] = True
 
     def computed(self, num_tokens: int) -> None:
         """Count tokens as computed."""
+        now = time.monotonic()
+        self._prefill_rate.add(num_tokens, now - self._busy_since)
+        self._busy_since = now
         self.pending_prompt_tokens -= num_tokens
 
     def remove(self, request_id: str, num_tokens: int) -> None:
@@ -167,8 +183,11 @@ class Replicas:
     Attributes:
         start: what engines are started with, but for their rank.
         serving: those that accept requests, in the order of their ranks.
+        unpaused: those of them that balancers choose from: all that are not paused, if any is not.
         sessions: where the requests of each session were sent.
         index: prefixes that they have cached; None if the balancer does not use it.
+        prefill_rate: how fast they compute prompts.
+        totals: statistics of those that have ended.
     """
 
     def __init__(
@@ -190,7 +209,9 @@ class Replicas:
         if start.reports_cache:
             cache = start.config.kv_cache
             self.index = PrefixIndex(cache.block_size, cache.hash_algorithm)
+        self.prefill_rate, self.totals = PrefillRate(), Totals()
         self.serving: list[Replica] = []
+        self.unpaused: list[Replica] = []
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
         self._clients: list[ProcessClient] = []
@@ -198,7 +219,8 @@ class Replicas:
         self._is_closed = False
 
     def _replica(self, rank: int) -> Replica:
-        return Replica(rank, self.sessions, self.index, reports=self.start.reports_load)
+        reports = self.start.reports_load
+        return Replica(rank, self.sessions, self.prefill_rate, self.index, reports=reports)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -230,6 +252,21 @@ class Replicas:
         """The client of the first engine that serves; of a dead group, that of its last one."""
         serving = self.serving
         return serving[0].open_client if serving else self._clients[-1]
+
+    def stats(
+        self, answers: Mapping[Replica, SchedulerStats | None] | None = None
+    ) -> SchedulerStats:
+        """Return the statistics of all engines as those of one, and those of each.
+
+        Args:
+            answers: what engines have just answered; of the others, what they reported last.
+        """
+        with self._changed:
+            known = {rank: one.stats for rank, one in self._replicas.items()}
+            for replica, stats in (answers or {}).items():
+                if self.is_current(replica):
+                    known[replica.rank] = stats
+            return self.totals.of(known)
 
     def is_current(self, replica: Replica) -> bool:
         """Return whether no other engine has taken the place of one."""
@@ -267,6 +304,8 @@ class Replicas:
         with self._changed:
             free = (rank for rank in itertools.count() if rank not in self._replicas)
             added = [self._replica(rank) for rank in itertools.islice(free, count)]
+            for replica in added:
+                replica.is_added = True
             self._replicas |= {replica.rank: replica for replica in added}
         try:
             self._open_together(added)
@@ -289,6 +328,12 @@ class Replicas:
                     error.args = (f"engine {replica.rank} of {len(self._replicas)}: {error}",)
                 raise error
 
+    def set_paused(self, replica: Replica, *, paused: bool) -> None:
+        """Note whether an engine is paused."""
+        with self._changed:
+            replica.is_paused = paused
+            self._refresh()
+
     def drain(self, replica: Replica) -> None:
         """Let an engine accept no more requests."""
         with self._changed:
@@ -301,6 +346,7 @@ class Replicas:
             replica.is_serving = replica.is_starting = False
             if self.is_current(replica):
                 del self._replicas[replica.rank]
+                self.totals.end(replica.rank, replica.stats)
             if self.index is not None:
                 self.index.remove_engine(replica.rank)
             self._refresh()
@@ -370,6 +416,7 @@ class Replicas:
     def succeed(self, replica: Replica) -> Replica:
         """Put another engine, which is not started yet, in the place of one; return it."""
         successor = self._replicas[replica.rank] = self._replica(replica.rank)
+        self.totals.end(replica.rank, replica.stats)
         if self.index is not None:
             self.index.remove_engine(replica.rank)
         self._refresh()
@@ -385,6 +432,7 @@ class Replicas:
     def _refresh(self) -> None:
         ranks = sorted(self._replicas)
         self.serving = [self._replicas[rank] for rank in ranks if self._replicas[rank].is_serving]
+        self.unpaused = [one for one in self.serving if not one.is_paused] or self.serving
         self._changed.notify_all()
 
     def close(self) -> None:
@@ -393,10 +441,27 @@ class Replicas:
             if self._is_closed:
                 return
             self._is_closed = True
-            clients, self.serving = list(self._clients), []
+            clients, self.serving, self.unpaused = list(self._clients), [], []
             starting = list(self._starting)
             self._changed.notify_all()
         for process in starting:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
             list(pool.map(ProcessClient.close, clients))
+
+
+class _Receives(Protocol):
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None: ...
+
+
+class Receiver:
+    """The sink of an engine's client, which does not hold the client of several."""
+
+    def __init__(self, group: Callable[[], _Receives | None], replica: Replica) -> None:
+        """Hand what comes from an engine on to the group; `group` is a weak reference to it."""
+        self._group, self._replica = group, replica
+
+    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
+        """Hand on outputs, or the error that ended them."""
+        if (group := self._group()) is not None:
+            group.receive(self._replica, item)

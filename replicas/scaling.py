@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from hardpoint.core.client.base import EngineSet
 from hardpoint.errors import shown
 from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.plugins.engine_set import EngineSet
 
 from .ledger import Ledger
 from .replicas import Replica, Replicas
@@ -26,6 +26,7 @@ class Scaling:
         ledger: Ledger,
         changed: threading.Condition,
         move: Callable[[Replica], None],
+        report_end: Callable[[Replica], None],
     ) -> None:
         """Begin with no change.
 
@@ -34,9 +35,10 @@ class Scaling:
             ledger: the requests in flight.
             changed: guards both.
             move: lets the requests of an engine go on at others.
+            report_end: lets sinks know of the end of an engine.
         """
         self._replicas, self._ledger = replicas, ledger
-        self._changed, self._move = changed, move
+        self._changed, self._move, self._report_end = changed, move, report_end
         self._epoch = 0
         self._is_busy = threading.Lock()
 
@@ -96,6 +98,7 @@ class Scaling:
             current = self._replicas.of(replica.rank)  # another one, if it died in the meantime
             self._move(current)
             self._replicas.remove(current)
+            self._report_end(current)
 
     def _has_requests(self, replicas: Sequence[Replica]) -> bool:
         return not self._replicas.is_closed and any(map(self._ledger.of, replicas))

@@ -1,13 +1,16 @@
-"""Statistics of several schedulers as those of one."""
+"""Statistics of several schedulers as those of one, and the rate at which they compute prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from hardpoint.plugins import PrefixCacheStats, SchedulerStats
+
+_HALF_LIFE_S = 60.0  # of the rate at which prompts are computed
 
 
 def _added(values: Iterable[Any]) -> Any:
@@ -40,14 +43,21 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         return stats[0]
     if not stats:
         return ended_stats(None)
-    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
-    versions = {one.weight_version for one in stats}
     without = [msgspec.structs.replace(one, weight_version=None) for one in stats]
     merged: SchedulerStats = added_structs(without)
-    merged.kv_cache_usage /= len(stats)
-    merged.step_cost_error = sum(errors) / len(errors) if errors else None
-    merged.weight_version = versions.pop() if len(versions) == 1 else None
-    return merged
+    return _with_shares(merged, stats)
+
+
+def _with_shares(merged: SchedulerStats, stats: Collection[SchedulerStats]) -> SchedulerStats:
+    """Return sums with the means of the shares, and the version of the weights if it is one."""
+    errors = [one.step_cost_error for one in stats if one.step_cost_error is not None]
+    versions = {one.weight_version for one in stats}
+    return msgspec.structs.replace(
+        merged,
+        kv_cache_usage=sum(one.kv_cache_usage for one in stats) / max(len(stats), 1),
+        step_cost_error=sum(errors) / len(errors) if errors else None,
+        weight_version=versions.pop() if len(versions) == 1 else None,
+    )
 
 
 def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
@@ -66,27 +76,60 @@ def ended_stats(stats: SchedulerStats | None) -> SchedulerStats:
 
 
 class Totals:
-    """Statistics of several engines, whose totals do not fall when one is started again."""
+    """Statistics of several engines, whose totals do not fall when one ends or is started again.
+
+    Attributes:
+        num_resumes: by rank, requests that went on at an engine after they had left another one.
+    """
 
     def __init__(self) -> None:
         """Begin without any."""
-        self._ended: SchedulerStats | None = None
+        self._ended: dict[int, SchedulerStats] = {}
+        self.num_resumes: Counter[int] = Counter()
 
-    def end(self, stats: SchedulerStats | None) -> None:
-        """Keep the totals of an engine that has died."""
+    def end(self, rank: int, stats: SchedulerStats | None) -> None:
+        """Keep the totals of an engine that has ended."""
         if stats is not None:
-            known = [] if self._ended is None else [self._ended]
-            self._ended = ended_stats(merged_stats([*known, stats]))
+            self._ended[rank] = ended_stats(self._of(rank, stats))
 
-    def of(self, stats: Sequence[SchedulerStats | None]) -> SchedulerStats:
-        """Return the statistics of the engines that serve, with those totals."""
-        live = merged_stats([one for one in stats if one is not None])
-        if self._ended is None:
-            return live
-        with_ended = merged_stats([live, self._ended])
-        return msgspec.structs.replace(
-            with_ended,
-            kv_cache_usage=live.kv_cache_usage,
-            step_cost_error=live.step_cost_error,
-            weight_version=live.weight_version,
-        )
+    def of(self, engines: Mapping[int, SchedulerStats | None]) -> SchedulerStats:
+        """Return the statistics of the engines that serve as those of one, and those of each.
+
+        Args:
+            engines: what they reported last, by rank.
+        """
+        known = {rank: stats for rank, stats in engines.items() if stats is not None}
+        totals = {rank: self._of(rank, stats) for rank, stats in known.items()}
+        totals |= {rank: stats for rank, stats in self._ended.items() if rank not in known}
+        merged = merged_stats(list(totals.values()))
+        if self._ended:
+            merged = _with_shares(merged, known.values())
+        return msgspec.structs.replace(merged, engines=dict(sorted(totals.items())))
+
+    def _of(self, rank: int, stats: SchedulerStats) -> SchedulerStats:
+        """Return the statistics of an engine, with the totals of those that had its rank before."""
+        ended = self._ended.get(rank)
+        return stats if ended is None else _with_shares(merged_stats([stats, ended]), [stats])
+
+
+class PrefillRate:
+    """Tokens of prompts that an engine computes in a second, while it has some to compute.
+
+    The mean over the engines and the time that they were busy with prompts, of which a minute ago
+    counts half as much as now. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a measurement."""
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def per_second(self) -> float | None:
+        """The tokens per second; None before any were computed."""
+        return self._tokens / self._seconds if self._seconds > 0 else None
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Count tokens that an engine took so long for."""
+        share = 0.5 ** (seconds / _HALF_LIFE_S)
+        self._tokens = self._tokens * share + num_tokens
+        self._seconds = self._seconds * share + seconds

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from hardpoint.core.build import OpenClient, open_process_client
-from hardpoint.core.client.base import EngineSet
+from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.engine_set import EngineSet, EngineStatus, LoadReport
+from hardpoint.plugins.stats import SchedulerStats
+from hardpoint.plugins.step_record import LiveRequest
 
 __all__ = [
     "AsyncEngineCalls",
@@ -28,6 +31,13 @@ __all__ = [
 
 Restart = Literal["never", "on_failure"]
 """Whether another engine is started in the place of one that died."""
+
+
+@runtime_checkable
+class _HasLoad(Protocol):
+    """A client of several engines, which knows what each has to do."""
+
+    def load(self) -> LoadReport: ...
 
 
 def with_restart(config: EngineConfig, restart: Restart) -> EngineConfig:
@@ -139,6 +149,17 @@ class SyncEngineCalls:
         """
         return self._engine.parts.client.retire(ranks, drain_seconds)
 
+    def load(self) -> LoadReport:
+        """Return the load of each engine, and the time that the prompts which wait will take.
+
+        Several engines, or one that may be restarted, are not asked, nor disturbed: these are the
+        client's own counts, and the last reports. An engine that was started alone is asked.
+        """
+        if (report := _report_of(self._engine.parts.client)) is not None:
+            return report
+        call = self._engine.call_utility
+        return _report_of_one(call("is_paused"), call("scheduler_stats"), call("live_requests"))
+
 
 class AsyncEngineCalls:
     """The calls about several engines of a program that runs an event loop."""
@@ -159,3 +180,40 @@ class AsyncEngineCalls:
         """Do what `LLM.retire` does."""
         client = self._engine.parts.client
         return await asyncio.to_thread(client.retire, ranks, drain_seconds)
+
+    async def load(self) -> LoadReport:
+        """Do what `LLM.load` does."""
+        if (report := _report_of(self._engine.parts.client)) is not None:
+            return report
+        call = self._engine.call_utility
+        return _report_of_one(
+            await call("is_paused"), await call("scheduler_stats"), await call("live_requests")
+        )
+
+
+def _report_of(client: EngineCoreClient) -> LoadReport | None:
+    """Return the load of the engines of a client; None of an engine that was started alone."""
+    if not isinstance(client, _HasLoad):
+        return None
+    return client.load()
+
+
+def _report_of_one(
+    is_paused: bool, stats: SchedulerStats, live: Sequence[LiveRequest]
+) -> LoadReport:
+    """Return the load of an engine that was started alone, by its own answers."""
+    waiting = sum(
+        max(one.num_prompt_tokens - one.num_computed_tokens, 0)
+        for one in live
+        if not one.num_output_tokens
+    )
+    engine = EngineStatus(
+        rank=0,
+        state="paused" if is_paused else "serving",
+        in_flight=len(live),
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        waiting_prompt_tokens=waiting,
+        kv_cache_usage=stats.kv_cache_usage,
+    )
+    return LoadReport.of([engine], None)

@@ -136,6 +136,7 @@ class Workers:
             "set_policy": self._answer_set_policy,
             "update_weights": self._answer_update_weights,
             "health": self._answer_health,
+            "load": self._answer_load,
             "metrics": self._answer_metrics,
             "scale": self._answer_scale,
             "retire": self._answer_retire,
@@ -286,6 +287,9 @@ class Workers:
 
     async def _answer_metrics(self, _: int) -> str:
         return await self.engine.metrics()
+
+    async def _answer_load(self, _: int) -> Any:
+        return await self.engine.load()
 
     async def _answer_scale(self, _: int, num_engines: int, drain_s: float) -> Any:
         return await self.engine.scale(num_engines, drain_seconds=drain_s)

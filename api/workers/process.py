@@ -27,6 +27,7 @@ from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import LoadConfig
+from hardpoint.plugins.engine_set import LoadReport
 from hardpoint.plugins.stats import Health
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.discovery import installed_version
@@ -214,6 +215,10 @@ class WorkerLLM(AsyncLLM):
         """Return the faults of plugins in all processes, and the number of restarts."""
         await self._engine.health()  # raises what ended the engines
         return msgspec.convert(await self._ask("health"), Health)
+
+    async def load(self) -> LoadReport:
+        """Return the load of the engines."""
+        return msgspec.convert(await self._ask("load"), LoadReport)
 
     async def metrics(self) -> str:
         """Return the exports of the sinks, which have the figures of all frontends."""

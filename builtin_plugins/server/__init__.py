@@ -1,4 +1,4 @@
-"""The HTTP server, as a plugin of kind `hooks` that adds the command `serve`."""
+"""The HTTP server, as a plugin of kind `hooks` that adds the commands `serve` and `scale`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from .command import COMMAND
+from . import command
 from .config import ServerConfig
+from .operations import scale_command
 
 contract = 1
 config_table = ("server", ServerConfig)
@@ -15,5 +16,5 @@ config_table = ("server", ServerConfig)
 
 @hookimpl
 def cli_commands() -> Sequence[Command]:
-    """Return `serve`."""
-    return [COMMAND]
+    """Return `serve` and `scale`."""
+    return [command.COMMAND, scale_command.COMMAND]

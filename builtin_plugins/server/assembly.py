@@ -91,7 +91,7 @@ def admin_routes(service: Service, page: Sequence[Route] = ()) -> list[Route]:
     Args:
         page: those of the live view.
     """
-    status = ("/health", "/version", "/metrics")
+    status = ("/health", "/version", "/metrics", "/load")
     return [
         *page,
         *AdminRoutes(service).routes(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .access.keys import Stores
     from .operations.addresses import BoundAddress
     from .operations.loop_watch import Outliving
+    from .operations.notify import ServiceManager
 
 _SIGNAL_CODE = 128
 _MAX_WAITING = 2048
@@ -59,8 +61,10 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .access.tls import check_tls  # noqa: PLC0415
     from .operations.addresses import bind, bind_admin  # noqa: PLC0415
     from .operations.loop_watch import Outliving  # noqa: PLC0415
+    from .operations.notify import ServiceManager  # noqa: PLC0415
     from .serving import loop_factory  # noqa: PLC0415
 
+    manager = ServiceManager.of_environment(os.environ)
     config, sources = _config(options, *context.load_config())
     settings = config.table(ServerConfig)
     if context.quiet:
@@ -77,11 +81,12 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         if admin is not None:
             stack.enter_context(contextlib.closing(admin))
         if settings.workers > 1:
-            return _run_workers(config, sources, context, users, admin, keys, single)
+            return _run_workers(config, sources, context, users, admin, keys, single, manager)
         engine = context.open_async(config, sources, settings.restart)
         outliving = Outliving[int]()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return outliving.run(runner, _serve(engine, context, users, admin, keys, outliving))
+            served = _serve(engine, context, users, admin, keys, outliving, manager)
+            return outliving.run(runner, served)
 
 
 def _run_workers(
@@ -92,6 +97,7 @@ def _run_workers(
     admin: BoundAddress | None,
     keys: Stores,
     single: str | None,
+    manager: ServiceManager,
 ) -> int:
     """Serve with several worker processes."""
     from .serving import loop_factory  # noqa: PLC0415 - as above
@@ -101,7 +107,8 @@ def _run_workers(
 
     async def run() -> int:
         try:
-            return await Supervisor(workers, context, users, admin, keys, single).run()
+            supervisor = Supervisor(workers, context, users, admin, keys, single, manager)
+            return await supervisor.run()
         finally:
             await workers.aclose()
 
@@ -140,6 +147,7 @@ async def _serve(
     admin: BoundAddress | None,
     keys: Stores,
     outliving: Outliving[int],
+    manager: ServiceManager,
 ) -> int:
     from .access.keys import installed  # noqa: PLC0415
     from .assembly import assemble  # noqa: PLC0415 - as above
@@ -165,7 +173,7 @@ async def _serve(
             if not context.quiet and admin is not None:
                 print(f"Serving administrators at {admin.url}", flush=True)
 
-        return await Serving(applications, users, admin).run(announce=announce)
+        return await Serving(applications, users, admin, manager).run(announce=announce)
     finally:
         await engine.aclose()
 

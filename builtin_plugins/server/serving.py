@@ -21,6 +21,7 @@ from .assembly import Applications
 from .operations.addresses import BoundAddress, allow_descriptors
 from .operations.connections import Connection
 from .operations.loop_watch import Outliving, blame_stop, watched
+from .operations.notify import ServiceManager
 from .receiving import body_limit
 from .service import Phase
 
@@ -77,8 +78,14 @@ class Serving:
         applications: Applications,
         users: BoundAddress | None,
         admin: BoundAddress | None = None,
+        manager: ServiceManager | None = None,
     ) -> None:
-        """Serve the applications on their addresses; users' on none if other processes do."""
+        """Serve the applications on their addresses; users' on none if other processes do.
+
+        Args:
+            manager: is notified, if there is one.
+        """
+        self._manager = manager or ServiceManager()
         self._service = applications.service
         self._bound: list[BoundAddress] = []
         self._listeners: list[_Listener] = []
@@ -171,6 +178,7 @@ class Serving:
             await asyncio.wait([ended, watching, *listening], return_when=asyncio.FIRST_COMPLETED)
             failure = watching.exception() if watching.done() else None
         finally:
+            self._manager.stopping()
             for task in (ended, watching, using, self._draining):
                 if task is not None:
                     task.cancel()
@@ -219,6 +227,7 @@ class Serving:
 
     def _drain(self, reason: str) -> None:
         if self._draining is None:
+            self._manager.stopping()
             self._draining = asyncio.ensure_future(self._finish_requests(reason))
 
     async def _finish_requests(self, reason: str) -> None:
@@ -244,12 +253,14 @@ class Serving:
         if announce is not None:
             with contextlib.suppress(OSError):  # who reads it may be gone
                 announce()
+        self._manager.ready()
         while (dead := service.engine.dead_error) is None:
             service.follow_levels()
             if service.drain_asked:
                 self._drain("POST /drain")
             if not service.engine.is_running:
                 service.paused = None  # an engine that was restarted is not paused
+            self._manager.ping()
             await asyncio.sleep(_POLL_SECONDS)
         _log.error("the engine has ended, and so does the server: %s", dead)
         service.phase = Phase.REFUSING

@@ -222,8 +222,17 @@ _STEP_TOKENS = Family(
     "Tokens of prompts and generated tokens of a batch of outputs.",
     lambda e: e.iteration_tokens,
 )
-OWN_FAMILIES = (_STEP_TOKENS,)
-"""Metrics that an alias has under another name."""
+OWN_FAMILIES = (
+    _STEP_TOKENS,
+    Family("engine_restarts", _C, "Restarts of a dead engine.", lambda e: e.restarts),
+    Family(
+        "request_resumes",
+        _C,
+        "Requests that went on at the engine, after they had left another one.",
+        lambda e: e.resumes,
+    ),
+)
+"""Metrics under the own prefix only, or that an alias has under another name."""
 
 STEP_COST_FAMILIES = (
     Family(
@@ -428,7 +437,7 @@ def cache_families(
 
 
 def plugin_families(model_name: str, engine: int, figures: PluginFigures) -> Iterator[Metric]:
-    """Yield all metrics of plugins, and the number of the engine's restarts."""
+    """Yield all metrics of plugins, all engines together."""
     common = (model_name, str(engine))
     for what, text in PLUGIN_COUNTERS.items():
         counter = CounterMetricFamily(f"{OWN}:plugin_{what}", text, labels=(*_LABELS, "plugin"))
@@ -443,11 +452,6 @@ def plugin_families(model_name: str, engine: int, figures: PluginFigures) -> Ite
     for name, quarantined in figures.quarantined.items():
         gauge.add_metric((*common, name), quarantined)
     yield gauge
-    restarts = CounterMetricFamily(
-        f"{OWN}:engine_restarts", "Restarts of a dead engine.", labels=_LABELS
-    )
-    restarts.add_metric(common, figures.restarts)
-    yield restarts
 
 
 def _waiting(engine: EngineFigures) -> Series:

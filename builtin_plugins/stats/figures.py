@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from hardpoint.plugins import (
+    EngineReport,
     IterationStats,
     KVTierStats,
     PluginReport,
@@ -135,6 +136,8 @@ class EngineFigures:
     Attributes:
         scheduler: its state; its totals are followed by other attributes.
         sleep_level: 0 is awake.
+        restarts: how often it was restarted.
+        resumes: requests that went on there, after they had left another engine.
         tiers: figures of the KV connector's tiers.
         retains: whether requests have asked for blocks to be kept (`retain_seconds`).
     """
@@ -144,7 +147,7 @@ class EngineFigures:
         self.scheduler = SchedulerStats(
             num_running=0, num_waiting=0, kv_cache_usage=0.0, prefix_cache=PrefixCacheStats()
         )
-        self.sleep_level = 0
+        self.sleep_level = self.restarts = self.resumes = 0
         self.prompt_tokens = self.prompt_tokens_cached = self.prompt_tokens_external = 0
         self.generation_tokens = 0
         self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
@@ -167,7 +170,7 @@ class EngineFigures:
         self.params_n, self.params_max_tokens = Histogram(_COMPLETIONS), _tokens()
 
     def record(self, stats: IterationStats) -> None:
-        """Add the statistics of a batch."""
+        """Add the statistics of a batch, all but the state of the scheduler."""
         self.prompt_tokens += stats.num_prompt_tokens
         self.prompt_tokens_cached += stats.num_cached_tokens
         self.prompt_tokens_external += stats.num_external_tokens
@@ -176,12 +179,17 @@ class EngineFigures:
             self.iteration_tokens.add(tokens)
         self.time_to_first_token.add_all(stats.time_to_first_token)
         self.inter_token_latency.add_all(stats.inter_token_latency)
-        if stats.scheduler is not None:
-            self._follow(stats.scheduler)
         if stats.finished:
             self._add_finished(stats)
 
-    def _follow(self, scheduler: SchedulerStats) -> None:
+    def read(self, report: EngineReport) -> None:
+        """Read what is known of the engine, where there are several."""
+        self.restarts, self.resumes = report.restarts, report.num_resumes
+        if report.sleep_level is not None:
+            self.sleep_level = report.sleep_level
+
+    def follow(self, scheduler: SchedulerStats) -> None:
+        """Read the state of the scheduler, and follow its totals."""
         self.scheduler = scheduler
         self.prefix_cache_queries.follow(scheduler.prefix_cache.queried_tokens)
         self.prefix_cache_hits.follow(scheduler.prefix_cache.hit_tokens)
@@ -232,7 +240,6 @@ class PluginFigures:
 
     Attributes:
         quarantined: 1 for a plugin that is quarantined, else 0.
-        restarts: number of restarts of the engine.
         num_blocks: number of blocks of the KV cache; None if it is unknown.
     """
 
@@ -240,7 +247,6 @@ class PluginFigures:
         """Start without plugins."""
         self._totals: dict[str, defaultdict[str, Total]] = defaultdict(lambda: defaultdict(Total))
         self.quarantined: dict[str, float] = {}
-        self.restarts = 0
         self.num_blocks: int | None = None
 
     def follow(self, report: PluginReport) -> None:
@@ -257,7 +263,6 @@ class PluginFigures:
                 self._totals[what][name].follow(fault.count)
         known = {*self.quarantined, *report.meters, *health.faults, *health.quarantined}
         self.quarantined = {name: float(name in health.quarantined) for name in sorted(known)}
-        self.restarts = health.restarts
         self.num_blocks = report.num_blocks
 
     def totals(self, what: str) -> Mapping[str, float]:

@@ -39,8 +39,8 @@ class LogSink(StatSink):
             self._since = self.context.clock() - max(stats.time_to_first_token, default=0.0)
         self._prompt_tokens += stats.num_prompt_tokens
         self._generation_tokens += stats.num_generation_tokens
-        if stats.scheduler is not None:
-            self._engines[stats.engine_index] = stats.scheduler
+        if (scheduler := stats.scheduler) is not None:
+            self._engines |= scheduler.engines or {stats.engine_index: scheduler}
 
     def report(self) -> None:
         """Log the line and reset the counters."""

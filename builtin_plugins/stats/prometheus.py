@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from hardpoint.plugins import IterationStats, PluginReport, StatSink, StatSinkContext
+from hardpoint.plugins import (
+    EngineReport,
+    IterationStats,
+    PluginReport,
+    SchedulerStats,
+    StatSink,
+    StatSinkContext,
+)
 
 from .families import OWN, cache_families, engine_families, plugin_families
 from .figures import EngineFigures, PluginFigures
@@ -33,17 +40,24 @@ class PrometheusSink(StatSink, Collector):
 
     def record(self, stats: IterationStats) -> None:
         """Add the statistics of a batch."""
-        if not self._closed:
-            self._engines[stats.engine_index].record(stats)
+        if self._closed:
+            return
+        self._engines[stats.engine_index].record(stats)
+        if stats.scheduler is not None:
+            for index, scheduler in self._schedulers(stats.scheduler, stats.engine_index):
+                self._engines[index].follow(scheduler)
 
     def exposition(self, plugins: PluginReport) -> str:
         """Return all metrics."""
         if self._closed:
             return ""
-        engine = self._engines[self.context.engine_index]
+        only = self.context.engine_index
         if plugins.scheduler is not None:
-            engine.scheduler = plugins.scheduler
-        engine.sleep_level = plugins.sleep_level
+            for index, scheduler in self._schedulers(plugins.scheduler, only):
+                self._engines[index].scheduler = scheduler
+        one = EngineReport(restarts=plugins.health.restarts, sleep_level=plugins.sleep_level)
+        for index, report in (plugins.engines or {only: one}).items():
+            self._engines[index].read(report)
         self._plugins.follow(plugins)
         registry = CollectorRegistry()
         registry.register(self)
@@ -67,6 +81,11 @@ class PrometheusSink(StatSink, Collector):
         """Forget all figures."""
         self._closed = True
         self._start()
+
+    @staticmethod
+    def _schedulers(scheduler: SchedulerStats, index: int) -> Iterable[tuple[int, SchedulerStats]]:
+        """Return the state of each engine by its index, where `index` is that of a single one."""
+        return scheduler.engines.items() if scheduler.engines else [(index, scheduler)]
 
     def _start(self) -> None:
         self._engines: defaultdict[int, EngineFigures] = defaultdict(EngineFigures)

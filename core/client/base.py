@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
 )
+from hardpoint.plugins.engine_set import EngineSet
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 
@@ -45,19 +46,6 @@ class Death:
     in_step: Collection[str] | None
     call: PluginCall | None = None
     repeated: str = ""
-
-
-@dataclass(frozen=True)
-class EngineSet:
-    """The engines after a change of their number.
-
-    Attributes:
-        epoch: number of changes so far.
-        ranks: numbers of the engines.
-    """
-
-    epoch: int
-    ranks: tuple[int, ...]
 
 
 DeathWatcher = Callable[[Death], EngineDeadError]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -32,6 +31,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.forks import let_signals_end_copies, reset_signals
 from hardpoint.system.process.child import ParentWatch
+from hardpoint.system.process.garbage import settle_heap
 from hardpoint.system.process.launch import decode_launch
 from hardpoint.system.process.naming import log_to_stderr, name_process
 from hardpoint.system.threads import use_own_cores
@@ -42,9 +42,6 @@ from .sender import ClientSendQueues
 from .transport import EngineIO
 
 _log = logging.getLogger("hardpoint")
-
-_FULL_COLLECTION_AFTER = 1000
-"""Collections of the middle generation; Python's own number is 10."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -195,11 +192,7 @@ def _serve(
     vocab_size = spec.model_config.vocab_size
     check = RequestCheck(vocab_size, launch.engine_index, used, processors)
     io = EngineIO(identity, addresses, queues, check, hash_prompt=built.core.hash_prompt)
-    gc.collect()
-    gc.freeze()  # these objects live as long as the engine
-    # A full collection visits every request that waits, which stops all others; cycles of garbage
-    # are found by the collections of young objects, but for those that live long.
-    gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION_AFTER)
+    settle_heap(spec.config.engine.long_collection_seconds)
     activity = built.core.activity
     threading.Thread(target=_beat, args=(activity,), name="EngineBeat", daemon=True).start()
     io.start(_ready(spec, built))

@@ -90,6 +90,7 @@ class RequestFigures:
         "num_generation_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_resumes",
         "params",
         "queued_at",
         "request_id",
@@ -105,11 +106,10 @@ class RequestFigures:
         self.tags, self.params, self.index = request.tags, request.params, request.child_index
         self.trace_headers = request.trace_headers
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.num_cached_tokens = 0
-        self.num_external_tokens = 0
+        self.num_cached_tokens = self.num_external_tokens = 0
         resumed = request.resumed
         self.num_generation_tokens = 0 if resumed is None else len(resumed.output_token_ids)
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_resumes = 0
         self.arrived = arrived
         self.queued_at: float | None = None
         self.scheduled_at: float | None = None
@@ -127,6 +127,7 @@ class RequestFigures:
             num_external_tokens=self.num_external_tokens,
             num_generation_tokens=self.num_generation_tokens,
             num_preemptions=self.num_preemptions,
+            num_resumes=self.num_resumes,
             queue_seconds=_between(self.queued_at, self.scheduled_at),
             prefill_seconds=_between(self.scheduled_at, self.first_token_at),
             decode_seconds=_between(self.first_token_at, self.last_token_at),
@@ -190,6 +191,7 @@ class Statistics:
         self, request: RequestFigures, output: EngineCoreOutput, num_tokens: int
     ) -> None:
         """Record an output of the batch; `num_tokens` is the request's number of tokens now."""
+        request.num_resumes = output.num_resumes
         if output.events:
             self._take_events(request, output)
         if output.num_cached_tokens is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -106,6 +107,11 @@ _SCHEDULERS = st.builds(
     external_prefix_cache=st.none() | st.builds(PrefixCacheStats, _COUNTS, _COUNTS, _COUNTS),
     kv_tiers=_TIERS,
 )
+_ALL_SCHEDULERS = _SCHEDULERS | st.builds(
+    msgspec.structs.replace,
+    _SCHEDULERS,
+    engines=st.dictionaries(st.integers(0, 2), _SCHEDULERS, min_size=1, max_size=2),
+)
 _METRICS = st.builds(
     RequestMetrics,
     num_prompt_tokens=_COUNTS,
@@ -151,7 +157,7 @@ _STATS = st.just(IterationStats()) | st.builds(
     time_to_first_token=st.lists(_SECONDS, max_size=2),
     inter_token_latency=st.lists(_SECONDS, max_size=3),
     finished=st.lists(_FINISHED, max_size=2),
-    scheduler=st.none() | _SCHEDULERS,
+    scheduler=st.none() | _ALL_SCHEDULERS,
 )
 
 _PLUGINS = st.sampled_from(["top_k", 'a "plugin"\n'])
@@ -169,7 +175,7 @@ _REPORTS = st.builds(
         fallbacks=_STEP_FAULTS,
         slow=_STEP_FAULTS,
     ),
-    scheduler=st.none() | _SCHEDULERS,
+    scheduler=st.none() | _ALL_SCHEDULERS,
     sleep_level=st.integers(0, 2),
     num_blocks=st.none() | st.integers(1, 10**6),
 )

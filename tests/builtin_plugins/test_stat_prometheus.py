@@ -31,6 +31,7 @@ from hardpoint.plugins import (
     StatSinkContext,
 )
 from hardpoint.plugins.stats import (
+    EngineReport,
     FinishedRequest,
     Health,
     KVTierStats,
@@ -267,7 +268,7 @@ def test_an_unknown_alias_is_refused(scripted):
 def test_every_name_is_in_the_documentation():
     page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
     families = (*ENGINE_FAMILIES, *OWN_FAMILIES, *TIER_FAMILIES, *OFFLOAD_FAMILIES)
-    names = [family.name for family in families] + ["cache_config_info", "engine_restarts"]
+    names = [family.name for family in families] + ["cache_config_info"]
     names += [f"plugin_{name}" for name in (*PLUGIN_COUNTERS, "quarantined")]
     assert [name for name in names if f"`{name}`" not in page] == []
 
@@ -419,7 +420,24 @@ def test_drafts_and_several_engines():
     assert first["spec_decode_num_accepted_tokens_per_pos_total 0"] == 3
     assert first["spec_decode_num_accepted_tokens_per_pos_total 1"] == 1
     assert second["spec_decode_num_accepted_tokens_per_pos_total 0"] == 2
-    assert "engine_restarts_total" not in second
+    assert (first["engine_restarts_total"], second["engine_restarts_total"]) == (0, 0)
+
+
+def test_each_of_several_engines_has_its_own_series():
+    one = sink()
+    for first, second in ((5, 1), (7, 2)):
+        engines = {0: scheduler_stats(first, num_running=3), 1: scheduler_stats(second)}
+        merged = scheduler_stats(first + second, num_running=3, engines=engines)
+        one.record(IterationStats(engine_index=1, num_generation_tokens=2, scheduler=merged))
+    reports = {0: EngineReport(sleep_level=1), 1: EngineReport(restarts=2, num_resumes=4)}
+    text = one.exposition(PluginReport(engines=reports, health=Health({}, {}, restarts=2)))
+    first, second = (series(text, engine=index) for index in "01")
+    assert [e["prefix_cache_queries_total"] for e in (first, second)] == [7, 2]
+    assert [e["num_requests_running"] for e in (first, second)] == [3, 0]
+    assert [e["generation_tokens_total"] for e in (first, second)] == [0, 4]
+    assert [e["engine_restarts_total"] for e in (first, second)] == [0, 2]
+    assert [e["request_resumes_total"] for e in (first, second)] == [0, 4]
+    assert [e["engine_sleep_state weights_offloaded"] for e in (first, second)] == [1, 0]
 
 
 def test_faults_of_plugins():

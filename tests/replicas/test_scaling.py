@@ -8,8 +8,8 @@ import pytest
 from support.core.played_engines import loads, names, request
 from support.waiting import wait_until
 
-from hardpoint.core.client.base import EngineSet
 from hardpoint.plugins import FinishReason, HardpointError, ModelError, RequestError
+from hardpoint.plugins.engine_set import EngineSet
 
 
 def test_engines_are_added_with_the_lowest_free_ranks(world):

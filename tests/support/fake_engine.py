@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.engine_set import EngineSet, EngineStatus, LoadReport
 from hardpoint.plugins.manifest import Manifest, Source
 from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
 from hardpoint.plugins.server import InstalledExtension
@@ -284,6 +285,26 @@ class FakeEngine:
             kv_cache_usage=0.0,
             prefix_cache=PrefixCacheStats(),
         )
+
+    async def load(self):
+        one = EngineStatus(
+            rank=0,
+            state="serving",
+            in_flight=self.open,
+            num_running=self.open,
+            num_waiting=0,
+            waiting_prompt_tokens=6,
+            kv_cache_usage=0.5,
+        )
+        return LoadReport.of([one], 12.0)
+
+    async def scale(self, num_engines, *, drain_seconds=30.0):
+        self.utilities.append(("scale", num_engines, drain_seconds))
+        return EngineSet(3, tuple(range(num_engines)))
+
+    async def retire(self, ranks, *, drain_seconds=30.0):
+        self.utilities.append(("retire", ranks, drain_seconds))
+        return EngineSet(4, (0,))
 
     async def pause(self, mode="abort", *, clear_cache=True):
         self.utilities.append(("pause", mode, clear_cache))

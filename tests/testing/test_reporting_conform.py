@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import zmq
 from support.searching import kit_examples
+from support.spans import exported_spans
 
 from hardpoint.builtin_plugins.kv_cache.events import NullPublisher, ZmqPublisher
 from hardpoint.builtin_plugins.stats.log import LogSink
+from hardpoint.builtin_plugins.stats.opentelemetry import OpenTelemetrySink
 from hardpoint.builtin_plugins.stats.prometheus import PrometheusSink
 from hardpoint.plugins import KVEventBatch
 from hardpoint.testing import KVEventPublisherSuite, StatSinkSuite
@@ -23,6 +25,15 @@ class TestLogSink(StatSinkSuite):
 class TestPrometheusSink(StatSinkSuite):
     examples = kit_examples()
     sink = PrometheusSink
+
+
+class TestOpenTelemetrySink(StatSinkSuite):
+    examples = kit_examples()
+    sink = OpenTelemetrySink
+    options = {"provider": "program"}
+
+    def setup_method(self):
+        exported_spans().clear()
 
 
 class TestNullPublisher(KVEventPublisherSuite):

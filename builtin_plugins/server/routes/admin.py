@@ -19,7 +19,7 @@ from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.errors import EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import EngineSet, Route
 from hardpoint.typed import Strict
 
 from .models import json_response
@@ -78,6 +78,20 @@ class UpdateWeights(Strict):
     version: str | None = None
     mode: Literal["abort", "wait", "keep"] = "keep"
     recompute: bool = True
+
+
+class Scale(Strict):
+    """A number of engines, see `AsyncLLM.scale`."""
+
+    engines: int
+    drain_seconds: float = 30.0
+
+
+class Retire(Strict):
+    """Engines that go, by their ranks, see `AsyncLLM.retire`."""
+
+    ranks: list[int]
+    drain_seconds: float = 30.0
 
 
 class SetPolicy(Strict):
@@ -139,6 +153,8 @@ class AdminRoutes:
             self._post(
                 "/update_weights", self.update_weights, UpdateWeights, "Replace the weights."
             ),
+            self._post("/scale", self.scale, Scale, "Change the number of engines."),
+            self._post("/retire", self.retire, Retire, "End engines by rank."),
             self._post("/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."),
             self._post("/start_profile", self.start_profile, Nothing, "Profile the workers."),
             self._post("/stop_profile", self.stop_profile, Nothing, "Write the profiles."),
@@ -322,6 +338,14 @@ class AdminRoutes:
         except ModelError as error:
             raise AnswerError(400, str(error), param="path") from error
         return {"weight_version": version}
+
+    async def scale(self, asked: Scale) -> EngineSet:
+        """Start or retire engines; return those that there are."""
+        return await self._engine.scale(asked.engines, drain_seconds=asked.drain_seconds)
+
+    async def retire(self, asked: Retire) -> EngineSet:
+        """End engines; return those that are left."""
+        return await self._engine.retire(asked.ranks, drain_seconds=asked.drain_seconds)
 
     async def reset_prefix_cache(self, asked: ResetPrefixCache) -> dict[str, Any]:
         """Clear the prefix cache."""

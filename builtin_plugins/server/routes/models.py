@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from hardpoint.builtin_plugins.server.errors import AnswerError, for_clients, no_route
 from hardpoint.builtin_plugins.server.service import ANYBODY, Phase, Service
 from hardpoint.plugins import HardpointError
-from hardpoint.plugins.server import Route
+from hardpoint.plugins.server import LoadReport, Route
 
 _LONGEST_WAIT = 1.0
 """Seconds that `/health` waits for the engine; probes wait little longer."""
@@ -117,14 +118,16 @@ class Readiness(msgspec.Struct, omit_defaults=True):
     reason: str | None = None
 
 
-class ServerLoad(msgspec.Struct):
+class ServerLoad(msgspec.Struct, omit_defaults=True):
     """How much there is to do.
 
     Attributes:
         server_load: requests that are being answered.
+        load: what the engines have to do; left out if the only one has ended, or does not answer.
     """
 
     server_load: int
+    load: LoadReport | None = None
 
 
 class Version(msgspec.Struct, omit_defaults=True):
@@ -185,7 +188,7 @@ class StatusRoutes:
             Route(
                 path="/load",
                 endpoint=self.load,
-                summary="Return how many requests are being answered.",
+                summary="Return what there is to do, by engine, for balancers and autoscalers.",
                 response_type=ServerLoad,
             ),
             Route(
@@ -310,8 +313,12 @@ class StatusRoutes:
         return json_response(Readiness("ready"))
 
     async def load(self, request: Request) -> Response:  # noqa: ARG002
-        """Return how many requests are being answered."""
-        return json_response(ServerLoad(self._service.load.open))
+        """Return how many requests are being answered, and what each engine has to do."""
+        report: LoadReport | None = None
+        with contextlib.suppress(HardpointError, TimeoutError):
+            async with asyncio.timeout(_LONGEST_WAIT):
+                report = await self._service.engine.load()
+        return json_response(ServerLoad(self._service.load.open, report))
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002
         """Return the version."""

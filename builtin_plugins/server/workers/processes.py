@@ -17,6 +17,7 @@ from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
+from hardpoint.builtin_plugins.server.operations.notify import ServiceManager
 from hardpoint.builtin_plugins.server.service import Phase
 from hardpoint.builtin_plugins.server.serving import Serving, begin_outliving, loop_factory
 from hardpoint.plugins import CommandContext
@@ -100,12 +101,15 @@ class Supervisor:
         admin: BoundAddress | None,
         keys: Stores,
         single_key: str | None,
+        manager: ServiceManager,
     ) -> None:
         """Supervise workers that are not started yet.
 
         Args:
             single_key: the key that is in no file; None without one.
+            manager: is notified, if there is one.
         """
+        self._manager = manager
         self._workers, self._context = workers, context
         self._users, self._admin, self._keys = users, admin, keys
         self._single_key = single_key
@@ -140,6 +144,7 @@ class Supervisor:
                 serving = Serving(applications, None, self._admin)
                 asyncio.ensure_future(serving.run(handle_signals=False))  # noqa: RUF006 - awaited below
             self._announce()
+            self._manager.ready()
             watching = asyncio.ensure_future(self._watch())
             try:
                 code = await workers.wait()
@@ -182,6 +187,7 @@ class Supervisor:
 
     def _signalled(self, number: signal.Signals) -> None:
         self._signals.append(number)
+        self._manager.stopping()
         self._service.phase = Phase.LEAVING
         self._workers.send_signal(number)
 
@@ -193,10 +199,12 @@ class Supervisor:
         """Release what dead workers held; end the server when it is asked to."""
         is_draining = False
         while True:
+            self._manager.ping()
             for index in self._workers.replaced():
                 self._counts.clear(index)
             if self._service.drain_asked and not is_draining:
                 is_draining = True
+                self._manager.stopping()
                 self._workers.send_signal(signal.SIGTERM)
             if not self._workers.engine.is_running:
                 self._service.paused = None  # engines that were restarted are not paused

@@ -360,6 +360,26 @@ def test_every_route_has_a_summary(server):
             assert msgspec.inspect.type_info(route.request_type).forbid_unknown_fields
 
 
+def test_the_number_of_engines(server):
+    server.engine.utilities.clear()
+    scaled = post(server, "/scale", {"engines": 2})
+    assert scaled.json() == {"epoch": 3, "ranks": [0, 1]}
+    retired = post(server, "/retire", {"ranks": [1], "drain_seconds": 2.5})
+    assert retired.json() == {"epoch": 4, "ranks": [0]}
+    assert server.engine.utilities == [("scale", 2, 30.0), ("retire", [1], 2.5)]
+    for path, body, message in (
+        ("/scale", {}, "engines: missing, and it has no default"),
+        ("/scale", {"engines": "2"}, "engines: expected a whole number, got '2'"),
+        ("/retire", {"ranks": 1}, "ranks: expected a list, got 1"),
+    ):
+        refused = post(server, path, body)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+
+
+def test_load_is_there_too(server):
+    assert server.admin.get("/load").json() == server.client.get("/load").json()
+
+
 def test_the_page_about_them_lists_all_routes(server):
     from hardpoint.builtin_plugins.server.assembly import admin_routes
 

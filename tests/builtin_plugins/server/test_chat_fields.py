@@ -503,6 +503,11 @@ def fake():
         ("/v1/messages", {"messages": user("hi"), "max_tokens": 3}),
         ("/v1/responses", {"input": "hi"}),
         ("/inference/v1/generate", {"token_ids": [1, 2, 3]}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/score", {"text_1": "hi", "text_2": "ho"}),
+        ("/v1/rerank", {"query": "hi", "documents": ["ho"]}),
+        ("/v1/classify", {"input": "hi"}),
+        ("/pooling", {"input": "hi"}),
     ],
 )
 def test_the_headers_of_a_trace_reach_the_engine(fake, path, body):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from support.http_server import running
@@ -112,7 +115,7 @@ def test_metrics_and_health_are_of_all_engines(server):
     tokens = [ask(server, str(rank)).json()["usage"]["completion_tokens"] for rank in (0, 1, 1)]
     after = generated(server)
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    assert grown == {"0": sum(tokens)}  # of all engines, as of one
+    assert grown == {"0": tokens[0], "1": sum(tokens[1:])}
     health = server.client.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ok")
 
@@ -147,3 +150,23 @@ def test_the_command_line_starts_several(scripted, tmp_path):
     command = ["-m", "hardpoint", "generate", "say abc", "--max-tokens", "20", *OPTIONS]
     done = forked_python().run(command, tmp_path, dict(os.environ))
     assert (done.returncode, done.stdout) == (0, TEXT + "\n"), done.stderr
+
+
+def test_the_number_changes_while_the_server_answers(scripted, tmp_path):
+    admin = f"unix:{tmp_path / 'admin.sock'}"
+    with serving(tmp_path, scripted, f"server.admin = {admin!r}") as program:
+        change = [sys.executable, "-m", "hardpoint", "scale", "--admin", admin, "--json"]
+
+        def changed(*arguments):
+            done = subprocess.run([*change, *arguments], capture_output=True, check=False)
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        assert changed("2") == {"epoch": 1, "ranks": [0, 1]}
+        response = program.client.post(COMPLETIONS, json=SAY, headers={HEADER: "1"})
+        assert text_of(response) == TEXT
+        assert changed("--retire", "0") == {"epoch": 2, "ranks": [1]}
+        assert text_of(program.client.post(COMPLETIONS, json=SAY)) == TEXT
+        load = program.client.get("/load").json()["load"]
+        assert [(one["rank"], one["state"]) for one in load["engines"]] == [(1, "serving")]
+        assert load["prefill_tokens_per_second"] > 0

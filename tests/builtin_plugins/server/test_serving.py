@@ -355,10 +355,13 @@ def test_platforms_may_ask_for_health_and_load_by_their_own_names():
     with running(FakeEngine(config=configured())) as server:
         assert server.client.get("/ping").json() == server.client.get("/health").json()
         assert server.client.post("/ping").status_code == 200
-        assert server.client.get("/load").json() == {"server_load": 0}
+        assert server.client.get("/load").json()["server_load"] == 0
         for _ in range(3):
             assert server.service.counts.add_below("held requests", 1024)
-        assert server.client.get("/load").json() == {"server_load": 3}
+        assert server.client.get("/load").json()["server_load"] == 3
+        load = server.client.get("/load").json()["load"]
+        assert (load["waiting_prompt_tokens"], load["waiting_prompt_seconds"]) == (6, 0.5)
+        assert [one["state"] for one in load["engines"]] == ["serving"]
         server.engine.is_running = False
         assert server.client.get("/ping").status_code == 503
         assert server.client.get("/ready").status_code == 503

@@ -233,6 +233,13 @@ TIER_STATS = whole(
     failures=COUNT,
     used_bytes=st.none() | COUNT,
 )
+ENGINE_STATS = st.builds(
+    SchedulerStats,
+    num_running=COUNT,
+    num_waiting=COUNT,
+    kv_cache_usage=st.floats(0, 1),
+    prefix_cache=CACHE_STATS,
+)
 STATS = whole(
     SchedulerStats,
     num_running=COUNT,
@@ -254,6 +261,7 @@ STATS = whole(
     num_retained_blocks=COUNT,
     num_retained_hits=COUNT,
     num_retained_evictions=COUNT,
+    engines=st.dictionaries(COUNT, ENGINE_STATS, max_size=2),
 )
 LOADS = whole(
     EngineLoad,

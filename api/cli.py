@@ -14,7 +14,7 @@ from typing import Literal
 
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
-from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
+from hardpoint.plugins.commands import Generator, JoinEngine, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
@@ -298,7 +298,28 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         open_async=open_async,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
+        join_engine=_join_engine(problem, messages),
     )
+
+
+def _join_engine(problem: HardpointError | None, messages: Messages) -> JoinEngine:
+    def join_engine(
+        config: EngineConfig,
+        config_sources: ConfigSources,
+        address: str,
+        *,
+        keys: str | None,
+        rank: int | None,
+        once: bool,
+    ) -> None:
+        if problem is not None:
+            raise problem
+        from hardpoint.replicas import join_engine as join  # noqa: PLC0415 - one command needs it
+
+        messages.show_log()
+        join(config, config_sources, address, keys=keys, rank=rank, once=once)
+
+    return join_engine
 
 
 def _parser(commands: _Commands) -> ProgramParser:

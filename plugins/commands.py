@@ -306,6 +306,17 @@ into memory.
 """
 
 
+JoinEngine = Callable[..., None]
+"""Runs engines for the program at an address: configuration, sources of its values, the address,
+and by name `keys`, the folder of its keys or None, `rank`, the rank to take or None, and `once`,
+whether to end with the first one.
+"""
+
+
+def _no_joining(*_: object, **__: object) -> None:
+    raise NotImplementedError("this CommandContext was made without join_engine")
+
+
 def _no_inspection(*_: object) -> ModelReport:
     raise NotImplementedError("this CommandContext was made without inspect_model")
 
@@ -333,6 +344,7 @@ class CommandContext:
         inspect_model: reports the configured model and its needs, without reading its weights.
         config_type: returns the type of the configuration with the tables of the enabled plugins;
             of those enabled by default, if the configuration is wrong.
+        join_engine: runs engines for a program on another machine, until a signal ends it.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -344,6 +356,7 @@ class CommandContext:
     open_async: OpenAsync = _no_async_engine
     inspect_model: InspectModel = _no_inspection
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
+    join_engine: JoinEngine = _no_joining
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

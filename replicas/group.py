@@ -24,7 +24,7 @@ from hardpoint.core.client.base import (
 )
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
@@ -76,7 +76,7 @@ class EngineGroup(UtilityCalls):
         budget: RestartBudget,
         *,
         sink: Sink | None = None,
-        process: EngineProcess | None = None,
+        process: EngineHost | None = None,
     ) -> None:
         """Start the engines and wait until all are ready.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.registry.plugin_set import PluginSet
 
 from .choice import EngineChoice
 from .group import EngineGroup
+from .remote import open_hosts
 from .restarts import RestartBudget
 
 
@@ -21,17 +22,26 @@ def open_engines(
     Args:
         start: parameters of the first engine.
         sink: see EngineGroup.
-        process: process of the first engine, which waits for its launch.
+        process: process of the first local engine, which waits for its launch.
         plugins: has the balancer.
 
     Raises:
         PluginError: the balancer cannot be built.
-        HardpointError: an engine cannot be started.
+        HardpointError: an engine cannot be started, or no engine can join.
     """
-    settings = start.config.engine
+    settings, parallel = start.config.engine, start.config.parallel
     budget = RestartBudget(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
     choice = EngineChoice(plugins, start.config)
-    start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
-    return EngineGroup(start, choice, budget, sink=sink, process=process)
+    start = dataclasses.replace(
+        start,
+        reports_load=True,
+        reports_cache=choice.uses_cached_prefixes,
+        hosts=open_hosts(start),
+    )
+    first: EngineHost | None = process
+    if parallel.num_local == 0:
+        process.close(grace_s=0)
+        first = None
+    return EngineGroup(start, choice, budget, sink=sink, process=first)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -194,7 +194,7 @@ class Replicas:
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
         self._clients: list[ProcessClient] = []
-        self._starting: list[EngineProcess] = []
+        self._starting: list[EngineHost] = []
         self._is_closed = False
 
     def _replica(self, rank: int) -> Replica:
@@ -235,7 +235,7 @@ class Replicas:
         """Return whether no other engine has taken the place of one."""
         return self._replicas.get(replica.rank) is replica
 
-    def open_all(self, process: EngineProcess | None) -> ProcessClient:
+    def open_all(self, process: EngineHost | None) -> ProcessClient:
         """Start all engines, and return the client of the first one once all are ready.
 
         The first one is started first: it decides on the size of all caches, and packs the weights
@@ -248,7 +248,7 @@ class Replicas:
             HardpointError: one cannot be started; the message names it.
         """
         first, *others = self._replicas.values()
-        client = self.open(first, process, num_sharing=len(self._replicas))
+        client = self.open(first, process, max(self.start.config.parallel.num_local, 1))
         ready, config = client.ready, self.start.config
         kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=ready.num_gpu_blocks)
         config = msgspec.structs.replace(
@@ -308,7 +308,7 @@ class Replicas:
             self.forget(replica.client)
 
     def open(
-        self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
+        self, replica: Replica, process: EngineHost | None = None, num_sharing: int = 1
     ) -> ProcessClient:
         """Start the process of an engine, which serves from then on; return its client.
 
@@ -343,13 +343,13 @@ class Replicas:
         self,
         begun: EngineStart,
         replica: Replica,
-        process: EngineProcess | None,
+        process: EngineHost | None,
         num_sharing: int,
     ) -> ProcessClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
-        process = process or EngineProcess.spawn(start.interpreter)
+        process = process or start.hosts.open(rank, start.interpreter)
         try:
             with self._changed:
                 self._check_open()
@@ -400,3 +400,4 @@ class Replicas:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
             list(pool.map(ProcessClient.close, clients))
+        self.start.hosts.close()

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, models, plugins
+from . import chat, completion, config, embed, engine, generate, keys, models, plugins
 
 contract = 1
 
 
 @hookimpl
 def cli_commands() -> Sequence[Command]:
-    """Return `generate`, `chat`, `embed`, `models`, `plugins`, `config` and `completion`."""
+    """Return the commands of these modules."""
     return [
         generate.COMMAND,
         chat.COMMAND,
@@ -21,5 +21,7 @@ def cli_commands() -> Sequence[Command]:
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,
+        engine.COMMAND,
+        keys.COMMAND,
         completion.COMMAND,
     ]

@@ -4,6 +4,7 @@ Above core, which knows one engine: `open_engines` opens a client in the place o
 """
 
 from .opening import open_engines
-from .remote import check_joining, join_engine
+from .remote.address import check_joining
+from .remote.joining import join_engine
 
 __all__ = ["check_joining", "join_engine", "open_engines"]

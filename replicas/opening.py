@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from hardpoint.core.client.process_client import EngineStart, Sink
-from hardpoint.core.engine_process.process import EngineHost, EngineProcess
+from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.registry.plugin_set import PluginSet
 
 from .choice import EngineChoice
 from .group import EngineGroup
-from .remote import open_hosts
+from .hosts import EngineHosts, LocalHosts
 from .restarts import RestartBudget
 
 
@@ -27,21 +28,21 @@ def open_engines(
 
     Raises:
         PluginError: the balancer cannot be built.
-        HardpointError: an engine cannot be started, or no engine can join.
+        ConfigError: engines cannot join at `parallel.join_address`.
+        HardpointError: an engine cannot be started.
     """
-    settings, parallel = start.config.engine, start.config.parallel
+    settings = start.config.engine
     budget = RestartBudget(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
-    choice = EngineChoice(plugins, start.config)
-    start = dataclasses.replace(
-        start,
-        reports_load=True,
-        reports_cache=choice.uses_cached_prefixes,
-        hosts=open_hosts(start),
-    )
-    first: EngineHost | None = process
-    if parallel.num_local == 0:
-        process.close(grace_s=0)
-        first = None
-    return EngineGroup(start, choice, budget, sink=sink, process=first)
+    with contextlib.ExitStack() as undo:
+        hosts: EngineHosts = LocalHosts(process)
+        if start.config.parallel.join_address is not None:
+            from .remote.hosts import JoinedHosts  # noqa: PLC0415 - most programs have none
+
+            hosts = JoinedHosts(start.config, hosts)
+        undo.callback(hosts.close)
+        choice = EngineChoice(plugins, start.config)
+        undo.pop_all()
+    start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
+    return EngineGroup(start, choice, budget, hosts, sink=sink)

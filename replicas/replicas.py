@@ -21,6 +21,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
+from .hosts import EngineHosts
 from .prefix_index import PrefixIndex
 
 _MOST_SESSIONS = 65_536
@@ -174,6 +175,7 @@ class Replicas:
     def __init__(
         self,
         start: EngineStart,
+        hosts: EngineHosts,
         sink_of: Callable[[Replica], Sink],
         changed: threading.Condition,
     ) -> None:
@@ -181,10 +183,12 @@ class Replicas:
 
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
+            hosts: where they run.
             sink_of: returns what gets the outputs of an engine, and the error that ends them.
             changed: guards all of this; it is notified where an engine starts or stops serving.
         """
         self.start = start
+        self._hosts = hosts
         self.sessions = Sessions()
         self.index: PrefixIndex | None = None
         if start.reports_cache:
@@ -235,20 +239,17 @@ class Replicas:
         """Return whether no other engine has taken the place of one."""
         return self._replicas.get(replica.rank) is replica
 
-    def open_all(self, process: EngineHost | None) -> ProcessClient:
+    def open_all(self) -> ProcessClient:
         """Start all engines, and return the client of the first one once all are ready.
 
         The first one is started first: it decides on the size of all caches, and packs the weights
         that the others map.
 
-        Args:
-            process: process of the first engine that was spawned before.
-
         Raises:
             HardpointError: one cannot be started; the message names it.
         """
         first, *others = self._replicas.values()
-        client = self.open(first, process, max(self.start.config.parallel.num_local, 1))
+        client = self.open(first, max(self.start.config.parallel.num_local, 1))
         ready, config = client.ready, self.start.config
         kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=ready.num_gpu_blocks)
         config = msgspec.structs.replace(
@@ -307,14 +308,11 @@ class Replicas:
         if replica.client is not None:
             self.forget(replica.client)
 
-    def open(
-        self, replica: Replica, process: EngineHost | None = None, num_sharing: int = 1
-    ) -> ProcessClient:
+    def open(self, replica: Replica, num_sharing: int = 1) -> ProcessClient:
         """Start the process of an engine, which serves from then on; return its client.
 
         Args:
             replica: the engine.
-            process: one that was spawned before.
             num_sharing: engines that are going to take of the memory that is free now.
 
         Raises:
@@ -323,7 +321,7 @@ class Replicas:
         """
         while True:
             begun = self.start
-            client = self._started(begun, replica, process, num_sharing)
+            client = self._started(begun, replica, num_sharing)
             with self._changed:
                 if replica.failure is not None or self._is_closed:
                     break
@@ -333,23 +331,16 @@ class Replicas:
                     self._refresh()
                     return client
             client.close()  # it has settings that were changed in the meantime
-            process = None
         client.close()
         self._check_open()
         assert replica.failure is not None
         raise replica.failure
 
-    def _started(
-        self,
-        begun: EngineStart,
-        replica: Replica,
-        process: EngineHost | None,
-        num_sharing: int,
-    ) -> ProcessClient:
+    def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ProcessClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
-        process = process or start.hosts.open(rank, start.interpreter)
+        process = self._hosts.open(rank, start.interpreter)
         try:
             with self._changed:
                 self._check_open()
@@ -400,4 +391,4 @@ class Replicas:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
             list(pool.map(ProcessClient.close, clients))
-        self.start.hosts.close()
+        self._hosts.close()

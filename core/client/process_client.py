@@ -21,12 +21,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.boundary.hang_watch import HangWatch
 from hardpoint.core.engine_process.launch import Launch
-from hardpoint.core.engine_process.process import (
-    EngineHost,
-    EngineHosts,
-    EngineProcess,
-    LocalHosts,
-)
+from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
@@ -63,7 +58,6 @@ class EngineStart:
         reports_load, reports_cache: as in Launch.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
-        hosts: where engines are started.
     """
 
     config: EngineConfig
@@ -76,7 +70,6 @@ class EngineStart:
     reports_load: bool = False
     reports_cache: bool = False
     interpreter: Interpreter = field(default_factory=Interpreter.current)
-    hosts: EngineHosts = field(default_factory=LocalHosts)
 
 
 class _State(Enum):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hardpoint.boundary.activity import Activity, Snapshot
 from hardpoint.system.process.error_output import ErrorOutput
-from hardpoint.system.process.launch import ChildLaunch, Interpreter
+from hardpoint.system.process.launch import ChildLaunch
 from hardpoint.system.process.process import ChildProcess, ending, was_killed
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
@@ -62,27 +62,6 @@ class EngineHost(Protocol):
 
     def close(self, grace_s: float = ...) -> None:
         """End the engine, `grace_s` seconds later by force."""
-
-
-class EngineHosts(Protocol):
-    """Where the engines of a program run."""
-
-    def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
-        """Return the host of an engine, which waits for the launch."""
-
-    def close(self) -> None:
-        """Release what it has, after all engines have ended."""
-
-
-class LocalHosts:
-    """Starts each engine in a process of this host."""
-
-    def open(self, rank: int, interpreter: Interpreter) -> EngineHost:  # noqa: ARG002
-        """Spawn a process."""
-        return EngineProcess.spawn(interpreter)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class EngineProcess(ChildProcess):

@@ -135,9 +135,9 @@ class World:
         )
         plugins = resolve_plugins(config, ConfigSources())
         budget = RestartBudget(enabled=restarts > 0, max_per_minute=max(restarts, 1))
-        start = EngineStart(config, ConfigSources(), plugins.manifest, hosts=self.hosts)
+        start = EngineStart(config, ConfigSources(), plugins.manifest)
         choice = EngineChoice(plugins, config)
-        group = EngineGroup(start, choice, budget, sink=self.received.append)
+        group = EngineGroup(start, choice, budget, self.hosts, sink=self.received.append)
         self.groups.append(group)
         return group
 

@@ -59,7 +59,9 @@ class Connection:
             self.socket.connect(address)
         except zmq.ZMQError as cause:
             self.close()
-            raise ConfigError(f"--join: {address} cannot be used: {cause.strerror}") from None
+            raise ConfigError(
+                f"--join: {address} cannot be used: {zmq.strerror(cause.errno)}"
+            ) from None
 
     def wait(self, seconds: float, stop: int) -> bool:
         """Wait until it is secured; return whether it is.

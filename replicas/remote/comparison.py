@@ -14,7 +14,7 @@ from hardpoint.core.protocol.handshake import PROTOCOL_VERSION
 from hardpoint.errors import ConfigError, PluginLoadError
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.manifest import Manifest, PluginEntry
-from hardpoint.registry.discovery import installed_version
+from hardpoint.registry.discovery import discover, installed_version
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.model_files import find_files
 
@@ -69,6 +69,8 @@ def difference(head: Hello, engine: Hello) -> str | None:
 def check_manifest(theirs: Manifest, own: Manifest, head: str) -> None:
     """Check that each plugin of another program is one that this one has enabled itself.
 
+    Or one that comes with Hardpoint, of which versions are the same, without options.
+
     Args:
         theirs: the other program's.
         own: what is installed and enabled here.
@@ -78,12 +80,15 @@ def check_manifest(theirs: Manifest, own: Manifest, head: str) -> None:
         PluginLoadError: one is not, or with another version or other options.
     """
     known = {entry.key: _compared(entry) for entry in own.tree()}
+    built_in = {(f.kind, f.name, f.value) for f in discover() if f.builtin}
     here = socket.gethostname()
     for entry in theirs.tree():
         if entry.kind in KINDS and KINDS[entry.kind].processes == (Process.FRONTEND,):
             continue  # no engine loads it
         mine = known.get(entry.key)
         if mine is None:
+            if entry.key in built_in and not entry.options and not entry.wraps:
+                continue
             raise PluginLoadError(
                 f"{entry.source}: the head {head} has it enabled, the configuration on {here} "
                 "enables none such, and nothing else is loaded"

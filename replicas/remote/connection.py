@@ -60,7 +60,7 @@ class Connection:
         except zmq.ZMQError as cause:
             self.close()
             raise ConfigError(
-                f"--join: {address} cannot be used: {zmq.strerror(cause.errno)}"
+                f"--join: {address} cannot be used: {zmq.strerror(cause.errno or 0)}"
             ) from None
 
     def wait(self, seconds: float, stop: int) -> bool:

@@ -168,9 +168,9 @@ class JoiningEngine:
     """`hardpoint engine --join` in a process of its own."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], address: str, *more: str) -> None:
-        file = folder / "engine.toml"
+        number = len(list(folder.glob("engine-*.log")))
+        file, self.log = folder / f"engine-{number}.toml", folder / f"engine-{number}.log"
         file.write_text("\n".join(f"{name} = {toml(value)}" for name, value in config.items()))
-        self.log = folder / f"engine-{len(list(folder.glob('engine-*')))}.log"
         command = [sys.executable, "-m", "hardpoint", "engine", "--config", str(file)]
         tests = str(Path(__file__).parents[1])
         with self.log.open("w") as log:

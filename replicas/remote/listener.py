@@ -73,7 +73,8 @@ class JoinListener:
                 self._door.stop()
             self._context.destroy(0)
             raise ConfigError(
-                f"parallel.join_address: {self.address} cannot be used: {zmq.strerror(cause.errno or 0)}"
+                f"parallel.join_address: {self.address} cannot be used: "
+                f"{zmq.strerror(cause.errno or 0)}"
             ) from None
         self._sessions: dict[bytes, Session] = {}  # by routing id
         self._orders: queue.SimpleQueue[tuple[Order, JoinedHost]] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Time an engine that joins over TCP beside a local one, in turns: with keys (CURVE) and without.
+"""Time an engine that joins over TCP next to a local one, in turns: with keys (CURVE) and without.
 
     python benchmarks/joined_engines.py                    # the scripted model, then smollm2
     python benchmarks/joined_engines.py --model scripted --rounds 9
@@ -90,7 +90,7 @@ def compare(llm: LLM, name: str, count: int, tokens: int, rounds: int, prompt: l
 
 
 def main() -> None:
-    """Measure what the command line says."""
+    """Measure the models of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("scripted", "smollm2", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=7)

@@ -27,11 +27,11 @@ class ParallelConfig(Strict):
         join_address: where engines of other machines join, `tcp://HOST:PORT`; None if none do.
         local: engines that are processes of this machine, those of the lowest ranks; the others
             join. None is all of them.
-        keys: folder of the keys of those that may join (`hardpoint keys`), needed where
+        keys: folder of the keys of engines that may join (`hardpoint keys`), needed where
             `join_address` is not one of this machine alone.
-        join_seconds: maximum time at the start for all engines to have joined.
-        heartbeat_seconds: an engine that sends nothing for so long counts as dead, and so does a
-            program whose engines hear nothing of it.
+        join_seconds: maximum time to wait for each engine that is to join.
+        heartbeat_seconds: an engine that sends nothing for so long counts as dead; its process ends
+            after so long without a message of this program.
     """
 
     tensor: Annotated[int, Meta(ge=1, le=1024)] = 1

@@ -16,7 +16,7 @@ class EngineHosts(Protocol):
 
         Args:
             rank: number of the engine.
-            interpreter: of processes of this machine.
+            interpreter: the one that processes of this machine are started with.
 
         Raises:
             HardpointError: there is none.

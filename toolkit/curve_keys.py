@@ -34,7 +34,7 @@ class KeyPair(NamedTuple):
 
     Attributes:
         public, secret: its own, in Z85.
-        server: of the server.
+        server: the public key of the server.
     """
 
     public: bytes

@@ -21,8 +21,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     new.add_argument("folder", metavar="DIR")
     new.add_argument("names", metavar="NAME", nargs="+", help="such as the name of a machine")
-    listed = actions.add_parser("list", help="print the names of those who may join")
-    listed.description = "Print the names of those who may join, one a line."
+    listed = actions.add_parser("list", help="print the names of keys that are accepted")
+    listed.description = "Print the names of the keys that are accepted, one a line."
     listed.add_argument("folder", metavar="DIR")
     revoke = actions.add_parser("revoke", help="let the owner of a key join no more")
     revoke.description = "Let NAME join no more; an engine that has joined with its key is ended."

@@ -16,7 +16,7 @@ _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
 
 
 class EngineHost(Protocol):
-    """What an engine runs in: an EngineProcess, or what stands for one of another machine.
+    """The host of an engine: an EngineProcess, or a stand-in for one of another machine.
 
     It connects the engine to the addresses of its launch, and keeps the record of what it does in
     the launch's folder.

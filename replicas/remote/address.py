@@ -16,7 +16,7 @@ def check_address(address: str, setting: str, *, has_keys: bool) -> str:
     """Return an address, which may be used without keys only on the loopback interface.
 
     Raises:
-        ConfigError: it is none, or needs keys.
+        ConfigError: it is malformed, or needs keys.
     """
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found[2]) > 65535:

@@ -24,14 +24,14 @@ _NOTICED_AFTER_S = 5.0  # besides the time without a heartbeat
 class Admission:
     """The ranks that wait for an engine, and what an engine needs to take one."""
 
-    def __init__(self, own: Hello, parallel: ParallelConfig) -> None:
+    def __init__(self, head: Hello, parallel: ParallelConfig) -> None:
         """Begin with no rank.
 
         Args:
-            own: what the head says of itself.
+            head: versions and model of the head.
             parallel: its settings.
         """
-        self._own, self._parallel = own, parallel
+        self._head, self._parallel = head, parallel
         self._waiting: dict[int, JoinedHost] = {}
         self._ranks = set(range(parallel.num_local, parallel.data))
         self._num_refused, self._last_reason = 0, ""
@@ -60,7 +60,7 @@ class Admission:
         except WireError as error:
             self.refused(str(error))
             return None, None
-        found = difference(self._own, hello)
+        found = difference(self._head, hello)
         return hello, None if found is None else self._refusal(found)
 
     def choose(
@@ -69,10 +69,10 @@ class Admission:
         """Return the place of an engine, which is offered no more, or why there is none.
 
         Args:
-            hello: what the engine says of itself.
+            hello: versions and model of the engine.
             taken: by rank, where the engines are that have joined.
         """
-        rank, head = hello.rank, self._own.host
+        rank, head = hello.rank, self._head.host
         if rank is not None and rank not in self._ranks:
             joining = ", ".join(map(str, sorted(self._ranks))) or "none"
             reason = f"rank: expected one of {joining}, which join the head {head}, got {rank}"

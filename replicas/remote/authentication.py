@@ -24,7 +24,7 @@ class Doorkeeper:
         """Start.
 
         Args:
-            context: of the sockets that are guarded.
+            context: the one of the guarded sockets.
             keys: the folder.
             refused: called with the reason for each connection that is refused.
         """
@@ -43,7 +43,7 @@ class Doorkeeper:
         return False
 
     def names(self) -> dict[bytes, str]:
-        """Return the names of those who may connect, by their public keys."""
+        """Return the names of the keys that are accepted, by their public keys."""
         with self._lock:
             return self._keys.names()
 

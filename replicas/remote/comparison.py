@@ -1,4 +1,4 @@
-"""What must be the same at a head and at an engine that joins it."""
+"""Comparison of a head with an engine that joins it: versions, model, plugins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def hello_of(config: EngineConfig) -> Hello:
-    """Return what a program with a configuration says of itself.
+    """Return the versions and the model of a program with a configuration.
 
     Raises:
         ModelError: the model is not there.
@@ -99,7 +99,7 @@ def check_manifest(theirs: Manifest, own: Manifest, head: str) -> None:
             if getattr(mine, field) != getattr(other, field):
                 raise PluginLoadError(
                     f"{entry.source}: {field}: the head {head} has "
-                    f"{_shown(other, field)}, here on {here} it is {_shown(mine, field)}"
+                    f"{_described(other, field)}, here on {here} it is {_described(mine, field)}"
                 )
 
 
@@ -108,7 +108,7 @@ def _compared(entry: PluginEntry) -> PluginEntry:
     return msgspec.structs.replace(entry, origin="", place=0, wraps=wraps)
 
 
-def _shown(entry: PluginEntry, field: str) -> str:
+def _described(entry: PluginEntry, field: str) -> str:
     value = getattr(entry, field)
     if field == "options":  # a password may be among the values
         return f"others, of {', '.join(sorted(value)) or 'none'}"

@@ -38,6 +38,7 @@ from .session import Frames
 _RETRY_MS = 20  # also how often it is checked whether a process has ended that is about to
 _MOST_ACTIVITY_BYTES = 1 << 20
 _REPORTED_S = 10.0  # for a process that has reported its failure to end
+_LINGER_MS = 1000
 _DRAIN_S = 1.0  # for the rest of its outputs
 _SEND_HWM = 256
 
@@ -48,7 +49,7 @@ def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -
     What belongs to the machine is from its own configuration, the rest is the head's.
 
     Raises:
-        msgspec.ValidationError: the configuration is none.
+        msgspec.ValidationError: the configuration is malformed.
     """
     theirs = msgspec.convert(welcome.config, EngineConfig)
     replace = msgspec.structs.replace
@@ -96,7 +97,7 @@ class EngineLink:
         """Begin without a process.
 
         Args:
-            context: of the sockets.
+            context: the one of the sockets.
             connection: to the head.
             session: its id.
             welcome: what the head asks for.
@@ -106,7 +107,7 @@ class EngineLink:
         self._identity = welcome.rank.to_bytes(2, "little")
         self._window = Window()
         self._requests: deque[Frames] = deque()
-        self._heard = time.monotonic()
+        self._received_at = time.monotonic()
         self._is_over = False
         self._ending_since: float | None = None
         self._reported = False
@@ -126,7 +127,7 @@ class EngineLink:
         Raises:
             HardpointError: the engine process cannot be started.
         """
-        self._own, self._head = manifest, head
+        self._manifest, self._head = manifest, head
         with contextlib.ExitStack() as undo:
             folder = make_socket_folder()
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -164,7 +165,7 @@ class EngineLink:
         while not self._is_over:
             self._turn(stop, max(next_beat - time.monotonic(), 0.0))
             now = time.monotonic()
-            if now - self._heard > limit_s:
+            if now - self._received_at > limit_s:
                 self._over(f"the head sent nothing for {limit_s:g} s (parallel.heartbeat_seconds)")
             elif now >= next_beat:
                 next_beat = now + interval_s
@@ -204,7 +205,7 @@ class EngineLink:
         with contextlib.suppress(zmq.Again):
             while not self._is_over:
                 frames = self._connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                self._heard = time.monotonic()
+                self._received_at = time.monotonic()
                 if len(frames) < 2 or frames[1].bytes != self._session:
                     continue  # of a session before
                 self._handle(kind_of(frames[0].bytes), frames[2:])
@@ -237,7 +238,7 @@ class EngineLink:
         if call.method != "set_policy":
             return True
         try:
-            check_manifest(msgspec.convert(call.args[0], Manifest), self._own, self._head)
+            check_manifest(msgspec.convert(call.args[0], Manifest), self._manifest, self._head)
         except (HardpointError, msgspec.ValidationError, IndexError) as error:
             refused = UtilityOutput.failed(call.call_id, str(error), error_kind_of(error))
             self._send(Kind.DATA, *map(bytes, self._encoder.encode(refused)))
@@ -258,7 +259,7 @@ class EngineLink:
                     return
             self._requests.popleft()
             self._window.passed_on += 1
-            if self._window.is_to_be_told():
+            if self._window.is_acknowledgement_due():
                 self._send_beat(with_activity=False)
 
     # To the head
@@ -299,7 +300,7 @@ class EngineLink:
                 self._process.close(0)
 
     def _end_process(self) -> None:
-        """Tell the head how the process ends, once it has ended and its outputs are passed on."""
+        """Report the end of the process, once it has ended and its outputs are passed on."""
         self._ending_since = self._ending_since or time.monotonic()
         if not self._reported:
             failure = self._process.failure()
@@ -328,6 +329,7 @@ class EngineLink:
             was_killed=process.was_killed or process.returncode == 0,
             activity=self._packed_activity(),
         )
+        self._connection.socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._send(Kind.ENDED, encode(ended))
         self._over(f"the {process.label} {ended.description}")
 

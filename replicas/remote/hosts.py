@@ -15,7 +15,7 @@ from .listener import JoinListener
 
 
 class JoinedHosts:
-    """Runs the engines of the lowest ranks as another one says; those of the others join."""
+    """Has the engines of the lowest ranks run on this machine; those of the others join."""
 
     def __init__(self, config: EngineConfig, local: EngineHosts) -> None:
         """Listen for engines.
@@ -33,15 +33,12 @@ class JoinedHosts:
         self._local, self._parallel = local, parallel
         if parallel.num_local == 0:
             local.close()
-        self._opened: set[int] = set()
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
         """Return the host of a local engine, or the place of one that is to join."""
         if rank < self._parallel.num_local:
             return self._local.open(rank, interpreter)
-        # An engine in the place of one that died comes when it comes.
-        limit_s = None if rank in self._opened else self._parallel.join_seconds
-        self._opened.add(rank)
+        limit_s = self._parallel.join_seconds
         return JoinedHost(self._listener.order, rank, self._listener.address, limit_s)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class JoinedHost:
 
     Attributes:
         rank: number of the engine.
-        activity: what the engine does, as it was told last.
+        activity: what the engine does, as of its last report.
     """
 
     activity: Activity | None = None
@@ -44,7 +44,7 @@ class JoinedHost:
         order: Callable[[Order, JoinedHost], None],
         rank: int,
         address: str,
-        limit_s: float | None,
+        limit_s: float,
     ) -> None:
         """Wait for no engine yet.
 
@@ -52,7 +52,7 @@ class JoinedHost:
             order: gives the listener an order.
             rank: number of the engine.
             address: where engines join, for messages.
-            limit_s: how long `launch` waits for one; None is for ever.
+            limit_s: how long `launch` waits for one.
         """
         self.rank = rank
         self._order, self._address, self._limit_s = order, address, limit_s
@@ -146,7 +146,7 @@ class JoinedHost:
         self._ours.close()
         self._theirs.close()
 
-    # What the listener tells it
+    # Reports of the listener
 
     def started(self, pid: int, where: str) -> None:
         """Note that an engine has joined, and its process is started."""

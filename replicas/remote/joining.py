@@ -47,7 +47,7 @@ def join_engine(
 ) -> None:
     """Run engines for the head at an address, one after another, until a signal ends this.
 
-    The head says what an engine does; what it loads is installed and enabled here.
+    The head decides on the work of an engine; its code is installed and enabled here.
 
     Args:
         config: the model, the plugins, and what belongs to this machine.
@@ -155,7 +155,7 @@ class _Joining:
         return None
 
     def _accepted(self, connection: Connection, session: bytes, frame: bytes) -> Welcome:
-        """Return what a head asks for, if that may run here.
+        """Return the welcome of a head, if that may run here.
 
         Raises:
             HardpointError: a plugin is not enabled here, or the message is malformed.

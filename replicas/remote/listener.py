@@ -202,7 +202,7 @@ class JoinListener:
         if len(frames) < 3 or frames[2].bytes != session.id:
             self._lose(session, "sent a message that is none")
             return
-        session.heard = time.monotonic()
+        session.received_at = time.monotonic()
         try:
             self._handle(session, kind, frames[3:])
         except (WireError, ValueError) as error:
@@ -217,7 +217,7 @@ class JoinListener:
         match kind, len(frames):
             case Kind.DATA, count if count and session.is_started and session.window.receive():
                 session.output(frames)
-                if session.window.is_to_be_told():
+                if session.window.is_acknowledgement_due():
                     self._send_beat(session)
             case Kind.BEAT, 2:
                 if not session.window.acknowledge(decode(frames[0].bytes, int)):
@@ -318,12 +318,12 @@ class JoinListener:
     # Sessions
 
     def _beat(self, now: float) -> None:
-        """Tell engines that the head is there; end the sessions of those that are not."""
+        """Send each engine a beat; end the sessions of those that are not."""
         names = None if self._door is None else self._door.names()
         for session in list(self._sessions.values()):
             if names is not None and session.key not in names:
                 self._lose(session, f"had the key {session.name}, which was revoked")
-            elif now - session.heard > self._limit_s:
+            elif now - session.received_at > self._limit_s:
                 limit = f"{self._limit_s:g} s (parallel.heartbeat_seconds)"
                 self._lose(session, f"sent nothing for {limit}")
             elif not session.is_started and now - session.began > _START_S:

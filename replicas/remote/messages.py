@@ -23,7 +23,7 @@ NO_SESSION = b""
 WINDOW = 64
 """Data messages that may be under way in each direction."""
 ACKNOWLEDGE_AFTER = 16
-"""Data messages after which the receiver says how many it has passed on."""
+"""Data messages after which the receiver reports how many it has passed on."""
 MOST_HELLO_BYTES = 1 << 16
 
 
@@ -65,7 +65,7 @@ class Opening(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What an engine says of itself before anything runs.
+    """Versions and model of an engine, which it sends before anything runs.
 
     Attributes:
         protocol: LINK_PROTOCOL.
@@ -74,7 +74,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         contracts: version of each kind's contract.
         host: name of its machine.
         model: its model, as configured there.
-        fingerprint: of the model's files.
+        fingerprint: a digest of the model's files.
         rank: the rank that it asks for; None is any.
         former: the session that it had before, which is over.
     """
@@ -92,7 +92,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What a head asks an engine to be: data alone, no code.
+    """The start parameters of an engine: data alone, no code.
 
     Attributes:
         rank: the engine's number.
@@ -191,7 +191,7 @@ class Window:
     def __init__(self) -> None:
         """Begin with none."""
         self.sent = self.acknowledged = 0
-        self.received = self.passed_on = self._told = 0
+        self.received = self.passed_on = self._reported = 0
 
     @property
     def is_full(self) -> bool:
@@ -210,9 +210,9 @@ class Window:
         self.received += 1
         return self.received - self.passed_on <= 2 * WINDOW
 
-    def is_to_be_told(self) -> bool:
-        """Return whether the other side is to be told now what was passed on, and note that."""
-        if self.passed_on - self._told < ACKNOWLEDGE_AFTER:
+    def is_acknowledgement_due(self) -> bool:
+        """Return whether to report now what was passed on, and note that."""
+        if self.passed_on - self._reported < ACKNOWLEDGE_AFTER:
             return False
-        self._told = self.passed_on
+        self._reported = self.passed_on
         return True

@@ -30,10 +30,10 @@ class Session:
         id: 16 random bytes.
         host: the place that the engine has taken.
         routing: routing id of its connection.
-        hello: what it said of itself.
+        hello: its hello.
         key: its public key, empty without keys.
-        name: of the key, or its machine.
-        heard: when its last message came.
+        name: the name of its key, empty without keys.
+        received_at: when its last message came.
         began: when it was welcomed.
         is_started: whether its process is started.
         window: counts of messages.
@@ -48,7 +48,7 @@ class Session:
         """Begin, before the engine is started."""
         self.id = os.urandom(16)
         self.host, self.routing, self.hello, self.key, self.name = host, routing, hello, key, name
-        self.heard = self.began = time.monotonic()
+        self.received_at = self.began = time.monotonic()
         self.is_started = False
         self.window = Window()
         self.end: Ended | None = None

@@ -120,10 +120,10 @@ def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, tmp_path):
         assert results(llm, data_parallel_rank=1) == local
 
         assert after(llm, 10, lambda: revoke_client(str(keys), "other")) == local
-        code, said = first.ended()
+        code, log = first.ended()
         assert code == 2
-        assert f"error: --keys: the head at {address} refuses the key" in said
-        assert "engine 1 has ended: the head has given the engine up" in said
+        assert f"error: --keys: the head at {address} refuses the key" in log
+        assert "engine 1 has ended: the head has given the engine up" in log
         assert not alive(third)
 
 
@@ -137,7 +137,9 @@ def test_what_is_swallowed_ends_on_both_sides(scripted, engine):
             joined = llm.engines[1].pid
             assert after(llm, 10, proxy.swallows.set) == local
             wait_until(
-                lambda: joining.has_said("the head sent nothing for 3 s"), PATIENCE_S, "the engine"
+                lambda: joining.has_logged("the head sent nothing for 3 s"),
+                PATIENCE_S,
+                "the engine",
             )
             wait_until(lambda: not alive(joined), PATIENCE_S, "the end of the engine")
             proxy.swallows.clear()
@@ -204,15 +206,15 @@ def test_what_may_not_join_ends_with_one_error(scripted, engine, tmp_path):
             (engine(address, "--keys", keys), "does not agree on security: either side has keys"),
         ]
         for joining, words in wrong:
-            code, said = joining.ended()
+            code, log = joining.ended()
             assert code == 2
-            assert words in said
-            assert said.count("error:") == 1
+            assert words in log
+            assert log.count("error:") == 1
         assert good.process.poll() is None
         good.close()
         fewer = engine(address, config=scripted_config(scripted))
-        code, said = fewer.ended()
+        code, log = fewer.ended()
         assert code == 2
-        assert "support.plugins.slow:Slow" in said
-        assert f"the head {address} has it enabled, the configuration on " in said
+        assert "support.plugins.slow:Slow" in log
+        assert f"the head {address} has it enabled, the configuration on " in log
         assert llm.generate("say abc", GREEDY)[0].outputs[0].token_ids

@@ -65,7 +65,7 @@ class Head:
             peer.close()
         self._undo.close()
 
-    def host(self, rank: int = 0, limit_s: float | None = PATIENCE_S) -> Place:
+    def host(self, rank: int = 0, limit_s: float = PATIENCE_S) -> Place:
         place = Place(self.listener, rank, self.address, limit_s)
         self._undo.callback(place.close)
         return place
@@ -78,9 +78,7 @@ class Head:
 class Place:
     """The place of an engine, with its client's sockets; `launch` waits in a thread."""
 
-    def __init__(
-        self, listener: JoinListener, rank: int, address: str, limit_s: float | None
-    ) -> None:
+    def __init__(self, listener: JoinListener, rank: int, address: str, limit_s: float) -> None:
         self.sockets = EngineSockets(rank)
         self.activity = Activity.create(self.sockets.folder)
         self.host = JoinedHost(listener.order, rank, address, limit_s)
@@ -99,14 +97,24 @@ class Place:
             self.error = error
 
     def joined(self) -> None:
+        self.returned()
+        assert self.error is None
+
+    def returned(self) -> None:
+        """Wait until `launch` has returned, or raised `error`."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
-        assert self.error is None
 
     def failure(self) -> str:
         """Wait for the end of the engine; return how it ended."""
         assert select.select(self.host.sentinels, [], [], PATIENCE_S)[0]
         return str(self.host.failure())
+
+    def has_output(self) -> bool:
+        got: list[object] = []
+        self.sockets.read(got.append, got.append)
+        threading.Event().wait(0.05)
+        return bool(got)
 
     def close(self) -> None:
         self.host.close(0)
@@ -115,7 +123,7 @@ class Place:
 
 
 class Peer:
-    """An engine's side of a connection, which says what the test wants."""
+    """An engine's side of a connection, as the test wants it."""
 
     def __init__(self, address: str, keys: KeyPair | None = None) -> None:
         self._context = zmq.Context()
@@ -181,11 +189,11 @@ class JoiningEngine:
                 start_new_session=True,
             )
 
-    def has_said(self, words: str) -> bool:
+    def has_logged(self, words: str) -> bool:
         return words in self.log.read_text()
 
     def ended(self) -> tuple[int, str]:
-        """Wait for its end; return the exit code and what it said."""
+        """Wait for its end; return the exit code and the log."""
         return self.process.wait(PATIENCE_S), self.log.read_text()
 
     def close(self) -> None:

@@ -111,6 +111,7 @@ def main() -> None:
                     compare(llm, name, 1, tokens, options.rounds, [5, 6, 7])
                     compare(llm, name, 32, tokens, options.rounds, [5, 6, 7])
                     if model == "scripted":
+                        compare(llm, name, 1, 1, options.rounds * 20, [5, 6, 7])
                         compare(llm, name, 1, 1, options.rounds, list(range(1, 250)) * 120)
 
 

@@ -22,7 +22,7 @@ import zmq.auth
 
 from hardpoint.errors import ConfigError, shown
 
-__all__ = ["KeyFolder", "KeyPair", "client_keys", "make_client", "revoke_client"]
+__all__ = ["KeyFolder", "KeyPair", "check_new", "client_keys", "make_client", "revoke_client"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _SERVER, _CLIENT, _CLIENTS = "server", "client", "clients"
@@ -100,13 +100,11 @@ def make_client(path: str, name: str) -> Path:
     """Make a key pair for a client, and those of the server if there are none; return its folder.
 
     Raises:
-        ConfigError: the name is not one, or taken; or the folder cannot be written.
+        ConfigError: as `check_new`; or the folder cannot be written.
     """
+    check_new(path, name)
     folder = Path(path)
-    _check_name(name)
     client, listed = folder / name, folder / _CLIENTS / f"{name}{_PUBLIC}"
-    if client.exists() or listed.exists():
-        raise ConfigError(f"{name}: expected a name without keys, {str(folder)!r} has some for it")
     try:
         with _private_files():
             (folder / _CLIENTS).mkdir(parents=True, exist_ok=True)
@@ -119,6 +117,18 @@ def make_client(path: str, name: str) -> Path:
     except OSError as cause:
         raise ConfigError(f"{str(folder)!r}: {cause.strerror or cause}") from None
     return client
+
+
+def check_new(path: str, name: str) -> None:
+    """Check that keys can be made for a client of a name.
+
+    Raises:
+        ConfigError: the name is malformed, or has keys.
+    """
+    _check_name(name)
+    folder = Path(path)
+    if (folder / name).exists() or (folder / _CLIENTS / f"{name}{_PUBLIC}").exists():
+        raise ConfigError(f"{name}: expected a name without keys, {str(folder)!r} has some for it")
 
 
 def revoke_client(path: str, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hardpoint.plugins import Command, CommandContext
-from hardpoint.toolkit.curve_keys import KeyFolder, make_client, revoke_client
+from hardpoint.toolkit.curve_keys import KeyFolder, check_new, make_client, revoke_client
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     match options.action:
         case "new":
-            for name in options.names:
+            for name in options.names:  # all of them before any is made
+                check_new(options.folder, name)
+            for name in dict.fromkeys(options.names):
                 made = make_client(options.folder, name)
                 if not context.quiet:
                     print(f"{name}: move {made} to its machine; it is used with --keys")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
-from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
+from hardpoint.plugins.commands import Generator, JoinEngine, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
@@ -310,6 +310,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
         check_plugin=_check_plugin,
+        join_engine=_join_engine(problem, messages),
     )
 
 
@@ -317,6 +318,26 @@ def _check_plugin(*given: Any) -> Iterator[Mapping[str, Any]]:
     from hardpoint.testing.checking.parent import check_plugin  # noqa: PLC0415 - needs torch
 
     return check_plugin(*given)
+
+
+def _join_engine(problem: HardpointError | None, messages: Messages) -> JoinEngine:
+    def join_engine(
+        config: EngineConfig,
+        config_sources: ConfigSources,
+        address: str,
+        *,
+        keys: str | None,
+        rank: int | None,
+        once: bool,
+    ) -> None:
+        if problem is not None:
+            raise problem
+        from hardpoint.replicas import join_engine as join  # noqa: PLC0415 - one command needs it
+
+        messages.show_log()
+        join(config, config_sources, address, keys=keys, rank=rank, once=once)
+
+    return join_engine
 
 
 def _parser(commands: _Commands) -> ProgramParser:

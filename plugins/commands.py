@@ -329,6 +329,17 @@ def _no_check(*_: object) -> Iterator[Mapping[str, Any]]:
     raise NotImplementedError("this CommandContext was made without check_plugin")
 
 
+JoinEngine = Callable[..., None]
+"""Runs engines for the program at an address: configuration, sources of its values, the address,
+and by name `keys`, the folder of its keys or None, `rank`, the rank to take or None, and `once`,
+whether to end with the first one.
+"""
+
+
+def _no_joining(*_: object, **__: object) -> None:
+    raise NotImplementedError("this CommandContext was made without join_engine")
+
+
 def _no_inspection(*_: object) -> ModelReport:
     raise NotImplementedError("this CommandContext was made without inspect_model")
 
@@ -359,6 +370,7 @@ class CommandContext:
         config_type: returns the type of the configuration with the tables of the enabled plugins;
             of those enabled by default, if the configuration is wrong.
         check_plugin: runs the conformance suites of an installed plugin in a process with limits.
+        join_engine: runs engines for a program on another machine, until a signal ends it.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -372,6 +384,7 @@ class CommandContext:
     inspect_model: InspectModel = _no_inspection
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
     check_plugin: CheckPlugin = _no_check
+    join_engine: JoinEngine = _no_joining
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

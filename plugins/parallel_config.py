@@ -24,6 +24,14 @@ class ParallelConfig(Strict):
         data: engines, each with the whole model in a process of its own; requests are divided among
             them.
         balancer: chooses the engine of each request.
+        join_address: where engines of other machines join, `tcp://HOST:PORT`; None if none do.
+        local: engines that are processes of this machine, those of the lowest ranks; the others
+            join. None is all of them.
+        keys: folder of the keys of engines that may join (`hardpoint keys`), needed where
+            `join_address` is not one of this machine alone.
+        join_seconds: maximum time to wait for each engine that is to join.
+        heartbeat_seconds: an engine that sends nothing for so long counts as dead; its process ends
+            after so long without a message of this program.
     """
 
     tensor: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -33,6 +41,16 @@ class ParallelConfig(Strict):
     start_seconds: PositiveSeconds = 120.0
     data: Annotated[int, Meta(ge=1, le=1024)] = 1
     balancer: Reference = "least_cost"
+    join_address: Annotated[str, Meta(min_length=1)] | None = None
+    local: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    keys: Annotated[str, Meta(min_length=1)] | None = None
+    join_seconds: PositiveSeconds = 600.0
+    heartbeat_seconds: Annotated[float, Meta(ge=0.5, le=3600)] = 10.0
+
+    @property
+    def num_local(self) -> int:
+        """Number of engines that are processes of this machine."""
+        return self.data if self.local is None else min(self.local, self.data)
 
     @property
     def world_size(self) -> int:

@@ -4,5 +4,7 @@ Above core, which knows one engine: `open_engines` opens a client in the place o
 """
 
 from .opening import open_engines
+from .remote.address import check_joining
+from .remote.joining import join_engine
 
-__all__ = ["open_engines"]
+__all__ = ["check_joining", "join_engine", "open_engines"]

@@ -24,7 +24,6 @@ from hardpoint.core.client.base import (
 )
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
@@ -36,6 +35,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Manifest
 
 from .choice import EngineChoice
+from .hosts import EngineHosts
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .load import Loads
@@ -73,9 +73,9 @@ class EngineGroup(UtilityCalls):
         start: EngineStart,
         choice: EngineChoice,
         budget: RestartBudget,
+        hosts: EngineHosts,
         *,
         sink: Sink | None = None,
-        process: EngineProcess | None = None,
     ) -> None:
         """Start the engines and wait until all are ready.
 
@@ -83,9 +83,9 @@ class EngineGroup(UtilityCalls):
             start: parameters of the first engine; `config.parallel.data` is their number.
             choice: chooses the engine of each request; closed with the group.
             budget: how often dead engines are restarted.
+            hosts: where the engines run; closed with the group.
             sink: called with outputs, and last with the error that ended them, in other threads;
                 must not hold this client. Without a sink they wait for `get_output`.
-            process: process of the first engine that was spawned before.
 
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
@@ -102,14 +102,14 @@ class EngineGroup(UtilityCalls):
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
-        self._replicas = Replicas(start, lambda one: Receiver(own, one), self._changed)
+        self._replicas = Replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
         self._calls = JointCalls(choice, self._replicas, budget)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
         self.scale, self.retire = scaling.scale, scaling.retire
         self.load = Loads(self._replicas, self._changed).report
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            self.ready = self._replicas.open_all(process).ready
+            self.ready = self._replicas.open_all().ready
             undo.pop_all()
 
     # What clients of one engine have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from hardpoint.core.client.process_client import EngineStart, Sink
@@ -10,6 +11,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .choice import EngineChoice
 from .group import EngineGroup
+from .hosts import EngineHosts, LocalHosts
 from .restarts import RestartBudget
 
 
@@ -21,17 +23,26 @@ def open_engines(
     Args:
         start: parameters of the first engine.
         sink: see EngineGroup.
-        process: process of the first engine, which waits for its launch.
+        process: process of the first local engine, which waits for its launch.
         plugins: has the balancer.
 
     Raises:
         PluginError: the balancer cannot be built.
+        ConfigError: engines cannot join at `parallel.join_address`.
         HardpointError: an engine cannot be started.
     """
     settings = start.config.engine
     budget = RestartBudget(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
-    choice = EngineChoice(plugins, start.config)
+    with contextlib.ExitStack() as undo:
+        hosts: EngineHosts = LocalHosts(process)
+        if start.config.parallel.join_address is not None:
+            from .remote.hosts import JoinedHosts  # noqa: PLC0415 - most programs have none
+
+            hosts = JoinedHosts(start.config, hosts)
+        undo.callback(hosts.close)
+        choice = EngineChoice(plugins, start.config)
+        undo.pop_all()
     start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
-    return EngineGroup(start, choice, budget, sink=sink, process=process)
+    return EngineGroup(start, choice, budget, hosts, sink=sink)

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
-from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -23,6 +23,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
+from .hosts import EngineHosts
 from .prefix_index import PrefixIndex
 from .statistics import PrefillRate, Totals
 
@@ -193,6 +194,7 @@ class Replicas:
     def __init__(
         self,
         start: EngineStart,
+        hosts: EngineHosts,
         sink_of: Callable[[Replica], Sink],
         changed: threading.Condition,
     ) -> None:
@@ -200,10 +202,12 @@ class Replicas:
 
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
+            hosts: where they run.
             sink_of: returns what gets the outputs of an engine, and the error that ends them.
             changed: guards all of this; it is notified where an engine starts or stops serving.
         """
         self.start = start
+        self._hosts = hosts
         self.sessions = Sessions()
         self.index: PrefixIndex | None = None
         if start.reports_cache:
@@ -215,7 +219,7 @@ class Replicas:
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
         self._clients: list[ProcessClient] = []
-        self._starting: list[EngineProcess] = []
+        self._starting: list[EngineHost] = []
         self._is_closed = False
 
     def _replica(self, rank: int) -> Replica:
@@ -272,20 +276,17 @@ class Replicas:
         """Return whether no other engine has taken the place of one."""
         return self._replicas.get(replica.rank) is replica
 
-    def open_all(self, process: EngineProcess | None) -> ProcessClient:
+    def open_all(self) -> ProcessClient:
         """Start all engines, and return the client of the first one once all are ready.
 
         The first one is started first: it decides on the size of all caches, and packs the weights
         that the others map.
 
-        Args:
-            process: process of the first engine that was spawned before.
-
         Raises:
             HardpointError: one cannot be started; the message names it.
         """
         first, *others = self._replicas.values()
-        client = self.open(first, process, num_sharing=len(self._replicas))
+        client = self.open(first, max(self.start.config.parallel.num_local, 1))
         ready, config = client.ready, self.start.config
         kv_cache = msgspec.structs.replace(config.kv_cache, num_blocks=ready.num_gpu_blocks)
         config = msgspec.structs.replace(
@@ -353,14 +354,11 @@ class Replicas:
         if replica.client is not None:
             self.forget(replica.client)
 
-    def open(
-        self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
-    ) -> ProcessClient:
+    def open(self, replica: Replica, num_sharing: int = 1) -> ProcessClient:
         """Start the process of an engine, which serves from then on; return its client.
 
         Args:
             replica: the engine.
-            process: one that was spawned before.
             num_sharing: engines that are going to take of the memory that is free now.
 
         Raises:
@@ -369,7 +367,7 @@ class Replicas:
         """
         while True:
             begun = self.start
-            client = self._started(begun, replica, process, num_sharing)
+            client = self._started(begun, replica, num_sharing)
             with self._changed:
                 if replica.failure is not None or self._is_closed:
                     break
@@ -379,23 +377,16 @@ class Replicas:
                     self._refresh()
                     return client
             client.close()  # it has settings that were changed in the meantime
-            process = None
         client.close()
         self._check_open()
         assert replica.failure is not None
         raise replica.failure
 
-    def _started(
-        self,
-        begun: EngineStart,
-        replica: Replica,
-        process: EngineProcess | None,
-        num_sharing: int,
-    ) -> ProcessClient:
+    def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ProcessClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
-        process = process or EngineProcess.spawn(start.interpreter)
+        process = self._hosts.open(rank, start.interpreter)
         try:
             with self._changed:
                 self._check_open()
@@ -448,6 +439,7 @@ class Replicas:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
             list(pool.map(ProcessClient.close, clients))
+        self._hosts.close()
 
 
 class _Receives(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, models
+from . import chat, completion, config, embed, engine, generate, keys, models
 from .plugins import command as plugins
 
 contract = 1
@@ -14,7 +14,7 @@ contract = 1
 
 @hookimpl
 def cli_commands() -> Sequence[Command]:
-    """Return `generate`, `chat`, `embed`, `models`, `plugins`, `config` and `completion`."""
+    """Return the commands of these modules."""
     return [
         generate.COMMAND,
         chat.COMMAND,
@@ -22,5 +22,7 @@ def cli_commands() -> Sequence[Command]:
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,
+        engine.COMMAND,
+        keys.COMMAND,
         completion.COMMAND,
     ]

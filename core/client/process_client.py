@@ -21,7 +21,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.boundary.hang_watch import HangWatch
 from hardpoint.core.engine_process.launch import Launch
-from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
@@ -111,7 +111,7 @@ class EngineMonitor:
     # for `_FAILURE_REPORT_TIMEOUT_S`.
 
     def __init__(
-        self, process: EngineProcess, sockets: EngineSockets, sink: Sink, hang_watch: HangWatch
+        self, process: EngineHost, sockets: EngineSockets, sink: Sink, hang_watch: HangWatch
     ) -> None:
         """Start the threads; `close` ends them, the sockets and the process."""
         self._process, self._sockets, self._sink = process, sockets, sink
@@ -140,7 +140,7 @@ class EngineMonitor:
 
     def check_process(self) -> None:
         """Notify of the death of the process, if it has ended and that is not yet reported."""
-        if self._state is _State.SERVING and self._process.returncode is not None:
+        if self._state is _State.SERVING and self._process.has_ended:
             self._die(self._reason(0))
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ _WATCHER_THREAD = "EngineWatch"
 
 
 def _wait_until_ready(
-    sockets: EngineSockets, process: EngineProcess, timeout_s: float
+    sockets: EngineSockets, process: EngineHost, timeout_s: float
 ) -> EngineCoreReadyResponse:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -244,6 +244,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         main_objects=main_objects(entry.value for entry in entries),
         log_level=start.log_level,
         engine_index=start.engine_index,
+        local_rank=start.engine_index,
         num_sharing=start.num_sharing,
         vocabulary=start.vocabulary,
         reports_load=start.reports_load,
@@ -274,7 +275,7 @@ class ProcessClient(OneEngine, UtilityCalls):
         self,
         start: EngineStart,
         sink: Sink | None = None,
-        process: EngineProcess | None = None,
+        process: EngineHost | None = None,
     ) -> None:
         """Start the engine and wait until it is ready.
 
@@ -282,7 +283,7 @@ class ProcessClient(OneEngine, UtilityCalls):
             start: the engine's parameters.
             sink: called with outputs, and last with the error that ended them, in other threads;
                 must not hold this client. Without a sink they wait for `get_output`.
-            process: a process that was spawned before and waits for its launch.
+            process: where the engine runs, waiting for its launch; None spawns a process.
 
         Raises:
             HardpointError: the error that the engine raised while it was built.

@@ -161,7 +161,7 @@ class EngineSockets:
         identity, *frames = self._input.recv_multipart()
         if identity != self.identity:
             raise WireError(f"a message of engine {identity!r}, expected one of {self.identity!r}")
-        ready = decode_handshake(b"".join(frames), EngineCoreReadyResponse)
+        ready = decode_handshake(b"".join(frames))
         if ready.manifest_hash != self._manifest_hash:
             raise PluginLoadError(
                 f"manifest: the engine has the plugin set {ready.manifest_hash}, "

@@ -155,7 +155,7 @@ def prepare_worker(
         ModelError: the model is missing, damaged or unsupported.
     """
     loader = open_loader(config, plugins, find_files(config.model))
-    device = _device(config, place.rank)
+    device = _device(config, place.local_rank)
     source = plugins.get("loaders", loader.name).source
     try:
         # Before the fields, which other architectures may call otherwise.
@@ -314,10 +314,11 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
     if not has_cuda or config.device == "cpu":
         return torch.device("cpu")
     parallel, count = config.parallel, torch.cuda.device_count()
-    if parallel.data > 1 and parallel.data * parallel.world_size > count:
+    engines = parallel.num_local
+    if engines > 1 and engines * parallel.world_size > count:
         raise ConfigError(
-            f"parallel.data: {parallel.data} engines of {parallel.world_size} ranks need as many "
+            f"parallel.data: {engines} engines of {parallel.world_size} ranks need as many "
             f"CUDA devices, their processes may use {count} (CUDA_VISIBLE_DEVICES)"
         )
-    alone = parallel.data > 1 and parallel.world_size == 1
+    alone = engines > 1 and parallel.world_size == 1
     return torch.device("cuda", rank) if alone else torch.device("cuda")

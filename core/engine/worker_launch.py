@@ -327,7 +327,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
         spec,
         rank=launch.rank,
         placement=data.placement,
-        device=_device_of(launch.rank, data.placement, spec.device, data.place.rank),
+        device=_device_of(launch.rank, data.placement, spec.device, data.place.local_rank),
         num_draft_tokens=data.num_draft_tokens,
         place=data.place,
     )

@@ -19,6 +19,7 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
         config_sources: by dotted path, where configuration values came from.
         log_level: level of the logger "hardpoint".
         engine_index: the number of the engine, from 0.
+        local_rank: its number among the engines of its host, which divide cores and devices.
         num_sharing: engines of this host that are started at the same time, this one included.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
         reports_load: whether the engine sends its clients its load (`EngineCoreOutputs.load`).
@@ -32,6 +33,7 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
     config_sources: dict[str, str] = {}
     log_level: str = "INFO"
     engine_index: int = 0
+    local_rank: int = 0
     num_sharing: int = 1
     vocabulary: Vocabulary | None = None
     reports_load: bool = False

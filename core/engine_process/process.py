@@ -1,15 +1,67 @@
-"""The parent's side of an engine process."""
+"""Where an engine runs, as its client sees it: in a process of this host, or elsewhere."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
+from collections.abc import Sequence
+from typing import Protocol
 
 from hardpoint.boundary.activity import Activity, Snapshot
 from hardpoint.system.process.error_output import ErrorOutput
+from hardpoint.system.process.launch import ChildLaunch
 from hardpoint.system.process.process import ChildProcess, ending, was_killed
 
 _WATCHDOG_EXIT_CODE = 1  # that of faulthandler
+
+
+class EngineHost(Protocol):
+    """The host of an engine: an EngineProcess, or a stand-in for one of another machine.
+
+    It connects the engine to the addresses of its launch, and keeps the record of what it does in
+    the launch's folder.
+
+    Attributes:
+        activity: what the engine does; None if it does not record that.
+    """
+
+    activity: Activity | None
+
+    @property
+    def pid(self) -> int:
+        """Its process id there."""
+
+    @property
+    def label(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def sentinels(self) -> Sequence[int]:
+        """Descriptors of which one becomes readable when `failure` may return an error."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing comes of it any more."""
+
+    @property
+    def reported(self) -> bool:
+        """Whether the engine itself has reported its failure."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether something outside ended it, so that what ran is not to blame."""
+
+    def launch(self, launch: ChildLaunch) -> None:
+        """Send the launch, once; return before the engine is ready."""
+
+    def failure(self) -> Exception | None:
+        """Return why the engine does not serve any more; None while it does. In any thread."""
+
+    def kill(self) -> None:
+        """End the engine at once."""
+
+    def close(self, grace_s: float = ...) -> None:
+        """End the engine, `grace_s` seconds later by force."""
 
 
 class EngineProcess(ChildProcess):

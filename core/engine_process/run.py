@@ -125,13 +125,13 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
     log_as(launch.engine_index, launch.log_level)
     config = msgspec.convert(launch.config, EngineConfig)
     config_sources = ConfigSources(launch.config_sources)
-    if config.parallel.data > 1 and config.executor.threads == "auto":
-        use_own_cores(launch.engine_index, config.parallel.data)
+    if config.parallel.num_local > 1 and config.executor.threads == "auto":
+        use_own_cores(launch.local_rank, config.parallel.num_local)
     plugins = PluginSet(launch.manifest)
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         with naming_plugin(plugins):
-            place = EnginePlace(launch.engine_index, launch.num_sharing)
+            place = EnginePlace(launch.engine_index, launch.num_sharing, launch.local_rank)
             spec = prepare_worker(config, plugins, config_sources, _report_nothing, place)
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None

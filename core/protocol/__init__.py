@@ -4,9 +4,6 @@ from .handshake import (
     PROTOCOL_VERSION,
     EngineAddresses,
     EngineCoreReadyResponse,
-    HandshakeMetadata,
-    Hello,
-    Ready,
     decode_handshake,
 )
 from .messages import (
@@ -24,10 +21,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "EngineAddresses",
     "EngineCoreReadyResponse",
-    "HandshakeMetadata",
-    "Hello",
     "PauseMode",
-    "Ready",
     "RequestType",
     "ShutdownState",
     "UtilityCall",

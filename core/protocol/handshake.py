@@ -1,14 +1,11 @@
-"""The handshake messages between an engine process and its frontend.
+"""The handshake between an engine process and its frontend.
 
-An engine that its frontend starts has the contents of Hello and HandshakeMetadata from its launch,
-and sends EngineCoreReadyResponse alone. The other three are for engines on other hosts.
+An engine gets its launch in another way, and sends EngineCoreReadyResponse alone.
 """
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, msgpack
@@ -38,52 +35,6 @@ class EngineAddresses(msgspec.Struct, array_like=True, frozen=True, kw_only=True
 # the reader's version, and so match any writer.
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="HELLO"):
-    """The first message of an engine process to its frontend.
-
-    Attributes:
-        local: the engine runs on the host of its frontend.
-        headless: no frontend runs on the engine's host.
-    """
-
-    protocol: int = PROTOCOL_VERSION
-    local: bool
-    headless: bool
-
-
-class HandshakeMetadata(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag="INIT"):
-    """The answer to a Hello.
-
-    Attributes:
-        manifest_hash: hash of the frontend's plugin set; an engine with another one does not start.
-        parallel_config: settings that replace the engine's own, by name.
-    """
-
-    protocol: int = PROTOCOL_VERSION
-    addresses: EngineAddresses
-    manifest_hash: str
-    parallel_config: dict[str, Any] = {}
-
-
-class Ready(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="READY"):
-    """The last message of the handshake: the engine is initialised.
-
-    Attributes:
-        local: the engine runs on the host of its frontend.
-        headless: no frontend runs on the engine's host.
-        num_gpu_blocks: 0 if there is no KV cache.
-        dp_stats_address: address of the coordinator's statistics; None without data parallel.
-        parallel_config_hash: must be the same in all data-parallel ranks; None without them.
-    """
-
-    protocol: int = PROTOCOL_VERSION
-    local: bool
-    headless: bool
-    num_gpu_blocks: Count = 0
-    dp_stats_address: str | None = None
-    parallel_config_hash: str | None = None
-
-
 class EngineCoreReadyResponse(
     msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False, tag="SERVING"
 ):
@@ -110,14 +61,11 @@ class _Opening(msgspec.Struct, array_like=True):
     protocol: int
 
 
-T = TypeVar("T", Hello, HandshakeMetadata, Ready, EngineCoreReadyResponse)
-
-
-def decode_handshake(frame: Buffer, *types: type[T]) -> T:
-    """Return a message of the handshake that is of one of the types.
+def decode_handshake(frame: Buffer) -> EngineCoreReadyResponse:
+    """Return the ready response in a frame.
 
     Raises:
-        WireError: it is malformed, of another type, or of another version of the protocol.
+        WireError: it is malformed, or of another version of the protocol.
     """
     try:
         opening = _read_opening(frame)
@@ -128,8 +76,7 @@ def decode_handshake(frame: Buffer, *types: type[T]) -> T:
             f"protocol version: expected {PROTOCOL_VERSION}, got {opening.protocol}; "
             "frontend and engine need the same version of Hardpoint"
         )
-    message: T = Decoder(reduce(or_, types)).decode(frame)
-    return message
+    return Decoder(EngineCoreReadyResponse).decode(frame)
 
 
 _read_opening = msgpack.Decoder(_Opening).decode

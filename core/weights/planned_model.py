@@ -225,12 +225,12 @@ def load_weights(
         _log.info("matrices of few bits: %s", description)
     trim_memory()
     if key is not None and _cache_key(spec, model) == key:  # the files are the same as before
-        if spec.config.parallel.data > 1:
+        if spec.config.parallel.num_local > 1:
             cache.share(key, model, description)
             trim_memory()
         else:
             cache.save(key, model, description)
-    elif spec.config.parallel.data > 1 and spec.place.rank == 0:
+    elif spec.config.parallel.num_local > 1 and spec.place.rank == 0:
         _log.info("packed weights: not kept (weight_cache), so each engine has a copy of its own")
 
 

@@ -23,10 +23,12 @@ class EnginePlace(msgspec.Struct, frozen=True):
     Attributes:
         rank: number of the engine.
         num_sharing: engines of this host that are loading, which share the memory that is free.
+        local_rank: its number among the engines of its host.
     """
 
     rank: int = 0
     num_sharing: int = 1
+    local_rank: int = 0
 
 
 ONLY_ENGINE = EnginePlace()

@@ -123,7 +123,7 @@ class LocalWorker:
         self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
-            num_engines, threads = spec.config.parallel.data, spec.config.executor.threads
+            num_engines, threads = spec.config.parallel.num_local, spec.config.executor.threads
             self._threads = ComputeThreads(threads, num_ranks=num_ranks, num_engines=num_engines)
             if spec.rank == 0 and (crowded := crowding(num_ranks)) is not None:
                 _log.warning("%s", crowded)

@@ -227,6 +227,11 @@ class ChildProcess:
         return self.wait(0)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it does not run any more."""
+        return self.returncode is not None
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it; only on Linux."""
         try:

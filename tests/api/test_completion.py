@@ -44,7 +44,10 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
     [
         (
             "hardpoint ",
-            {*["generate", "models", "chat", "plugins", "config", "completion", "serve", "embed"]},
+            {
+                *["generate", "models", "chat", "plugins", "config", "completion", "serve"],
+                *["embed", "engine", "keys"],
+            },
         ),
         ("hardpoint --max", set()),
         ("hardpoint -q gen", {"generate"}),

@@ -36,6 +36,10 @@ LINES = {
     "models": [],
     "config schema": [],
     "completion": ["bash"],
+    "engine": ["--join", "tcp://10.0.0.1:1"],
+    "keys new": ["keys", "a"],
+    "keys list": ["keys"],
+    "keys revoke": ["keys", "a"],
 }
 
 

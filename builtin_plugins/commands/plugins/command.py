@@ -21,8 +21,8 @@ from .check import configure_check, run_check
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] COMMAND ..."
     parser.description = (
-        "Show which plugins are installed, which are on, and why; make the package of a new one, or "
-        "check one."
+        "Show which plugins are installed, which are on, and why; make the package of a new "
+        "one, or check one."
     )
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog

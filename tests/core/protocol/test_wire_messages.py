@@ -19,10 +19,7 @@ from hardpoint.core.protocol import (
     PROTOCOL_VERSION,
     EngineAddresses,
     EngineCoreReadyResponse,
-    HandshakeMetadata,
-    Hello,
     PauseMode,
-    Ready,
     RequestType,
     ShutdownState,
     UtilityCall,
@@ -73,21 +70,6 @@ EVERYTHING = st.one_of(
         max_model_len=COUNT.map(lambda n: n + 1),
         num_gpu_blocks=COUNT,
         dp_stats_address=MAYBE,
-    ),
-    st.builds(Hello, local=st.booleans(), headless=st.booleans()),
-    st.builds(
-        HandshakeMetadata,
-        addresses=ADDRESSES,
-        manifest_hash=TEXT,
-        parallel_config=st.dictionaries(TEXT, PLAIN, max_size=2),
-    ),
-    st.builds(
-        Ready,
-        local=st.booleans(),
-        headless=st.booleans(),
-        num_gpu_blocks=COUNT,
-        dp_stats_address=MAYBE,
-        parallel_config_hash=MAYBE,
     ),
 )
 
@@ -225,51 +207,28 @@ def test_the_ready_response_has_defaults():
 
 # The handshake
 
-METADATA = HandshakeMetadata(
-    addresses=EngineAddresses(inputs=["ipc://in"], outputs=["ipc://out"]), manifest_hash="abc"
-)
+READY = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
 
 
-def test_handshake_messages_begin_with_status_and_version():
-    hello = Hello(local=True, headless=False)
-    assert msgpack.decode(encoded(hello)) == ["HELLO", 4, True, False]
-    assert msgpack.decode(encoded(METADATA))[:2] == ["INIT", 4]
-    ready = Ready(local=True, headless=False)
-    assert msgpack.decode(encoded(ready)) == ["READY", 4, True, False, 0, None, None]
-    serving = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
-    assert msgpack.decode(encoded(serving)) == ["SERVING", 4, "abc", 64, 0, None]
-
-
-def test_handshake_messages_are_told_apart():
-    hello, ready = Hello(local=True, headless=True), Ready(local=False, headless=False)
-    assert decode_handshake(encoded(hello), Hello, Ready) == hello
-    assert decode_handshake(encoded(ready), Hello, Ready) == ready
-    assert decode_handshake(encoded(METADATA), HandshakeMetadata) == METADATA
-    assert refusal(decode_handshake, encoded(ready), Hello) == "Hello.status: invalid value 'READY'"
-    assert refusal(decode_handshake, encoded(METADATA), Hello, Ready) == (
-        "Hello or Ready.status: invalid value 'INIT'"
-    )
+def test_the_ready_response_begins_with_status_and_version():
+    assert msgpack.decode(encoded(READY)) == ["SERVING", PROTOCOL_VERSION, "abc", 64, 0, None]
+    assert decode_handshake(encoded(READY)) == READY
 
 
 @pytest.mark.parametrize(
     "plain",
     [
-        ["HELLO", 1, True, False],
-        ["HELLO", 1],
-        ["HELLO", 0, {"other": "fields"}],
+        ["SERVING", 1, "abc", 64],
+        ["SERVING", 1],
+        ["SERVING", 0, {"other": "fields"}],
         ["GREETING", 5, True, False, "more"],
     ],
 )
 def test_another_version_is_named(plain):
-    assert refusal(decode_handshake, msgpack.encode(plain), Hello, Ready) == (
+    assert refusal(decode_handshake, msgpack.encode(plain)) == (
         f"protocol version: expected 4, got {plain[1]}; "
         "frontend and engine need the same version of Hardpoint"
     )
-
-
-def test_the_version_is_written_even_where_it_is_a_default():
-    for message in (Hello(local=True, headless=False), METADATA, Ready(local=True, headless=True)):
-        assert msgpack.decode(encoded(message))[1] == PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize(
@@ -277,22 +236,28 @@ def test_the_version_is_written_even_where_it_is_a_default():
     [
         (b"", "handshake: the frame is truncated"),
         (b"\x01", "handshake: expected a list, got a whole number"),
-        (msgpack.encode(["HELLO"]), "handshake: expected a list of at least length 2, got 1"),
-        (msgpack.encode(["HELLO", "1"]), "handshake.protocol: expected a whole number, got a str"),
-        (msgpack.encode(["HELLO", 4, True]), "Hello: expected a list of at least length 4, got 3"),
+        (msgpack.encode(["SERVING"]), "handshake: expected a list of at least length 2, got 1"),
         (
-            msgpack.encode(["HELLO", 4, True, 5]),
-            "Hello.headless: expected true or false, got a whole number",
+            msgpack.encode(["SERVING", "1"]),
+            "handshake.protocol: expected a whole number, got a str",
         ),
-        (encoded(Hello(local=True, headless=True)) + b"\x00", "handshake: the frame is damaged"),
+        (
+            msgpack.encode(["READY", 4, "abc", 64]),
+            "EngineCoreReadyResponse.status: invalid value 'READY'",
+        ),
+        (
+            msgpack.encode(["SERVING", 4, "abc"]),
+            "EngineCoreReadyResponse: expected a list of at least length 4, got 3",
+        ),
+        (encoded(READY) + b"\x00", "handshake: the frame is damaged"),
     ],
 )
 def test_malformed_handshakes(frame, words):
-    assert refusal(decode_handshake, frame, Hello).startswith(words)
+    assert refusal(decode_handshake, frame).startswith(words)
 
 
 def test_messages_cannot_be_changed():
-    for message in (Hello(local=True, headless=False), METADATA, UtilityOutput.failed(1, "x")):
+    for message in (READY, UtilityOutput.failed(1, "x")):
         field = message.__struct_fields__[0]
         with pytest.raises(AttributeError, match="immutable type"):
             setattr(message, field, 3)
@@ -306,12 +271,7 @@ def test_types_without_containers_of_anything_are_not_tracked():
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     ]
     untracked = {cls.__name__ for cls in structs if not cls.__struct_config__.gc}
-    assert untracked == {
-        "EngineAddresses",
-        "EngineCoreReadyResponse",
-        "Hello",
-        "Ready",
-    }
+    assert untracked == {"EngineAddresses", "EngineCoreReadyResponse"}
 
 
 def test_media_of_a_request_are_frames_of_its_message_and_not_copied():

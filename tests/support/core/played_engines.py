@@ -107,8 +107,8 @@ class Spawned:
     """A process that does nothing."""
 
     @classmethod
-    def spawn(cls, interpreter):
-        del interpreter
+    def spawn(cls, rank, interpreter):
+        del rank, interpreter
         Engine.world.num_spawned += 1
         return cls()
 
@@ -126,7 +126,7 @@ class World:
         self.received, self.groups, self.num_spawned = [], [], 0
         Engine.world = self
         monkeypatch.setattr(replicas, "ProcessClient", Engine)
-        monkeypatch.setattr(replicas, "EngineProcess", Spawned)
+        self.hosts = SimpleNamespace(open=Spawned.spawn, close=lambda: None)
 
     def group(self, data=2, *, restarts=0, balancer="round_robin", **engine):
         config = EngineConfig(
@@ -137,7 +137,7 @@ class World:
         budget = RestartBudget(enabled=restarts > 0, max_per_minute=max(restarts, 1))
         start = EngineStart(config, ConfigSources(), plugins.manifest)
         choice = EngineChoice(plugins, config)
-        group = EngineGroup(start, choice, budget, sink=self.received.append)
+        group = EngineGroup(start, choice, budget, self.hosts, sink=self.received.append)
         self.groups.append(group)
         return group
 

@@ -1,0 +1,45 @@
+"""Where the engines of a client of several run."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hardpoint.core.engine_process.process import EngineHost, EngineProcess
+from hardpoint.system.process.launch import Interpreter
+
+
+class EngineHosts(Protocol):
+    """Gives each engine what it runs in."""
+
+    def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
+        """Return the host of an engine that is started now, which waits for its launch.
+
+        Args:
+            rank: number of the engine.
+            interpreter: the one that processes of this machine are started with.
+
+        Raises:
+            HardpointError: there is none.
+        """
+
+    def close(self) -> None:
+        """Release what it has, after all engines have ended."""
+
+
+class LocalHosts:
+    """Runs each engine in a process of this machine."""
+
+    def __init__(self, first: EngineProcess | None = None) -> None:
+        """Begin with a process that was spawned before."""
+        self._first = first
+
+    def open(self, rank: int, interpreter: Interpreter) -> EngineHost:  # noqa: ARG002
+        """Return the process that was spawned before, else spawn one."""
+        process, self._first = self._first, None
+        return process or EngineProcess.spawn(interpreter)
+
+    def close(self) -> None:
+        """End a process that no engine has got."""
+        process, self._first = self._first, None
+        if process is not None:
+            process.close(grace_s=0)

@@ -1,0 +1,67 @@
+"""The address where engines join, and the keys that it needs."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from hardpoint.errors import ConfigError, shown
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.parallel_config import ParallelConfig
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(\d{1,5})")
+
+
+def check_address(address: str, setting: str, *, has_keys: bool) -> str:
+    """Return an address, which may be used without keys only on the loopback interface.
+
+    Raises:
+        ConfigError: it is malformed, or needs keys.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found[2]) > 65535:
+        raise ConfigError(f"{setting}: expected tcp://HOST:PORT, got {shown(address)}")
+    if not has_keys and not _is_loopback(found[1].strip("[]")):
+        raise ConfigError(
+            f"{setting}: {address} can be reached from other machines, which needs keys: make some "
+            "with `hardpoint keys new`, or use an address of 127.0.0.1"
+        )
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_joining(parallel: ParallelConfig, config_sources: ConfigSources) -> None:
+    """Check the settings of a head.
+
+    Raises:
+        ConfigError: they do not fit each other.
+    """
+    local = parallel.local
+    if local is not None and local > parallel.data:
+        raise _error(
+            "local", f"expected at most the {parallel.data} engines of parallel.data, got {local}",
+            config_sources,
+        )  # fmt: skip
+    if parallel.join_address is None:
+        if parallel.num_local < parallel.data:
+            joining = parallel.data - parallel.num_local
+            raise _error(
+                "local",
+                f"{joining} of {parallel.data} engines are not local, and there is no "
+                "parallel.join_address where they could join",
+                config_sources,
+            )
+        return
+    check_address(
+        parallel.join_address, "parallel.join_address", has_keys=parallel.keys is not None
+    )
+
+
+def _error(field: str, reason: str, config_sources: ConfigSources) -> ConfigError:
+    return ConfigError(config_sources.locate(f"parallel.{field}: {reason}"))

@@ -1,0 +1,114 @@
+"""Decides which engine may join, and under which rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+
+from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.system.encoding import WireError
+
+from .comparison import difference
+from .joined_host import JoinedHost
+from .messages import LINK_PROTOCOL, MOST_HELLO_BYTES, Hello, Opening, Refusal, decode
+
+_log = logging.getLogger("hardpoint")
+
+_LOG_INTERVAL_S = 10.0
+_NOTICED_AFTER_S = 5.0  # besides the time without a heartbeat
+
+
+class Admission:
+    """The ranks that wait for an engine, and what an engine needs to take one."""
+
+    def __init__(self, head: Hello, parallel: ParallelConfig) -> None:
+        """Begin with no rank.
+
+        Args:
+            head: versions and model of the head.
+            parallel: its settings.
+        """
+        self._head, self._parallel = head, parallel
+        self._waiting: dict[int, JoinedHost] = {}
+        self._ranks = set(range(parallel.num_local, parallel.data))
+        self._num_refused, self._last_reason = 0, ""
+        self._logged = -math.inf
+        self._lock = threading.Lock()  # of the count
+
+    def offer(self, host: JoinedHost) -> None:
+        """Let an engine take the place of a rank."""
+        self._ranks.add(host.rank)
+        self._waiting[host.rank] = host
+
+    def withdraw(self, host: JoinedHost) -> None:
+        """Offer it no more."""
+        if self._waiting.get(host.rank) is host:
+            del self._waiting[host.rank]
+
+    def read(self, frame: bytes) -> tuple[Hello | None, Refusal | None]:
+        """Return a hello, and why its sender may not join; neither, if it is no hello."""
+        try:
+            if len(frame) > MOST_HELLO_BYTES:
+                raise WireError(f"a hello of {len(frame)} bytes")
+            if (theirs := decode(frame, Opening).protocol) != LINK_PROTOCOL:
+                reason = f"join protocol: the head has version {LINK_PROTOCOL}, the engine {theirs}"
+                return None, self._refusal(reason)
+            hello = decode(frame, Hello)
+        except WireError as error:
+            self.refused(str(error))
+            return None, None
+        found = difference(self._head, hello)
+        return hello, None if found is None else self._refusal(found)
+
+    def choose(
+        self, hello: Hello, taken: Mapping[int, str]
+    ) -> tuple[JoinedHost | None, Refusal | None]:
+        """Return the place of an engine, which is offered no more, or why there is none.
+
+        Args:
+            hello: versions and model of the engine.
+            taken: by rank, where the engines are that have joined.
+        """
+        rank, head = hello.rank, self._head.host
+        if rank is not None and rank not in self._ranks:
+            joining = ", ".join(map(str, sorted(self._ranks))) or "none"
+            reason = f"rank: expected one of {joining}, which join the head {head}, got {rank}"
+            return None, self._refusal(reason)
+        if rank is not None and rank in taken:
+            # The head may not have noticed yet that its owner is gone.
+            noticed_s = self._parallel.heartbeat_seconds + _NOTICED_AFTER_S
+            return None, self._refusal(f"rank {rank} is taken by {taken[rank]}", noticed_s)
+        if rank is None:
+            rank = min(self._waiting, default=None)
+        if rank is None or rank not in self._waiting:
+            places = "; ".join(f"{one} by {where}" for one, where in sorted(taken.items()))
+            reason = f"no rank waits for an engine{f'; taken: {places}' if places else ''}"
+            return None, Refusal(reason=reason, retry_seconds=math.inf)
+        return self._waiting.pop(rank), None
+
+    def refused(self, reason: str) -> None:
+        """Count an attempt to join that was refused. In any thread."""
+        with self._lock:
+            self._num_refused += 1
+            self._last_reason = reason
+
+    def log_refused(self, now: float | None = None) -> None:
+        """Log the attempts that were refused, once per interval."""
+        now = time.monotonic() if now is None else now
+        with self._lock:
+            if not self._num_refused or now - self._logged < _LOG_INTERVAL_S:
+                return
+            count, reason, self._num_refused, self._logged = (
+                self._num_refused,
+                self._last_reason,
+                0,
+                now,
+            )
+        _log.warning("refused attempts to join: %d; the last one: %s", count, reason)
+
+    def _refusal(self, reason: str, retry_seconds: float = 0.0) -> Refusal:
+        self.refused(reason)
+        return Refusal(reason=reason, retry_seconds=retry_seconds)

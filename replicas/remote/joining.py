@@ -1,0 +1,217 @@
+"""`hardpoint engine --join`: an engine that joins a head, again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.registry.plugin_set import resolve_plugins
+from hardpoint.system.encoding import WireError
+from hardpoint.toolkit.curve_keys import KeyPair, client_keys
+
+from .address import check_address
+from .comparison import check_manifest, hello_of
+from .connection import Connection
+from .engine_link import EngineLink
+from .messages import NO_SESSION, Hello, Kind, Refusal, Welcome, decode, encode, kind_of
+from .polling import readable
+
+_log = logging.getLogger("hardpoint")
+
+_CONNECT_S = 5.0
+_ANSWER_S = 10.0
+_RETRY_S = 1.0
+_LOG_INTERVAL_S = 60.0
+
+
+def join_engine(
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    address: str,
+    *,
+    keys: str | None = None,
+    rank: int | None = None,
+    once: bool = False,
+) -> None:
+    """Run engines for the head at an address, one after another, until a signal ends this.
+
+    The head decides on the work of an engine; its code is installed and enabled here.
+
+    Args:
+        config: the model, the plugins, and what belongs to this machine.
+        config_sources: sources of its values.
+        address: `tcp://HOST:PORT`.
+        keys: folder with the keys of a client; None is without, on one machine.
+        rank: the rank to take; None is any that waits.
+        once: end with the first engine, or when its head is gone.
+
+    Raises:
+        ConfigError: the address, the keys or the rank are wrong, or the two sides differ.
+        PluginError: a plugin of the head is not enabled here.
+        ModelError: the model is not there.
+    """
+    check_address(address, "--join", has_keys=keys is not None)
+    pair = None if keys is None else client_keys(keys, "--keys")
+    hello = msgspec.structs.replace(hello_of(config), rank=rank)
+    manifest = resolve_plugins(config, config_sources).manifest
+    with _stopping() as stop:
+        joining = _Joining(config, manifest, address, pair, hello, stop)
+        try:
+            while joining.run() and not once:
+                pass
+        finally:
+            joining.close()
+
+
+class _Joining:
+    """Joins a head, and joins again."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manifest: Manifest,
+        address: str,
+        keys: KeyPair | None,
+        hello: Hello,
+        stop: int,
+    ) -> None:
+        self._config, self._manifest = config, manifest
+        self._address, self._keys, self._hello, self._stop = address, keys, hello, stop
+        self._context = zmq.Context(io_threads=1)
+        self._former = NO_SESSION
+        self._refused_since: float | None = None
+        self._logged = -_LOG_INTERVAL_S
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+    def run(self) -> bool:
+        """Join once, and run the engine; return whether to go on.
+
+        Raises:
+            HardpointError: it is of no use to try again.
+        """
+        connection = Connection(self._context, self._address, self._keys)
+        try:
+            while True:
+                if self._is_stopped():
+                    return False
+                if connection.wait(_CONNECT_S, self._stop):
+                    break
+                self._log(f"waiting for a head at {self._address}")
+            while (joined := self._join(connection)) is None:
+                if self._is_stopped() or connection.socket.poll(0, zmq.POLLOUT) == 0:
+                    return not self._is_stopped()
+            session, welcome = joined
+            return self._serve(connection, session, welcome)
+        finally:
+            connection.close()
+
+    def _serve(self, connection: Connection, session: bytes, welcome: Welcome) -> bool:
+        _log.info("joined %s as engine %d", self._address, welcome.rank)
+        link = EngineLink(self._context, connection, session, welcome)
+        link.run(self._config, self._manifest, self._address, self._stop)
+        self._former = session
+        self._refused_since, self._logged = None, -_LOG_INTERVAL_S
+        _log.warning("engine %d has ended: %s", welcome.rank, link.why_over)
+        return not link.was_stopped
+
+    def _join(self, connection: Connection) -> tuple[bytes, Welcome] | None:
+        """Say hello; return the session and what the head asks for, None to try again.
+
+        Raises:
+            HardpointError: the head refuses, or asks for what is not enabled here.
+        """
+        hello = msgspec.structs.replace(self._hello, former=self._former)
+        connection.socket.send_multipart([Kind.HELLO, NO_SESSION, encode(hello)], zmq.NOBLOCK)
+        deadline = time.monotonic() + _ANSWER_S
+        while (left := deadline - time.monotonic()) > 0 and not self._is_stopped():
+            ready = readable([connection.socket, connection.events, self._stop], left)
+            if connection.socket in ready:
+                kind, session, *frames = connection.socket.recv_multipart()
+                match kind_of(kind):
+                    case Kind.REFUSED if frames:
+                        self._refused(decode(frames[0], Refusal))
+                        self._pause()
+                        return None
+                    case Kind.WELCOME if frames:
+                        return session, self._accepted(connection, session, frames[0])
+            elif connection.events in ready and connection.is_cut():
+                self._pause()
+                return None
+        self._log(f"the head at {self._address} does not answer")
+        return None
+
+    def _accepted(self, connection: Connection, session: bytes, frame: bytes) -> Welcome:
+        """Return the welcome of a head, if that may run here.
+
+        Raises:
+            HardpointError: a plugin is not enabled here, or the message is malformed.
+        """
+        try:
+            welcome = decode(frame, Welcome)
+            check_manifest(welcome.manifest, self._manifest, self._address)
+            msgspec.convert(welcome.config, EngineConfig)
+        except (WireError, msgspec.ValidationError) as cause:
+            raise ConfigError(f"--join: the head {self._address}: {cause}") from None
+        except Exception as error:
+            declined = msgspec.msgpack.encode(str(error))
+            connection.socket.send_multipart([Kind.DECLINED, session, declined])
+            connection.socket.setsockopt(zmq.LINGER, 1000)
+            raise
+        return welcome
+
+    def _refused(self, refusal: Refusal) -> None:
+        """Note a refusal.
+
+        Raises:
+            ConfigError: another attempt does not succeed.
+        """
+        now = time.monotonic()
+        self._refused_since = self._refused_since or now
+        if now - self._refused_since >= refusal.retry_seconds:
+            raise ConfigError(
+                f"--join: the head at {self._address} refuses the engine: {refusal.reason}"
+            )
+        self._log(f"the head at {self._address} has no place yet: {refusal.reason}")
+
+    def _pause(self) -> None:
+        readable([self._stop], _RETRY_S)
+
+    def _is_stopped(self) -> bool:
+        return bool(readable([self._stop], 0))
+
+    def _log(self, message: str) -> None:
+        if (now := time.monotonic()) - self._logged >= _LOG_INTERVAL_S:
+            self._logged = now
+            _log.warning("%s", message)
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[int]:
+    """Yield a descriptor that gets a byte for each SIGTERM and SIGINT."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, lambda *_: os.write(theirs.fileno(), b"!"))
+    try:
+        yield ours.fileno()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ours.close()
+        theirs.close()

@@ -1,0 +1,218 @@
+"""Engines that join over TCP, in processes of their own: as good as local ones, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from support.driving import varied_jobs
+from support.joining import JoiningEngine, Proxy, free_address
+from support.process.harness import process_config
+from support.waiting import PATIENCE_S, alive, wait_until
+
+from hardpoint import LLM, HardpointError, SamplingParams
+from hardpoint.testing import scripted_config
+from hardpoint.toolkit.curve_keys import make_client, revoke_client
+
+JOBS = 16
+SLOW = {"slow": {"seconds": 0.004}}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
+
+
+def head(scripted, address, **parallel) -> LLM:
+    table = {"join_address": address, "heartbeat_seconds": 3.0, "balancer": "round_robin"}
+    engine = {"restart": "on_failure", "max_resumes": 9}
+    extra = {"parallel": table | parallel, "engine": engine} | PLUGINS
+    return LLM(config=process_config(scripted, extra))
+
+
+@pytest.fixture
+def engine(tmp_path, scripted):
+    """Start `hardpoint engine` with a configuration like that of heads."""
+    engines = []
+
+    def start(address, *more, config=None) -> JoiningEngine:
+        config = scripted_config(scripted, PLUGINS) if config is None else config
+        engines.append(JoiningEngine(tmp_path, config, address, *more))
+        return engines[-1]
+
+    yield start
+    for one in engines:
+        one.close()
+
+
+def results(llm, **more) -> list:
+    """Run requests of many kinds; return all that a user sees of each."""
+    jobs = [job for job in varied_jobs(30) if job[2].n <= 2][:JOBS]
+    prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
+    params = [msgspec.structs.replace(job[2], plugin_args=SLOW) for job in jobs]
+    return [
+        [(c.token_ids, c.text, c.finish_reason, c.error, c.logprobs) for c in output.outputs]
+        for output in llm.generate(prompts, params, **more)
+    ]
+
+
+def back(llm, rank=1, before=None) -> int:
+    """Wait until the engine of a rank serves, another one than before; return its process id."""
+    wait_until(lambda: llm.engines[rank].pid not in (None, before), PATIENCE_S, "the engine")
+    return llm.engines[rank].pid
+
+
+def after(llm, moment, do) -> list:
+    """Run the requests; do something to their engines once some have tokens."""
+    import threading
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(results(llm)))
+    thread.start()
+
+    def running() -> int:
+        return sum(one.num_output_tokens for one in llm.engines[1].live_requests())
+
+    wait_until(lambda: running() > moment, PATIENCE_S, "the requests")
+    do()
+    thread.join(PATIENCE_S)
+    return found[0]
+
+
+def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, tmp_path):
+    address, keys = free_address(), tmp_path / "keys"
+    client = str(make_client(str(keys), "other"))
+    first = engine(address, "--keys", client)
+    with head(scripted, address, data=2, local=1, keys=str(keys)) as llm:
+        local = results(llm, data_parallel_rank=0)
+        joined = llm.engines[1].pid
+        assert psutil.Process(joined).parent().pid == first.process.pid
+        assert results(llm, data_parallel_rank=1) == local  # token for token
+        assert results(llm) == local
+        assert llm.engines[1].scheduler_stats().prefix_cache.requests > 0
+        llm.engines[1].pause("keep")
+        llm.engines[1].resume()
+        llm.set_policy("priority")
+        with pytest.raises(HardpointError, match=r"engine 1: plugin 'fair'.* has it enabled, the"):
+            llm.set_policy("fair", {"tag": "who"})  # options are not taken from outside
+        llm.set_policy("fcfs")
+
+        killed = after(llm, 10, lambda: os.kill(joined, signal.SIGKILL))
+        assert killed == local
+        second = back(llm, before=joined)  # of the same program, which has joined again
+        assert psutil.Process(second).parent().pid == first.process.pid
+        assert results(llm, data_parallel_rank=1) == local
+
+        def stop() -> None:
+            first.process.send_signal(signal.SIGSTOP)
+            os.kill(second, signal.SIGSTOP)
+
+        assert after(llm, 10, stop) == local
+        assert llm.engines[1].pid is None
+        os.kill(second, signal.SIGCONT)
+        first.process.send_signal(signal.SIGCONT)
+        third = back(llm)
+        assert third != second
+        wait_until(lambda: not alive(second), PATIENCE_S, "the end of the engine that was given up")
+        assert results(llm, data_parallel_rank=1) == local
+
+        assert after(llm, 10, lambda: revoke_client(str(keys), "other")) == local
+        code, log = first.ended()
+        assert code == 2
+        assert f"error: --keys: the head at {address} refuses the key" in log
+        assert "engine 1 has ended: the head has given the engine up" in log
+        assert not alive(third)
+
+
+def test_what_is_swallowed_ends_on_both_sides(scripted, engine):
+    address = free_address()
+    proxy = Proxy(address)
+    try:
+        joining = engine(proxy.address)
+        with head(scripted, address, data=2, local=1) as llm:
+            local = results(llm, data_parallel_rank=0)
+            joined = llm.engines[1].pid
+            assert after(llm, 10, proxy.swallows.set) == local
+            wait_until(
+                lambda: joining.has_logged("the head sent nothing for 3 s"),
+                PATIENCE_S,
+                "the engine",
+            )
+            wait_until(lambda: not alive(joined), PATIENCE_S, "the end of the engine")
+            proxy.swallows.clear()
+            assert back(llm) != joined
+            assert results(llm, data_parallel_rank=1) == local
+    finally:
+        proxy.close()
+
+
+HEAD = """
+import sys, time, msgspec
+from hardpoint import LLM
+with LLM(config=msgspec.json.decode(sys.argv[1])) as llm:
+    print(llm.engines[0].pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_engine_outlives_its_head(scripted, engine):
+    address = free_address()
+    table = {"parallel": {"join_address": address, "local": 0}} | PLUGINS
+    config = msgspec.json.encode(process_config(scripted, table)).decode()
+    tests = str(Path(__file__).parents[1])
+    joining = engine(address)
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD, config],
+        env=os.environ | {"PYTHONPATH": tests},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        first = int(program.stdout.readline())
+        program.kill()
+    wait_until(lambda: not alive(first), PATIENCE_S, "the end of its engine")
+    assert joining.process.poll() is None
+    with head(scripted, address, data=1, local=0) as llm:  # headless: it has no engine of its own
+        assert llm.generate("say abc", GREEDY)[0].outputs[0].token_ids
+        second = llm.engines[0].pid
+        assert second != first
+        joining.process.terminate()  # in order
+        wait_until(lambda: llm.engines[0].pid is None, PATIENCE_S, "its end")
+        assert joining.ended()[0] == 0
+        once = engine(address, "--once")
+        back(llm, 0)
+    assert once.ended()[0] == 0
+
+
+def test_what_may_not_join_ends_with_one_error(scripted, engine, tmp_path):
+    address = free_address()
+    good = engine(address)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in scripted.iterdir():
+        (other / file.name).write_bytes(file.read_bytes() + b"\n")
+    with head(scripted, address, data=2, local=1) as llm:
+        keys = str(make_client(str(tmp_path / "keys"), "other"))
+        wrong = [
+            (
+                engine(address, config=scripted_config(other, PLUGINS)),
+                "refuses the engine: model: ",
+            ),
+            (engine("10.0.0.1"), "--join: expected tcp://HOST:PORT, got '10.0.0.1'"),
+            (engine(address, "--keys", keys), "does not agree on security: either side has keys"),
+        ]
+        for joining, words in wrong:
+            code, log = joining.ended()
+            assert code == 2
+            assert words in log
+            assert log.count("error:") == 1
+        assert good.process.poll() is None
+        good.close()
+        fewer = engine(address, config=scripted_config(scripted))
+        code, log = fewer.ended()
+        assert code == 2
+        assert "support.plugins.slow:Slow" in log
+        assert f"the head {address} has it enabled, the configuration on " in log
+        assert llm.generate("say abc", GREEDY)[0].outputs[0].token_ids

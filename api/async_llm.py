@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from hardpoint.core.build import build_async_engine
+from hardpoint.core.build import OpenClient, build_async_engine
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Params, Prompt
@@ -114,12 +114,13 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         config_sources: ConfigSources,
         *,
         restart: Restart | None = None,
+        open_client: OpenClient | None = None,
     ) -> AsyncLLM:
-        """Open one from a configuration that was read elsewhere, with its config_sources."""
+        """Open one from a configuration that was read elsewhere; `open_client` opens its engines."""
         llm = cls.__new__(cls)
         if restart is not None:
             config = with_restart(config, restart)
-        llm._open(config, config_sources)
+        llm._open(config, config_sources, open_client=open_client)
         return llm
 
     def _open(
@@ -127,6 +128,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         config: EngineConfig,
         config_sources: ConfigSources,
         handed: Sequence[InstalledPlugin] = (),
+        open_client: OpenClient | None = None,
     ) -> None:
         origin = config_sources.of("engine.in_process")
         if config.engine.in_process and origin != "default":
@@ -140,7 +142,8 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
-        config, open_client = engines_of(config, config_sources)
+        if open_client is None:
+            config, open_client = engines_of(config, config_sources)
         with ProgressDisplay() as display:
             built = build_async_engine(
                 config,

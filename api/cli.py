@@ -8,13 +8,13 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
 from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
-from hardpoint.plugins.commands import Generator, ModelReport, PluginCatalog
+from hardpoint.plugins.commands import Generator, MakeApplication, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
@@ -29,6 +29,7 @@ from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.registry.selection import Selection
 
+from .command_plugins import OwnedCommands, collect_commands
 from .argument_parser import ProgramParser, check_encoding, global_options
 from .standard_streams import Messages, discard_unwritten, prepare_streams
 
@@ -37,7 +38,6 @@ __all__ = ["main"]
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
 _HIGHEST_CODE = 255
-_COMMAND_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO}
 _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
@@ -57,7 +57,6 @@ TAB completes after what `hardpoint completion --help` says.
 Guides and reference: docs/ of the source, from docs/command-line.md on."""
 
 _Load = Callable[[], tuple[EngineConfig, ConfigSources]]
-_Commands = dict[str, "_Owned"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,82 +175,18 @@ def _missing_demo_model(name: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A command and the plugin that adds it."""
-
-    command: Command
-    source: Source
-
-
-def _prepare(load: _Load) -> tuple[ProgramParser, _Commands, HardpointError | None]:
+def _prepare(load: _Load) -> tuple[ProgramParser, OwnedCommands, HardpointError | None]:
     """Return the parser and commands as configured, or the default ones and what is wrong.
 
     So help and `hardpoint config` work while the configuration does not. Whatever needs plugins
     raises what is wrong.
     """
     try:
-        commands = _collect_commands(*load())
+        commands = collect_commands(*load())
         return _parser(commands), commands, None
     except HardpointError as problem:
-        commands = _collect_commands(EngineConfig(), ConfigSources())
+        commands = collect_commands(EngineConfig(), ConfigSources())
         return _parser(commands), commands, problem
-
-
-def _collect_commands(config: EngineConfig, config_sources: ConfigSources) -> _Commands:
-    """Ask each plugin of kind `hooks` for commands; other plugins are not imported.
-
-    Raises:
-        PluginError: a plugin's hook is at fault, or two plugins add one command.
-    """
-    commands: _Commands = {}
-    for chosen in Selection(config, config_sources, discover(config.plugins.foreign_groups)).run():
-        if chosen.kind.interface is not None:
-            continue
-        for command in _commands_of(chosen, config, config_sources):
-            if other := commands.get(command.name):
-                raise PluginConflictError(
-                    f"two plugins add the command {command.name!r}: "
-                    f"{other.source} and {chosen.source}"
-                )
-            commands[command.name] = _Owned(command, chosen.source)
-    return commands
-
-
-def _commands_of(
-    chosen: SelectedPlugin, config: EngineConfig, config_sources: ConfigSources
-) -> list[Command]:
-    target = chosen.target if chosen.target is not None else import_object(chosen.source)
-    check_component(target, chosen.kind, chosen.source)
-    path = option_path(config, chosen)
-    options = options_of(chosen, target, path, config, config_sources)
-    hooks = HookSet()
-    hooks.add(target, chosen.source, options)
-    commands: list[Command] = []
-    for result in hooks.call("cli_commands"):
-        if not isinstance(result, Sequence) or not all(isinstance(c, Command) for c in result):
-            raise PluginContractError(
-                f"{chosen.source}: its hook cli_commands must return a list of "
-                f"hardpoint.plugins.Command, got {result!r}"
-            )
-        for command in result:
-            _check_command(command, chosen.source)
-        commands += result
-    return commands
-
-
-def _check_command(command: Command, source: Source) -> None:
-    for field, value in (("name", command.name), ("summary", command.summary)):
-        if not isinstance(value, str):
-            raise PluginContractError(
-                f"{source}: the {field} of its command {command.name!r}: expected a string, "
-                f"got {type(value).__name__}"
-            )
-    if not _COMMAND_NAME.fullmatch(command.name):
-        raise PluginContractError(
-            f"{source}: the name of its command: expected a letter or digit, then letters, digits, "
-            f"'-' and '_', got {command.name!r}"
-        )
 
 
 def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
@@ -288,6 +223,22 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
 
         return report_model(config, config_sources, lengths)
 
+    def serve_on_ray(
+        config: EngineConfig,
+        config_sources: ConfigSources,
+        application: MakeApplication,
+        options: Mapping[str, str],
+        host: str,
+        port: int,
+    ) -> int:
+        if problem is not None:
+            raise problem
+        from hardpoint.ray_serve import serve  # noqa: PLC0415 - needs Ray
+
+        messages.show_log()
+        quiet = messages.quiet
+        return serve(config, config_sources, application, options, host, port, quiet=quiet)
+
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
@@ -298,10 +249,11 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         open_async=open_async,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
+        serve_on_ray=serve_on_ray,
     )
 
 
-def _parser(commands: _Commands) -> ProgramParser:
+def _parser(commands: OwnedCommands) -> ProgramParser:
     parser = ProgramParser(
         prog="hardpoint",
         usage="hardpoint [options] COMMAND ...",

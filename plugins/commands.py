@@ -306,6 +306,21 @@ into memory.
 """
 
 
+MakeApplication = Callable[["AsyncGenerator", str], Any]
+"""Returns an ASGI application that serves an engine; the text is Hardpoint's version."""
+
+ServeOnRay = Callable[
+    [EngineConfig, ConfigSources, MakeApplication, Mapping[str, str], str, int], int
+]
+"""Serves a model by Ray Serve; its last arguments are the options of hardpoint.ray_serve, as text,
+and host and port to listen on. Returns the exit code.
+"""
+
+
+def _no_ray(*_: object) -> int:
+    raise NotImplementedError("this CommandContext was made without serve_on_ray")
+
+
 def _no_inspection(*_: object) -> ModelReport:
     raise NotImplementedError("this CommandContext was made without inspect_model")
 
@@ -333,6 +348,7 @@ class CommandContext:
         inspect_model: reports the configured model and its needs, without reading its weights.
         config_type: returns the type of the configuration with the tables of the enabled plugins;
             of those enabled by default, if the configuration is wrong.
+        serve_on_ray: serves the configured model by Ray Serve until a signal.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -344,6 +360,7 @@ class CommandContext:
     open_async: OpenAsync = _no_async_engine
     inspect_model: InspectModel = _no_inspection
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
+    serve_on_ray: ServeOnRay = _no_ray
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.
@@ -366,9 +383,12 @@ class Command:
             `--set`, `-q/--quiet`, `-v/--verbose` and `--log-format`.
         run: runs the command and returns the exit code, 0 to 255. A HardpointError becomes one line
             on standard error and exit code 2.
+        application: of a command that serves an engine over HTTP: returns its ASGI application, for
+            a program in which somebody else listens.
     """
 
     name: str
     summary: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, CommandContext], int]
+    application: MakeApplication | None = None

@@ -23,7 +23,7 @@ from hardpoint.core.client.base import (
     UtilityCalls,
 )
 from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
@@ -40,7 +40,7 @@ from .choice import EngineChoice
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .recovery import Recovery
-from .replicas import Replica, Replicas
+from .replicas import Replica, ReplicaClient, Replicas, ReplicasOf
 from .restarts import RestartBudget
 from .scaling import Scaling
 from .statistics import Totals
@@ -77,6 +77,7 @@ class EngineGroup(UtilityCalls):
         *,
         sink: Sink | None = None,
         process: EngineProcess | None = None,
+        replicas: ReplicasOf = Replicas,
     ) -> None:
         """Start the engines and wait until all are ready.
 
@@ -84,9 +85,8 @@ class EngineGroup(UtilityCalls):
             start: parameters of the first engine; `config.parallel.data` is their number.
             choice: chooses the engine of each request; closed with the group.
             budget: how often dead engines are restarted.
-            sink: called with outputs, and last with the error that ended them, in other threads;
-                must not hold this client. Without a sink they wait for `get_output`.
-            process: process of the first engine that was spawned before.
+            sink, process: as of a ProcessClient; the process is that of the first engine.
+            replicas: where engines run.
 
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
@@ -105,7 +105,7 @@ class EngineGroup(UtilityCalls):
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
-        self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
+        self._replicas = replicas(start, lambda one: _Receiver(own, one), self._changed)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
         self.scale, self.retire = scaling.scale, scaling.retire
         with contextlib.ExitStack() as undo:
@@ -358,7 +358,7 @@ class EngineGroup(UtilityCalls):
         self._send_waiting()
 
     def _reported(
-        self, client: ProcessClient, error: Exception, *, blameless: bool
+        self, client: ReplicaClient, error: Exception, *, blameless: bool
     ) -> tuple[EngineDeadError, Collection[str] | None]:
         """Return the error of a dead engine, and the requests of its last step."""
         last = client.activity.snapshot()
@@ -389,7 +389,7 @@ class EngineGroup(UtilityCalls):
             if entry.replica is None and rank is not None and rank not in coming:
                 self._refuse(entry, error, "names that engine (data_parallel_rank)")
 
-    def _replace(self, client: ProcessClient, successor: Replica) -> None:
+    def _replace(self, client: ReplicaClient, successor: Replica) -> None:
         """Close the client of a dead engine; start another one, as often as is allowed."""
         self._replicas.forget(client)
         while successor.is_starting:

@@ -8,9 +8,11 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
+from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.errors import EngineClosedError
@@ -25,9 +27,20 @@ from .prefix_index import PrefixIndex
 
 _MOST_SESSIONS = 65_536
 
+SinkOf = Callable[["Replica"], Sink]
+"""Returns what gets the outputs of an engine, and the error that ends them."""
+
+
+class ReplicaClient(RemoteClient, Protocol):
+    """The client of one engine of several."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether something outside ended the engine, so that no plugin is to blame."""
+
 
 class Replica:
-    """One engine process of several; the `EngineView` of balancers.
+    """One engine of several; the `EngineView` of balancers.
 
     Attributes:
         rank: number of the engine.
@@ -56,7 +69,7 @@ class Replica:
             reports: whether it reports its load.
         """
         self.rank = rank
-        self.client: ProcessClient | None = None
+        self.client: ReplicaClient | None = None
         self.stats: SchedulerStats | None = None
         self.failure: Exception | None = None
         self.is_serving = False
@@ -72,7 +85,7 @@ class Replica:
         self._sessions, self._index, self._reports = sessions, index, reports
 
     @property
-    def open_client(self) -> ProcessClient:
+    def open_client(self) -> ReplicaClient:
         """The client of an engine that has been started."""
         assert self.client is not None
         return self.client
@@ -174,14 +187,14 @@ class Replicas:
     def __init__(
         self,
         start: EngineStart,
-        sink_of: Callable[[Replica], Sink],
+        sink_of: SinkOf,
         changed: threading.Condition,
     ) -> None:
         """Start none yet.
 
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
-            sink_of: returns what gets the outputs of an engine, and the error that ends them.
+            sink_of: see SinkOf.
             changed: guards all of this; it is notified where an engine starts or stops serving.
         """
         self.start = start
@@ -193,7 +206,7 @@ class Replicas:
         self.serving: list[Replica] = []
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
-        self._clients: list[ProcessClient] = []
+        self._clients: list[ReplicaClient] = []
         self._starting: list[EngineProcess] = []
         self._is_closed = False
 
@@ -226,7 +239,7 @@ class Replicas:
         return {one.rank for one in found if one.is_serving or one.is_starting}
 
     @property
-    def any_client(self) -> ProcessClient:
+    def any_client(self) -> ReplicaClient:
         """The client of the first engine that serves; of a dead group, that of its last one."""
         serving = self.serving
         return serving[0].open_client if serving else self._clients[-1]
@@ -235,7 +248,7 @@ class Replicas:
         """Return whether no other engine has taken the place of one."""
         return self._replicas.get(replica.rank) is replica
 
-    def open_all(self, process: EngineProcess | None) -> ProcessClient:
+    def open_all(self, process: EngineProcess | None) -> ReplicaClient:
         """Start all engines, and return the client of the first one once all are ready.
 
         The first one is started first: it decides on the size of all caches, and packs the weights
@@ -309,7 +322,7 @@ class Replicas:
 
     def open(
         self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
-    ) -> ProcessClient:
+    ) -> ReplicaClient:
         """Start the process of an engine, which serves from then on; return its client.
 
         Args:
@@ -345,7 +358,7 @@ class Replicas:
         replica: Replica,
         process: EngineProcess | None,
         num_sharing: int,
-    ) -> ProcessClient:
+    ) -> ReplicaClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
@@ -375,7 +388,7 @@ class Replicas:
         self._refresh()
         return successor
 
-    def forget(self, client: ProcessClient) -> None:
+    def forget(self, client: ReplicaClient) -> None:
         """Close the client of an engine that another one has succeeded."""
         client.close()
         with self._changed:
@@ -399,4 +412,8 @@ class Replicas:
         for process in starting:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
-            list(pool.map(ProcessClient.close, clients))
+            list(pool.map(lambda client: client.close(), clients))
+
+
+ReplicasOf = Callable[[EngineStart, SinkOf, threading.Condition], Replicas]
+"""Makes the engines of a group; they are started later."""

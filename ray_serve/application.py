@@ -12,9 +12,10 @@ import msgspec
 import ray
 from ray import serve as ray_serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from hardpoint.command_plugins import collect_commands
-from hardpoint.plugins import ConfigError, EngineConfig
+from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.commands import MakeApplication
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.configuration import load_config
@@ -84,6 +85,7 @@ def _engines(options: RayServeOptions) -> ray_serve.Deployment:
         "max_ongoing_requests": _MOST_CALLS,
         "request_router_config": RequestRouterConfig(request_router_class=EngineRouter),
         "health_check_period_s": options.health_seconds,
+        "logging_config": LoggingConfig(enable_access_log=False),  # a line per call
         "graceful_shutdown_timeout_s": options.drain_seconds + _MARGIN_S,
         "graceful_shutdown_wait_loop_s": _POLL_S,
         "ray_actor_options": {
@@ -122,6 +124,7 @@ def _ingress(options: RayServeOptions) -> ray_serve.Deployment:
         num_replicas=1,
         max_ongoing_requests=_MOST_CALLS,
         health_check_period_s=options.health_seconds,
+        logging_config=LoggingConfig(enable_access_log=False),  # `server.access_log` says more
         graceful_shutdown_timeout_s=options.drain_seconds + _MARGIN_S,
         ray_actor_options={
             "num_cpus": options.ingress_cpus,
@@ -160,17 +163,27 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    joined = not ray.is_initialized()
-    if joined:
-        ray.init(log_to_driver=not quiet, configure_logging=False)
+    ray.init(log_to_driver=not quiet, configure_logging=False)
     try:
-        ray_serve.start(http_options={"host": host, "port": port})
-        ray_serve.run(made, name=options.name, route_prefix="/")
+        where = _listening(host, port)
+        try:
+            ray_serve.run(made, name=options.name, route_prefix="/")
+        except RuntimeError as error:  # Serve's only kind, with the reason as text
+            raise HardpointError(f"Ray Serve: {error}") from error
         if not quiet:
-            print(f"Serving {config.model} at http://{host}:{port}", flush=True)
+            print(f"Serving {config.model} {where or f'at http://{host}:{port}'}", flush=True)
         ended.wait()
         ray_serve.delete(options.name)
+        if not where:
+            ray_serve.shutdown()
     finally:
-        if joined:
-            ray.shutdown()
+        ray.shutdown()
     return 0
+
+
+def _listening(host: str, port: int) -> str:
+    """Let Serve listen; return where it does if it was started before, with addresses of its own."""
+    if ray_serve.status().proxies:
+        return "where Ray Serve of this cluster listens already"
+    ray_serve.start(http_options={"host": host, "port": port})
+    return ""

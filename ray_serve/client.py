@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import msgspec
@@ -26,6 +27,9 @@ from hardpoint.system.encoding import WireError
 
 from .fleet import Fleet
 from .messages import EngineDeath, EngineLaunch, EngineOpened, Failed, Frames, decoded, encoded
+
+
+_REPORT_PAUSE_S = 0.05  # so that reports of an engine are 20 a second at most
 
 
 class LastActivity(Activity):
@@ -93,6 +97,8 @@ class ServeClient(OneEngine, UtilityCalls):
             raise EngineDeadError(
                 f"the engine was not ready within {timeout_s:g} s (engine.start_timeout_seconds)"
             ) from None
+        except CancelledError:
+            raise EngineClosedError("the engine was closed while it was started") from None
         except RayError as error:
             raise _lost(self.replica, error) from error
         if isinstance(opened, Failed):
@@ -220,6 +226,7 @@ class ServeClient(OneEngine, UtilityCalls):
                 self._died(report)
             elif report is not None:
                 self._sink(decoded(report, EngineCoreOutputs))
+                await asyncio.sleep(_REPORT_PAUSE_S)
 
     def _died(self, death: EngineDeath) -> None:
         self.activity.set(death.in_step, death.call)

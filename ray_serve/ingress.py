@@ -58,6 +58,10 @@ class Ingress:
         """Return the application, for Serve."""
         return self._application
 
+    async def ranks(self) -> list[int]:
+        """Return the numbers of the engines that serve, for callers of its handle."""
+        return [engine.rank for engine in self._llm.engines if engine.pid is not None]
+
     async def check_health(self) -> None:
         """Check that the client of the engines lives, for Serve.
 

@@ -22,6 +22,8 @@ def check_for_ray(settings: ServerConfig) -> None:
                 f"server.{name}: expected none with --on ray, where Ray Serve listens, got "
                 f"{getattr(settings, name)!r}"
             )
+    if not settings.port:
+        raise ConfigError("server.port: expected a port with --on ray, got 0, which is any")
 
 
 def named_values(given: Sequence[str]) -> dict[str, str]:

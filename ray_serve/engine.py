@@ -149,9 +149,7 @@ class EngineReplica:
         if item.load is not None:
             self._num_running, self._num_waiting = item.load.num_running, item.load.num_waiting
         if item.scheduler_stats or item.load or item.cache_changes:
-            self._reports.put(
-                msgspec.structs.replace(item, outputs=[], finished_requests=None)
-            )
+            self._reports.put(msgspec.structs.replace(item, outputs=[], finished_requests=None))
             self._reported.set()
 
     def _die(self, error: Exception) -> None:
@@ -167,9 +165,7 @@ class EngineReplica:
         self._work = PromptWork()
         self._reported.set()
 
-    async def run(
-        self, _: Address, frames: Frames
-    ) -> AsyncGenerator[Frames | EngineDeath, None]:
+    async def run(self, _: Address, frames: Frames) -> AsyncGenerator[Frames | EngineDeath, None]:
         """Run the requests of one call; yield their outputs until all have ended.
 
         Leaving the generator ends those that have not.

@@ -43,7 +43,10 @@ class IngressSettings:
 class Ingress:
     """Serves the engines of a handle over HTTP."""
 
-    async def __init__(self, engines: DeploymentHandle, settings: IngressSettings) -> None:
+    # Serve awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, engines: DeploymentHandle, settings: IngressSettings
+    ) -> None:
         """Read the tokenizer, and wait until the first engine is ready."""
         logging.getLogger("hardpoint").setLevel(settings.log_level)
         config, _ = config_from(settings.config, caller="ray_serve")

@@ -48,7 +48,7 @@ def expected(model):
                 SamplingParams(max_tokens=length, temperature=0.8, seed=n, ignore_eos=True)
                 for n in range(len(prompts))
             ]
-            return [one.outputs[0].text for one in llm.generate(prompts, params, progress=False)]
+            return [one.outputs[0].text for one in llm.generate(prompts, params)]
 
         yield texts
 

@@ -116,7 +116,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         restart: Restart | None = None,
         open_client: OpenClient | None = None,
     ) -> AsyncLLM:
-        """Open one from a configuration that was read elsewhere; `open_client` opens its engines."""
+        """Open one from a configuration read elsewhere; `open_client` opens the engines' client."""
         llm = cls.__new__(cls)
         if restart is not None:
             config = with_restart(config, restart)

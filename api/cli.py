@@ -5,32 +5,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
-from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
+from hardpoint.errors import PluginContractError, PluginFaultError
+from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, ModelError
 from hardpoint.plugins.commands import Generator, MakeApplication, ModelReport, PluginCatalog
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type, load_config
-from hardpoint.registry.discovery import SelectedPlugin, discover, installed_version
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.loading import check_component, import_object
+from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.model_files import ALIASES, find_files
-from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.registry.selection import Selection
 
-from .command_plugins import OwnedCommands, collect_commands
 from .argument_parser import ProgramParser, check_encoding, global_options
+from .command_plugins import OwnedCommands, collect_commands
 from .standard_streams import Messages, discard_unwritten, prepare_streams
 
 __all__ = ["main"]
@@ -189,6 +183,25 @@ def _prepare(load: _Load) -> tuple[ProgramParser, OwnedCommands, HardpointError 
         return _parser(commands), commands, problem
 
 
+def _serve_on_ray(
+    problem: HardpointError | None,
+    messages: Messages,
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    application: MakeApplication,
+    options: Mapping[str, str],
+    address: tuple[str, int],
+) -> int:
+    if problem is not None:
+        raise problem
+    from hardpoint.ray_serve import serve  # noqa: PLC0415 - needs Ray
+
+    messages.show_log()
+    return serve(
+        config, config_sources, application, options, address, announces=not messages.quiet
+    )
+
+
 def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
     def load_catalog(config: EngineConfig, config_sources: ConfigSources) -> PluginCatalog:
         if problem is not None:
@@ -223,22 +236,6 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
 
         return report_model(config, config_sources, lengths)
 
-    def serve_on_ray(
-        config: EngineConfig,
-        config_sources: ConfigSources,
-        application: MakeApplication,
-        options: Mapping[str, str],
-        host: str,
-        port: int,
-    ) -> int:
-        if problem is not None:
-            raise problem
-        from hardpoint.ray_serve import serve  # noqa: PLC0415 - needs Ray
-
-        messages.show_log()
-        quiet = messages.quiet
-        return serve(config, config_sources, application, options, host, port, quiet=quiet)
-
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
@@ -249,7 +246,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         open_async=open_async,
         inspect_model=inspect_model,
         config_type=lambda: _config_type(load),
-        serve_on_ray=serve_on_ray,
+        serve_on_ray=functools.partial(_serve_on_ray, problem, messages),
     )
 
 

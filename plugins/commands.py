@@ -310,10 +310,10 @@ MakeApplication = Callable[["AsyncGenerator", str], Any]
 """Returns an ASGI application that serves an engine; the text is Hardpoint's version."""
 
 ServeOnRay = Callable[
-    [EngineConfig, ConfigSources, MakeApplication, Mapping[str, str], str, int], int
+    [EngineConfig, ConfigSources, MakeApplication, Mapping[str, str], tuple[str, int]], int
 ]
 """Serves a model by Ray Serve; its last arguments are the options of hardpoint.ray_serve, as text,
-and host and port to listen on. Returns the exit code.
+and the host and port to listen on. Returns the exit code.
 """
 
 
@@ -383,8 +383,8 @@ class Command:
             `--set`, `-q/--quiet`, `-v/--verbose` and `--log-format`.
         run: runs the command and returns the exit code, 0 to 255. A HardpointError becomes one line
             on standard error and exit code 2.
-        application: of a command that serves an engine over HTTP: returns its ASGI application, for
-            a program in which somebody else listens.
+        application: returns the ASGI application of a command that serves an engine over HTTP, for
+            a program in which somebody else listens; None for all other commands.
     """
 
     name: str

@@ -62,11 +62,11 @@ def bound(
     """Return the two deployments, bound to each other.
 
     Raises:
-        ConfigError: the configuration says how many engines there are.
+        ConfigError: the configuration sets the number of engines.
     """
     if config.parallel.data != 1:
         raise ConfigError(
-            "parallel.data: expected 1 on Ray Serve, which runs min_engines to max_engines engines, "
+            "parallel.data: expected 1 on Ray Serve, which runs min_engines to max_engines, "
             f"got {config.parallel.data}"
         )
     settings = IngressSettings(
@@ -124,7 +124,7 @@ def _ingress(options: RayServeOptions) -> ray_serve.Deployment:
         num_replicas=1,
         max_ongoing_requests=_MOST_CALLS,
         health_check_period_s=options.health_seconds,
-        logging_config=LoggingConfig(enable_access_log=False),  # `server.access_log` says more
+        logging_config=LoggingConfig(enable_access_log=False),  # `server.access_log` has more
         graceful_shutdown_timeout_s=options.drain_seconds + _MARGIN_S,
         ray_actor_options={
             "num_cpus": options.ingress_cpus,
@@ -139,10 +139,9 @@ def serve(
     config_sources: ConfigSources,
     application: MakeApplication,
     given: Mapping[str, Any],
-    host: str,
-    port: int,
+    address: tuple[str, int],
     *,
-    quiet: bool = False,
+    announces: bool = True,
 ) -> int:
     """Serve a model by Ray Serve until SIGINT or SIGTERM; return the exit code.
 
@@ -152,8 +151,8 @@ def serve(
     Args:
         application: makes the ASGI application.
         given: RayServeOptions, by name.
-        host, port: where each node of the cluster with a replica listens.
-        quiet: whether to print nothing.
+        address: the host and port at which each node with a replica listens.
+        announces: whether to print where it serves.
 
     Raises:
         ConfigError: an option or the configuration is wrong.
@@ -163,27 +162,24 @@ def serve(
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    ray.init(log_to_driver=not quiet, configure_logging=False)
+    ray.init(log_to_driver=announces, configure_logging=False)
     try:
-        where = _listening(host, port)
+        ran_before = bool(ray_serve.status().proxies)
+        if not ran_before:
+            ray_serve.start(http_options=dict(zip(("host", "port"), address, strict=True)))
         try:
             ray_serve.run(made, name=options.name, route_prefix="/")
         except RuntimeError as error:  # Serve's only kind, with the reason as text
             raise HardpointError(f"Ray Serve: {error}") from error
-        if not quiet:
-            print(f"Serving {config.model} {where or f'at http://{host}:{port}'}", flush=True)
+        if announces:
+            where = "where Ray Serve of this cluster listens already"
+            if not ran_before:
+                where = f"at http://{address[0]}:{address[1]}"
+            print(f"Serving {config.model} {where}", flush=True)
         ended.wait()
         ray_serve.delete(options.name)
-        if not where:
+        if not ran_before:
             ray_serve.shutdown()
     finally:
         ray.shutdown()
     return 0
-
-
-def _listening(host: str, port: int) -> str:
-    """Let Serve listen; return where it does if it was started before, with addresses of its own."""
-    if ray_serve.status().proxies:
-        return "where Ray Serve of this cluster listens already"
-    ray_serve.start(http_options={"host": host, "port": port})
-    return ""

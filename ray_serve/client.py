@@ -28,12 +28,11 @@ from hardpoint.system.encoding import WireError
 from .fleet import Fleet
 from .messages import EngineDeath, EngineLaunch, EngineOpened, Failed, Frames, decoded, encoded
 
-
 _REPORT_PAUSE_S = 0.05  # so that reports of an engine are 20 a second at most
 
 
 class LastActivity(Activity):
-    """What an engine did when it died, as its replica has reported it."""
+    """Activity of an engine when it died, as its replica has reported it."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
@@ -234,7 +233,7 @@ class ServeClient(OneEngine, UtilityCalls):
         self._fleet.give_back(self.replica)
 
     def _die(self, error: Exception, *, was_killed: bool) -> None:
-        """Tell the sink, once."""
+        """Notify the sink, once."""
         with self._lock:
             if self._error is not None or self._is_closed:
                 return
@@ -280,7 +279,7 @@ class ServeClient(OneEngine, UtilityCalls):
         raise EngineClosedError("outputs go to the sink")
 
     def end_waiting(self) -> None:
-        """Do nothing: nobody waits here."""
+        """Do nothing: no caller waits here."""
 
     def close(self) -> None:
         """End all calls; the replica ends its requests. Closing twice does nothing."""

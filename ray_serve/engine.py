@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any
 
 import msgspec
 
@@ -63,7 +62,7 @@ class _Run:
         self._changed.set()
 
     async def next(self) -> EngineCoreOutputs | EngineDeath | None:
-        """Return what comes next; None after the last output."""
+        """Return the next outputs, or the death of the engine; None after the last output."""
         while (outputs := self._outputs.pop()) is None:
             if self.death is not None:
                 return self.death
@@ -96,7 +95,7 @@ class EngineReplica:
         self._num_running = self._num_waiting = 0
 
     async def hello(self, address: Address) -> None:
-        """Do nothing; the router of the caller tells it about replicas."""
+        """Do nothing; the router of the caller reports the replicas to it."""
 
     async def open(self, _: Address, launch: EngineLaunch) -> EngineOpened | Failed:
         """Start an engine; one that runs already ends."""
@@ -134,6 +133,16 @@ class EngineReplica:
         if isinstance(item, Exception):
             self._die(item)
             return
+        for run, outputs in self._by_run(item).items():
+            run.put(outputs)
+        if item.load is not None:
+            self._num_running, self._num_waiting = item.load.num_running, item.load.num_waiting
+        if item.scheduler_stats or item.load or item.cache_changes:
+            self._reports.put(msgspec.structs.replace(item, outputs=[], finished_requests=None))
+            self._reported.set()
+
+    def _by_run(self, item: EngineCoreOutputs) -> dict[_Run, EngineCoreOutputs]:
+        """Return the outputs of each call in flight."""
         by_run: dict[_Run, EngineCoreOutputs] = {}
         for output in item.outputs:
             if (run := self._runs.get(output.request_id)) is not None:
@@ -144,13 +153,7 @@ class EngineReplica:
             if (run := self._runs.get(request_id)) is not None:
                 part = by_run.setdefault(run, EngineCoreOutputs())
                 part.finished_requests = {*(part.finished_requests or ()), request_id}
-        for run, outputs in by_run.items():
-            run.put(outputs)
-        if item.load is not None:
-            self._num_running, self._num_waiting = item.load.num_running, item.load.num_waiting
-        if item.scheduler_stats or item.load or item.cache_changes:
-            self._reports.put(msgspec.structs.replace(item, outputs=[], finished_requests=None))
-            self._reported.set()
+        return by_run
 
     def _die(self, error: Exception) -> None:
         assert self._client is not None
@@ -244,13 +247,13 @@ class EngineReplica:
         """Check the engine, for Serve.
 
         Raises:
-            EngineDeadError: it died, and nobody has opened it again.
+            EngineDeadError: it died, and was not opened again.
         """
         if self._death is not None and time.monotonic() - self._died_at > _DEAD_FOR_S:
             raise self._death.reason.error()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the autoscaling policy looks at."""
+        """Return the figures for the autoscaling policy."""
         return {
             "waiting_seconds": self._work.waiting_seconds,
             "running_share": self._num_running / self._max_num_seqs,
@@ -262,7 +265,7 @@ class EngineReplica:
 
 
 def _start(launch: EngineLaunch) -> EngineStart:
-    """Return what an engine of this node is started with.
+    """Return the parameters of an engine of this node.
 
     Raises:
         HardpointError: this node has another version.

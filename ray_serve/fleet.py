@@ -30,7 +30,7 @@ class Fleet:
         """Begin to watch the replicas.
 
         Args:
-            handle: that of the engines' deployment.
+            handle: handle of the engines' deployment.
         """
         self._handle = handle
         self._streams = handle.options(stream=True)
@@ -53,12 +53,12 @@ class Fleet:
 
     @property
     def num_wanted(self) -> int:
-        """How many idle replicas there are for which nobody waits."""
+        """The number of idle replicas for which no caller waits."""
         with self._changed:
             return len(self._idle) - self._num_takers
 
     async def _ask(self) -> None:
-        """Let the router tell about replicas; it waits for the first one itself."""
+        """Let the router report the replicas; it waits for the first one itself."""
         while not self._is_closed:
             with contextlib.suppress(Exception):
                 await self._handle.hello.remote(Address(None, self._replicas_changed))
@@ -74,7 +74,7 @@ class Fleet:
         if self._on_change is not None:
             self._on_change(ids)
 
-    def take(self, timeout_s: float) -> str:
+    def pop_idle(self, timeout_s: float) -> str:
         """Return the id of an idle replica, once there is one.
 
         Raises:

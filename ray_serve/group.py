@@ -1,4 +1,4 @@
-"""The client of all engines that Serve runs: they come, drain and die as Serve and nodes have it."""
+"""The client of all engines that Serve runs: they come, drain and die with its replicas."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ServeReplicas(Replicas):
         num_sharing: int,  # noqa: ARG002
     ) -> ServeClient:
         """Return the client of an engine that is ready, in a replica that has none."""
-        place = self.fleet.take(begun.config.engine.start_timeout_seconds)
+        place = self.fleet.pop_idle(begun.config.engine.start_timeout_seconds)
         start = dataclasses.replace(begun, engine_index=replica.rank)
         try:
             return ServeClient(self.fleet, place, self._session, start, self._sink_of(replica))
@@ -188,10 +188,10 @@ class ServeGroup(EngineGroup):
 
 
 def opener(handle: DeploymentHandle, drain_s: float) -> OpenClient:
-    """Return what opens the client of the engines of a deployment.
+    """Return the function that opens the client of the engines of a deployment.
 
     Args:
-        handle: that of the deployment.
+        handle: handle of the deployment.
         drain_s: how long requests may run on at an engine that Serve removes.
     """
     return functools.partial(_open, handle, drain_s)

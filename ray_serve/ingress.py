@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hardpoint.async_llm import AsyncLLM
@@ -20,9 +21,28 @@ from hardpoint.registry.discovery import installed_version
 from .group import opener
 
 
+class _Disconnecting:
+    """Notifies an ASGI application of a client that is gone, where Ray cancels its waiting."""
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def received() -> Any:
+            try:
+                return await receive()
+            except RayError:
+                return {"type": f"{scope['type']}.disconnect", "code": _GOING_AWAY}
+
+        await self._application(scope, received, send)
+
+
+_GOING_AWAY = 1001
+
+
 @dataclass(frozen=True)
 class IngressSettings:
-    """What the application is made of.
+    """Parameters of the application.
 
     Attributes:
         config: the configuration as plain data.
@@ -55,7 +75,7 @@ class Ingress:
         self._llm = await asyncio.to_thread(
             AsyncLLM.from_resolved, config, sources, open_client=open_client
         )
-        self._application = settings.application(self._llm, installed_version())
+        self._application = _Disconnecting(settings.application(self._llm, installed_version()))
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application, for Serve."""

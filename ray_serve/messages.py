@@ -1,4 +1,4 @@
-"""What ingress and engines send each other in Serve's calls.
+"""Messages between ingress and engines, in Serve's calls.
 
 Requests, outputs, reports and answers are frames of the engine's own protocol, as an engine process
 has them; the rest are the dataclasses here, which Ray pickles.
@@ -24,7 +24,7 @@ Frames = list[bytes]
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """What an engine is started with.
+    """Parameters of an engine.
 
     Attributes:
         version: version of Hardpoint, which is the same at both ends.

@@ -13,7 +13,7 @@ from hardpoint.plugins import ConfigError
 from hardpoint.typed import convert
 
 Seconds = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class RayServeOptions(plugins.Options):
@@ -42,14 +42,14 @@ class RayServeOptions(plugins.Options):
     min_engines: Annotated[int, Meta(ge=1)] = 1
     max_engines: Annotated[int, Meta(ge=1)] = 1
     waiting_seconds: Seconds = 2.0
-    scale_up_seconds: Share = 10.0
-    scale_down_seconds: Share = 300.0
+    scale_up_seconds: NotNegative = 10.0
+    scale_down_seconds: NotNegative = 300.0
     look_back_seconds: Seconds = 10.0
     drain_seconds: Seconds = 60.0
-    engine_cpus: Share = 1.0
-    engine_gpus: Share = 0.0
+    engine_cpus: NotNegative = 1.0
+    engine_gpus: NotNegative = 0.0
     engine_resources: dict[str, Annotated[float, Meta(gt=0)]] = {}
-    ingress_cpus: Share = 1.0
+    ingress_cpus: NotNegative = 1.0
     ingress_resources: dict[str, Annotated[float, Meta(gt=0)]] = {}
     health_seconds: Seconds = 5.0
     runtime_env: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def options_of(given: Mapping[str, Any], origin: str) -> RayServeOptions:
 
 
 def _value(given: Any) -> Any:
-    """Return what a text stands for: a number or another JSON value, or itself."""
+    """Return the number, or another JSON value, that a text stands for, else the text."""
     if not isinstance(given, str):
         return given
     try:

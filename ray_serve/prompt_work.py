@@ -33,13 +33,13 @@ class PromptWork:
 
     def computed(self, request_id: str) -> None:
         """Count the prompt of a request as computed."""
-        self._take(request_id, is_computed=True)
+        self._pop(request_id, is_computed=True)
 
     def remove(self, request_id: str) -> None:
         """Forget a request that ended."""
-        self._take(request_id, is_computed=False)
+        self._pop(request_id, is_computed=False)
 
-    def _take(self, request_id: str, *, is_computed: bool) -> None:
+    def _pop(self, request_id: str, *, is_computed: bool) -> None:
         if (num_tokens := self._waiting.get(request_id)) is None:
             return
         self._measure(num_tokens if is_computed else 0)

@@ -50,7 +50,7 @@ class EngineRouter(RequestRouter):
     def initialize_state(self, **_options: Any) -> None:
         """Begin without a listener."""
         self._on_replicas: OnReplicas | None = None
-        self._told: frozenset[str] | None = None
+        self._notified: frozenset[str] | None = None
         self._lock = threading.Lock()
 
     async def choose_replicas(
@@ -65,7 +65,7 @@ class EngineRouter(RequestRouter):
         address: Address = pending_request.args[0]
         if address.on_replicas is not None:
             self._on_replicas = address.on_replicas
-            self._tell()
+            self._notify()
         if address.replica is None:
             return [candidate_replicas]
         found = [one for one in candidate_replicas if _id(one) == address.replica]
@@ -79,22 +79,22 @@ class EngineRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take over the replicas that Serve runs."""
         super().update_replicas(replicas)
-        self._tell()
+        self._notify()
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """Forget a replica that has died."""
         super().on_replica_actor_died(replica_id)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         listener = getattr(self, "_on_replicas", None)
         if listener is None:
             return
         ids = frozenset(_id(one) for one in self.curr_replicas.values())
         with self._lock:
-            if ids == self._told:
+            if ids == self._notified:
                 return
-            self._told = ids
+            self._notified = ids
         listener(ids)
 
 

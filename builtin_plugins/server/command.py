@@ -105,7 +105,7 @@ def _serve_on_ray(
     check_for_ray(settings)
     make = partial(application, key=single_key(options.api_key))
     given = named_values(options.ray)
-    return context.serve_on_ray(config, sources, make, given, settings.host, settings.port)
+    return context.serve_on_ray(config, sources, make, given, (settings.host, settings.port))
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from support.scripted_folder import write_config
 from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
@@ -158,7 +158,8 @@ def test_a_client_that_goes_ends_its_request(served):
 
     asked = body(1, "long", 3900) | {"stream": True}
     with app.client.stream("POST", "/v1/completions", json=asked) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept, for the stream ends with it
+        next(lines)
         wait_until(lambda: running() == 1, PATIENCE_S, "the request to run")
     wait_until(lambda: running() == 0, 20, "the request to end")
 
@@ -223,7 +224,8 @@ def test_streams_go_on_when_the_other_node_is_killed(served, expected, nodes):
     assert app.text(0, prompts[0]) == expected(prompts)[0]
 
 
-def test_the_command_serves_until_a_signal(model, nodes, tmp_path):
+@pytest.mark.usefixtures("nodes")
+def test_the_command_serves_until_a_signal(model, port, expected, tmp_path):
     settings = [
         f"{key}={value}"
         for key, value in {
@@ -234,15 +236,15 @@ def test_the_command_serves_until_a_signal(model, nodes, tmp_path):
             "name": "by-command",
         }.items()
     ]
-    (tmp_path / "config.json").write_text(json.dumps(scripted_config(model)))
+    write_config(tmp_path, model, 'server.served_names = ["scripted"]')
     program = [sys.executable, "-m", "hardpoint", "serve", "--on", "ray"]
     for setting in settings:
         program += ["--ray", setting]
-    began = time.monotonic()
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
         line = process.stdout.readline()
-        assert line.startswith("Serving "), (line, time.monotonic() - began)
+        assert line == f"Serving {model} where Ray Serve of this cluster listens already\n"
+        assert Served(port).text(0, "by command") == expected(["by command"])[0]
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(PATIENCE_S)

@@ -64,9 +64,7 @@ class ServeClient(OneEngine, UtilityCalls):
 
     in_process = False
 
-    def __init__(
-        self, fleet: Fleet, replica: str, session: str, start: EngineStart, sink: Sink
-    ) -> None:
+    def __init__(self, fleet: Fleet, replica: str, start: EngineStart, sink: Sink) -> None:
         """Start an engine in a replica, and wait until it is ready.
 
         Raises:
@@ -83,7 +81,7 @@ class ServeClient(OneEngine, UtilityCalls):
         self._runs: dict[str, _Run] = {}  # by request
         self._work: set[Future[Any]] = set()
         self._call_ids = itertools.count()
-        opened = self._opened(_launch(start, session), start.config.engine.start_timeout_seconds)
+        opened = self._opened(_launch(start), start.config.engine.start_timeout_seconds)
         self.ready, self.pid = opened.ready, opened.pid
         self._spawn(self._read_reports())
 
@@ -229,19 +227,20 @@ class ServeClient(OneEngine, UtilityCalls):
 
     def _died(self, death: EngineDeath) -> None:
         self.activity.set(death.in_step, death.call)
-        self._die(death.reason.error(), was_killed=death.was_killed)
-        self._fleet.give_back(self.replica)
+        if self._die(death.reason.error(), was_killed=death.was_killed):
+            self._fleet.give_back(self.replica)
 
-    def _die(self, error: Exception, *, was_killed: bool) -> None:
-        """Notify the sink, once."""
+    def _die(self, error: Exception, *, was_killed: bool) -> bool:
+        """Notify the sink, once; return whether this was the first time."""
         with self._lock:
             if self._error is not None or self._is_closed:
-                return
+                return False
             self._error = error
             self.was_killed = was_killed
             if was_killed:
                 self.activity.set(frozenset(), None)
         self._sink(engine_dead(error))
+        return True
 
     # Control calls
 
@@ -311,10 +310,9 @@ def _lost(replica: str, error: Exception) -> EngineDeadError:
     return EngineDeadError(f"the replica {replica} is gone: {str(error).splitlines()[0]}")
 
 
-def _launch(start: EngineStart, session: str) -> EngineLaunch:
+def _launch(start: EngineStart) -> EngineLaunch:
     return EngineLaunch(
         version=installed_version(),
-        session=session,
         config=msgspec.to_builtins(start.config.without_tables()),
         config_sources=dict(start.config_sources.by_path),
         manifest=start.manifest,

@@ -82,7 +82,6 @@ class EngineReplica:
     def __init__(self) -> None:
         """Wait for the ingress."""
         self._client: ProcessClient | None = None
-        self._session = ""
         self._death: EngineDeath | None = None
         self._died_at = 0.0
         self._epoch = 0
@@ -112,7 +111,7 @@ class EngineReplica:
                 self._client = await asyncio.to_thread(ProcessClient, _start(launch), sink)
             except HardpointError as error:
                 return Failed(kind_of(error), str(error))
-            self._session, self._death = launch.session, None
+            self._death = None
             self._reports, self._work = OutputCoalescer(), PromptWork()
             self._max_num_seqs = self._client.start.config.scheduler.max_num_seqs
             self._num_running = self._num_waiting = 0

@@ -8,7 +8,6 @@ import functools
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 
 import msgspec
@@ -31,6 +30,8 @@ from .fleet import Fleet
 _log = logging.getLogger("hardpoint")
 
 _POLL_S = 0.05
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
+"""Between attempts to open an engine."""
 
 
 class ServeReplicas(Replicas):
@@ -39,7 +40,6 @@ class ServeReplicas(Replicas):
     def __init__(
         self,
         fleet: Fleet,
-        session: str,
         start: EngineStart,
         sink_of: SinkOf,
         changed: threading.Condition,
@@ -48,11 +48,10 @@ class ServeReplicas(Replicas):
 
         Args:
             fleet: the replicas.
-            session: id of this ingress.
             start, sink_of, changed: as of Replicas.
         """
         super().__init__(start, sink_of, changed)
-        self.fleet, self._session = fleet, session
+        self.fleet = fleet
 
     def _started(
         self,
@@ -65,7 +64,7 @@ class ServeReplicas(Replicas):
         place = self.fleet.pop_idle(begun.config.engine.start_timeout_seconds)
         start = dataclasses.replace(begun, engine_index=replica.rank)
         try:
-            return ServeClient(self.fleet, place, self._session, start, self._sink_of(replica))
+            return ServeClient(self.fleet, place, start, self._sink_of(replica))
         except BaseException:
             self.fleet.give_back(place)
             self._check_open()
@@ -102,7 +101,7 @@ class ServeGroup(EngineGroup):
         self._fleet, self._drain_s = fleet, drain_s
         self._joining = threading.Lock()
         self._leaving: set[str] = set()
-        replicas = functools.partial(ServeReplicas, fleet, uuid.uuid4().hex)
+        replicas = functools.partial(ServeReplicas, fleet)
         super().__init__(start, choice, budget, sink=sink, replicas=replicas)
         self.scale, self.retire = self._refuse_scale, self._refuse_retire
         fleet.watch(self._serve_changed)
@@ -127,13 +126,15 @@ class ServeGroup(EngineGroup):
 
     def _join(self) -> None:
         """Open an engine in each replica that has none."""
+        pause_s = _LEAST_PAUSE_S
         with self._joining:
             while self._fleet.num_wanted > 0 and not self._replicas.is_closed:
                 try:
                     self._replicas.add(1)
                 except HardpointError as error:
                     _log.warning("an engine of Ray Serve cannot be opened: %s", error)
-                    time.sleep(1.0)
+                    time.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MOST_PAUSE_S)
                 else:
                     _log.info("Ray Serve has added an engine; there are %d", len(self.ranks))
         self._send_waiting()

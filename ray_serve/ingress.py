@@ -81,9 +81,13 @@ class Ingress:
         """Return the application, for Serve."""
         return self._application
 
-    async def ranks(self) -> list[int]:
-        """Return the numbers of the engines that serve, for callers of its handle."""
-        return [engine.rank for engine in self._llm.engines if engine.pid is not None]
+    async def pids(self) -> dict[int, int]:
+        """Return the process ids of the engines that serve, by rank, each on its node.
+
+        For callers of the deployment's handle.
+        """
+        found = {engine.rank: engine.pid for engine in self._llm.engines}
+        return {rank: pid for rank, pid in found.items() if pid is not None}
 
     async def check_health(self) -> None:
         """Check that the client of the engines lives, for Serve.

@@ -28,14 +28,13 @@ class EngineLaunch:
 
     Attributes:
         version: version of Hardpoint, which is the same at both ends.
-        session: id of the ingress; requests of an earlier one have ended.
         config: an EngineConfig as plain data.
         config_sources: by dotted path, where its values came from.
-        manifest, log_level, rank, num_sharing, vocabulary, reports_cache: as of EngineStart.
+        rank: number of the engine.
+        manifest, log_level, vocabulary, reports_cache: as of EngineStart.
     """
 
     version: str
-    session: str
     config: dict[str, Any]
     config_sources: dict[str, str]
     manifest: Manifest

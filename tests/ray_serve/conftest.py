@@ -88,7 +88,8 @@ def port(nodes):
     port = free_port()
     ray.init(address=nodes.address, log_to_driver=bool(os.environ.get("RAY_SERVE_TEST_LOG")))
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        # The proxies of two nodes of one machine would share the port.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         yield port
         serve.shutdown()
     finally:

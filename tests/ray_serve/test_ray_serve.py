@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -60,11 +61,14 @@ class Served:
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
-    def num_engines(self):
-        """The engines that have joined the ingress."""
+    def pids(self):
+        """The engines that the ingress has opened."""
         from ray import serve
 
-        return len(serve.get_app_handle("hp").ranks.remote().result())
+        return serve.get_app_handle("hp").pids.remote().result()
+
+    def num_engines(self):
+        return len(self.pids())
 
     def running(self):
         from ray import serve
@@ -146,6 +150,24 @@ def test_engines_of_two_nodes_give_the_tokens_of_one(served, expected):
     assert app.client.get("/health").status_code == 200
     asked = body(0, "x", 2) | {"temperature": -1}
     assert app.client.post("/v1/completions", json=asked).status_code == 400
+
+
+def test_streams_go_on_when_an_engine_is_killed(served, expected):
+    app = served(min_engines=2, max_engines=2)
+    wait_until(lambda: app.num_engines() == 2, PATIENCE_S, "two engines")
+    prompts, began = prompts_of(4), threading.Semaphore(0)
+    killed = app.pids()
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(app.stream, n, prompts[n], 1500, began) for n in range(4)]
+        for _ in prompts:
+            assert began.acquire(timeout=PATIENCE_S)
+        os.kill(killed[0], signal.SIGKILL)
+        found = [one.result() for one in streams]
+    assert [text for text, _ in found] == expected(prompts, 1500)
+    assert any(resumes for _, resumes in found)
+    wait_until(lambda: app.num_engines() == 2, PATIENCE_S, "another engine")
+    assert app.pids()[0] != killed[0]
+    assert app.pids()[1] == killed[1]
 
 
 def test_a_client_that_goes_ends_its_request(served):

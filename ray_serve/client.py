@@ -171,7 +171,7 @@ class ServeClient(OneEngine, UtilityCalls):
                     self._sink(outputs)
         except (RayError, EngineDeadError) as error:
             self._die(_lost(self.replica, error), was_killed=True)
-        except WireError as error:
+        except Exception as error:
             self._die(error, was_killed=False)
         else:
             if run.waiting:

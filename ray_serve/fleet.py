@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from hardpoint.errors import EngineClosedError, EngineDeadError
+from hardpoint.plugins import HardpointError
 
 from .router import Address
+
+_log = logging.getLogger("hardpoint")
 
 _ASK_S = 1.0
 _CLOSE_S = 10.0
@@ -113,8 +119,14 @@ class Fleet:
     # Calls
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine in the loop; log what it raises and no caller expects.
+
+        Serve takes calls that are made while it answers a request as part of that one, and matches
+        and cancels them by it. Those of a moved request, or of several, are none of it.
+        """
+        future = contextvars.Context().run(asyncio.run_coroutine_threadsafe, work, self._loop)
+        future.add_done_callback(_log_fault)
+        return future
 
     async def call(self, replica: str, method: str, *args: Any) -> Any:
         """Return the answer of a replica."""
@@ -152,3 +164,11 @@ class Fleet:
             self.spawn(end()).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
+
+
+def _log_fault(future: Future[Any]) -> None:
+    if future.cancelled():
+        return
+    error = future.exception()
+    if error is not None and not isinstance(error, HardpointError | RayError):
+        _log.critical("a call of an engine of Ray Serve failed", exc_info=error)

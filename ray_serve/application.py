@@ -160,9 +160,9 @@ def serve(
     options = options_of(given, "--ray")
     made = bound(config, config_sources, application, options)
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     ray.init(log_to_driver=announces, configure_logging=False)
+    for number in (signal.SIGINT, signal.SIGTERM):  # which Ray has set to end the program at once
+        signal.signal(number, lambda *_: ended.set())
     try:
         ran_before = bool(ray_serve.status().proxies)
         if not ran_before:

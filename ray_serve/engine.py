@@ -84,7 +84,7 @@ class EngineReplica:
         self._client: ProcessClient | None = None
         self._death: EngineDeath | None = None
         self._died_at = 0.0
-        self._epoch = 0
+        self._num_opened = 0
         self._opening = asyncio.Lock()
         self._runs: dict[str, _Run] = {}  # by request
         self._reports = OutputCoalescer()
@@ -100,12 +100,12 @@ class EngineReplica:
         """Start an engine; one that runs already ends."""
         async with self._opening:
             await self._close_engine()
-            self._epoch += 1
-            epoch, loop = self._epoch, asyncio.get_running_loop()
+            self._num_opened += 1
+            number, loop = self._num_opened, asyncio.get_running_loop()
 
             def sink(item: EngineCoreOutputs | Exception) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._receive, epoch, item)
+                    loop.call_soon_threadsafe(self._receive, number, item)
 
             try:
                 self._client = await asyncio.to_thread(ProcessClient, _start(launch), sink)
@@ -125,9 +125,9 @@ class EngineReplica:
         if client is not None:
             await asyncio.to_thread(client.close)
 
-    def _receive(self, epoch: int, item: EngineCoreOutputs | Exception) -> None:
+    def _receive(self, number: int, item: EngineCoreOutputs | Exception) -> None:
         """Hand on what the engine sends."""
-        if epoch != self._epoch:
+        if number != self._num_opened:
             return
         if isinstance(item, Exception):
             self._die(item)

@@ -10,12 +10,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from support.scripted_folder import write_config
 
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.on_ray import check_for_ray, named_values
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import ConfigError
-from hardpoint.testing import ScriptedClock
+from hardpoint.testing import ScriptedClock, write_scripted_model
 
 NEEDED = r"hardpoint.ray_serve: expected ray\[serve\]>=2.60,<2.61, for request routers change"
 
@@ -88,6 +89,20 @@ def test_options_have_types_and_bounds():
         options_of({"min_engines": "0"}, "--ray")
     with pytest.raises(ConfigError, match="--ray.*no_such"):
         options_of({"no_such": 1}, "--ray")
+
+
+def test_the_builder_of_serve_run_takes_names_and_values(ray_serve, tmp_path):
+    from hardpoint.ray_serve import app
+
+    folder = write_scripted_model(tmp_path / "model")
+    write_config(tmp_path, folder)
+    path = str(tmp_path / "hardpoint.toml")
+    assert isinstance(app({"config": path, "max_engines": "4"}), ray_serve.Application)
+    with pytest.raises(ConfigError, match="app.max_engines: expected .* >= 1, got 0"):
+        app({"config": path, "max_engines": "0"})
+    write_config(tmp_path, folder, "parallel.data = 2")
+    with pytest.raises(ConfigError, match="parallel.data: expected 1 on Ray Serve, .* got 2"):
+        app({"config": path})
 
 
 @pytest.mark.usefixtures("ray_serve")

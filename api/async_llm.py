@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from hardpoint.core.build import build_async_engine
+from hardpoint.core.build import OpenClient, build_async_engine
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Params, Prompt
@@ -114,12 +114,13 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         config_sources: ConfigSources,
         *,
         restart: Restart | None = None,
+        open_client: OpenClient | None = None,
     ) -> AsyncLLM:
-        """Open one from a configuration that was read elsewhere, with its config_sources."""
+        """Open one from a configuration read elsewhere; `open_client` opens the engines' client."""
         llm = cls.__new__(cls)
         if restart is not None:
             config = with_restart(config, restart)
-        llm._open(config, config_sources)
+        llm._open(config, config_sources, open_client=open_client)
         return llm
 
     def _open(
@@ -141,8 +142,9 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
-        config, open_client = engines_of(config, config_sources)
-        how = {"open_client": open_client, "companions": COMPANIONS, **opening}
+        if "open_client" not in opening:
+            config, opening["open_client"] = engines_of(config, config_sources)
+        how = {"companions": COMPANIONS, **opening}
         with ProgressDisplay() as display:
             built = build_async_engine(
                 config, config_sources, progress=display.report, handed=handed, **how

@@ -5,32 +5,33 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from hardpoint.errors import PluginConflictError, PluginContractError, PluginFaultError
-from hardpoint.plugins import Command, CommandContext, EngineConfig, HardpointError, ModelError
-from hardpoint.plugins.commands import Generator, JoinEngine, ModelReport, PluginCatalog
+from hardpoint.errors import PluginContractError, PluginFaultError
+from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, ModelError
+from hardpoint.plugins.commands import (
+    Generator,
+    JoinEngine,
+    MakeApplication,
+    ModelReport,
+    PluginCatalog,
+)
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.plugins.workers import WorkerGroup
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.catalog import Catalog
 from hardpoint.registry.configuration import default_config_type, load_config
-from hardpoint.registry.discovery import SelectedPlugin, discover, installed_version
-from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.loading import check_component, import_object
+from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.model_files import ALIASES, find_files
-from hardpoint.registry.plugin_options import option_path, options_of
 from hardpoint.registry.plugin_set import resolve_plugins
-from hardpoint.registry.selection import Selection
 
 from .argument_parser import ProgramParser, check_encoding, global_options
+from .command_plugins import OwnedCommands, collect_commands
 from .standard_streams import Messages, discard_unwritten, prepare_streams
 
 __all__ = ["main"]
@@ -38,7 +39,6 @@ __all__ = ["main"]
 _BROKEN_PIPE = 141
 _INTERRUPTED = 130
 _HIGHEST_CODE = 255
-_COMMAND_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ENXIO}
 _LOG_SINK = frozenset({"log", "stat_sinks/log"})  # what it shows is asked for
 
@@ -58,7 +58,6 @@ TAB completes after what `hardpoint completion --help` says.
 Guides and reference: docs/ of the source, from docs/command-line.md on."""
 
 _Load = Callable[[], tuple[EngineConfig, ConfigSources]]
-_Commands = dict[str, "_Owned"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,82 +176,37 @@ def _missing_demo_model(name: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A command and the plugin that adds it."""
-
-    command: Command
-    source: Source
-
-
-def _prepare(load: _Load) -> tuple[ProgramParser, _Commands, HardpointError | None]:
+def _prepare(load: _Load) -> tuple[ProgramParser, OwnedCommands, HardpointError | None]:
     """Return the parser and commands as configured, or the default ones and what is wrong.
 
     So help and `hardpoint config` work while the configuration does not. Whatever needs plugins
     raises what is wrong.
     """
     try:
-        commands = _collect_commands(*load())
+        commands = collect_commands(*load())
         return _parser(commands), commands, None
     except HardpointError as problem:
-        commands = _collect_commands(EngineConfig(), ConfigSources())
+        commands = collect_commands(EngineConfig(), ConfigSources())
         return _parser(commands), commands, problem
 
 
-def _collect_commands(config: EngineConfig, config_sources: ConfigSources) -> _Commands:
-    """Ask each plugin of kind `hooks` for commands; other plugins are not imported.
+def _serve_on_ray(
+    problem: HardpointError | None,
+    messages: Messages,
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    application: MakeApplication,
+    options: Mapping[str, str],
+    address: tuple[str, int],
+) -> int:
+    if problem is not None:
+        raise problem
+    from hardpoint.ray_serve import serve  # noqa: PLC0415 - needs Ray
 
-    Raises:
-        PluginError: a plugin's hook is at fault, or two plugins add one command.
-    """
-    commands: _Commands = {}
-    for chosen in Selection(config, config_sources, discover(config.plugins.foreign_groups)).run():
-        if chosen.kind.interface is not None:
-            continue
-        for command in _commands_of(chosen, config, config_sources):
-            if other := commands.get(command.name):
-                raise PluginConflictError(
-                    f"two plugins add the command {command.name!r}: "
-                    f"{other.source} and {chosen.source}"
-                )
-            commands[command.name] = _Owned(command, chosen.source)
-    return commands
-
-
-def _commands_of(
-    chosen: SelectedPlugin, config: EngineConfig, config_sources: ConfigSources
-) -> list[Command]:
-    target = chosen.target if chosen.target is not None else import_object(chosen.source)
-    check_component(target, chosen.kind, chosen.source)
-    path = option_path(config, chosen)
-    options = options_of(chosen, target, path, config, config_sources)
-    hooks = HookSet()
-    hooks.add(target, chosen.source, options)
-    commands: list[Command] = []
-    for result in hooks.call("cli_commands"):
-        if not isinstance(result, Sequence) or not all(isinstance(c, Command) for c in result):
-            raise PluginContractError(
-                f"{chosen.source}: its hook cli_commands must return a list of "
-                f"hardpoint.plugins.Command, got {result!r}"
-            )
-        for command in result:
-            _check_command(command, chosen.source)
-        commands += result
-    return commands
-
-
-def _check_command(command: Command, source: Source) -> None:
-    for field, value in (("name", command.name), ("summary", command.summary)):
-        if not isinstance(value, str):
-            raise PluginContractError(
-                f"{source}: the {field} of its command {command.name!r}: expected a string, "
-                f"got {type(value).__name__}"
-            )
-    if not _COMMAND_NAME.fullmatch(command.name):
-        raise PluginContractError(
-            f"{source}: the name of its command: expected a letter or digit, then letters, digits, "
-            f"'-' and '_', got {command.name!r}"
-        )
+    messages.show_log()
+    return serve(
+        config, config_sources, application, options, address, announces=not messages.quiet
+    )
 
 
 def _context(load: _Load, problem: HardpointError | None, messages: Messages) -> CommandContext:
@@ -311,6 +265,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         config_type=lambda: _config_type(load),
         check_plugin=_check_plugin,
         join_engine=_join_engine(problem, messages),
+        serve_on_ray=functools.partial(_serve_on_ray, problem, messages),
     )
 
 
@@ -340,7 +295,7 @@ def _join_engine(problem: HardpointError | None, messages: Messages) -> JoinEngi
     return join_engine
 
 
-def _parser(commands: _Commands) -> ProgramParser:
+def _parser(commands: OwnedCommands) -> ProgramParser:
     parser = ProgramParser(
         prog="hardpoint",
         usage="hardpoint [options] COMMAND ...",

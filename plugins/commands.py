@@ -340,6 +340,21 @@ def _no_joining(*_: object, **__: object) -> None:
     raise NotImplementedError("this CommandContext was made without join_engine")
 
 
+MakeApplication = Callable[["AsyncGenerator", str], Any]
+"""Returns an ASGI application that serves an engine; the text is Hardpoint's version."""
+
+ServeOnRay = Callable[
+    [EngineConfig, ConfigSources, MakeApplication, Mapping[str, str], tuple[str, int]], int
+]
+"""Serves a model by Ray Serve; its last arguments are the options of hardpoint.ray_serve, as text,
+and the host and port to listen on. Returns the exit code.
+"""
+
+
+def _no_ray(*_: object) -> int:
+    raise NotImplementedError("this CommandContext was made without serve_on_ray")
+
+
 def _no_inspection(*_: object) -> ModelReport:
     raise NotImplementedError("this CommandContext was made without inspect_model")
 
@@ -371,6 +386,7 @@ class CommandContext:
             of those enabled by default, if the configuration is wrong.
         check_plugin: runs the conformance suites of an installed plugin in a process with limits.
         join_engine: runs engines for a program on another machine, until a signal ends it.
+        serve_on_ray: serves the configured model by Ray Serve until a signal.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -385,6 +401,7 @@ class CommandContext:
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
     check_plugin: CheckPlugin = _no_check
     join_engine: JoinEngine = _no_joining
+    serve_on_ray: ServeOnRay = _no_ray
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.
@@ -407,9 +424,12 @@ class Command:
             `--set`, `-q/--quiet`, `-v/--verbose` and `--log-format`.
         run: runs the command and returns the exit code, 0 to 255. A HardpointError becomes one line
             on standard error and exit code 2.
+        application: returns the ASGI application of a command that serves an engine over HTTP, for
+            a program in which somebody else listens; None for all other commands.
     """
 
     name: str
     summary: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, CommandContext], int]
+    application: MakeApplication | None = None

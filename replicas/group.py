@@ -23,7 +23,7 @@ from hardpoint.core.client.base import (
     UtilityCalls,
 )
 from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
+from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
@@ -40,7 +40,7 @@ from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .load import Loads
 from .recovery import Recovery
-from .replicas import Receiver, Replica, Replicas
+from .replicas import Receiver, Replica, ReplicaClient, Replicas, ReplicasOf
 from .restarts import RestartBudget
 from .scaling import Scaling
 
@@ -76,6 +76,7 @@ class EngineGroup(UtilityCalls):
         hosts: EngineHosts,
         *,
         sink: Sink | None = None,
+        replicas: ReplicasOf = Replicas,
     ) -> None:
         """Start the engines and wait until all are ready.
 
@@ -86,6 +87,7 @@ class EngineGroup(UtilityCalls):
             hosts: where the engines run; closed with the group.
             sink: called with outputs, and last with the error that ended them, in other threads;
                 must not hold this client. Without a sink they wait for `get_output`.
+            replicas: makes the engines.
 
         Raises:
             HardpointError: an engine cannot be started; the others are closed.
@@ -102,7 +104,7 @@ class EngineGroup(UtilityCalls):
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
-        self._replicas = Replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
+        self._replicas = replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
         self._calls = JointCalls(choice, self._replicas, budget)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
         self.scale, self.retire = scaling.scale, scaling.retire
@@ -352,7 +354,7 @@ class EngineGroup(UtilityCalls):
         self._send_waiting()
 
     def _reported(
-        self, client: ProcessClient, error: Exception, *, blameless: bool
+        self, client: ReplicaClient, error: Exception, *, blameless: bool
     ) -> tuple[EngineDeadError, Collection[str] | None]:
         """Return the error of a dead engine, and the requests of its last step."""
         last = client.activity.snapshot()
@@ -383,7 +385,7 @@ class EngineGroup(UtilityCalls):
             if entry.replica is None and rank is not None and rank not in coming:
                 self._refuse(entry, error, "names that engine (data_parallel_rank)")
 
-    def _replace(self, client: ProcessClient, successor: Replica) -> None:
+    def _replace(self, client: ReplicaClient, successor: Replica) -> None:
         """Close the client of a dead engine; start another one, as often as is allowed."""
         self._replicas.forget(client)
         while successor.is_starting:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import EngineClosedError
@@ -29,9 +30,20 @@ from .statistics import PrefillRate, Totals
 
 _MOST_SESSIONS = 65_536
 
+SinkOf = Callable[["Replica"], Sink]
+"""Returns what gets the outputs of an engine, and the error that ends them."""
+
+
+class ReplicaClient(RemoteClient, Protocol):
+    """The client of one engine of several."""
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether something outside ended the engine, so that no plugin is to blame."""
+
 
 class Replica:
-    """One engine process of several; the `EngineView` of balancers.
+    """One engine of several; the `EngineView` of balancers.
 
     Attributes:
         rank: number of the engine.
@@ -64,7 +76,7 @@ class Replica:
             reports: whether it reports its load.
         """
         self.rank = rank
-        self.client: ProcessClient | None = None
+        self.client: ReplicaClient | None = None
         self.stats: SchedulerStats | None = None
         self.failure: Exception | None = None
         self.is_serving = False
@@ -84,7 +96,7 @@ class Replica:
         self._busy_since = 0.0  # with prompts, while it has any to compute
 
     @property
-    def open_client(self) -> ProcessClient:
+    def open_client(self) -> ReplicaClient:
         """The client of an engine that has been started."""
         assert self.client is not None
         return self.client
@@ -195,7 +207,7 @@ class Replicas:
         self,
         start: EngineStart,
         hosts: EngineHosts,
-        sink_of: Callable[[Replica], Sink],
+        sink_of: SinkOf,
         changed: threading.Condition,
     ) -> None:
         """Start none yet.
@@ -203,7 +215,7 @@ class Replicas:
         Args:
             start: parameters of the first engine; `config.parallel.data` is their number.
             hosts: where they run.
-            sink_of: returns what gets the outputs of an engine, and the error that ends them.
+            sink_of: see SinkOf.
             changed: guards all of this; it is notified where an engine starts or stops serving.
         """
         self.start = start
@@ -218,7 +230,7 @@ class Replicas:
         self.unpaused: list[Replica] = []
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
-        self._clients: list[ProcessClient] = []
+        self._clients: list[ReplicaClient] = []
         self._starting: list[EngineHost] = []
         self._is_closed = False
 
@@ -252,7 +264,7 @@ class Replicas:
         return {one.rank for one in found if one.is_serving or one.is_starting}
 
     @property
-    def any_client(self) -> ProcessClient:
+    def any_client(self) -> ReplicaClient:
         """The client of the first engine that serves; of a dead group, that of its last one."""
         serving = self.serving
         return serving[0].open_client if serving else self._clients[-1]
@@ -276,7 +288,7 @@ class Replicas:
         """Return whether no other engine has taken the place of one."""
         return self._replicas.get(replica.rank) is replica
 
-    def open_all(self) -> ProcessClient:
+    def open_all(self) -> ReplicaClient:
         """Start all engines, and return the client of the first one once all are ready.
 
         The first one is started first: it decides on the size of all caches, and packs the weights
@@ -354,7 +366,7 @@ class Replicas:
         if replica.client is not None:
             self.forget(replica.client)
 
-    def open(self, replica: Replica, num_sharing: int = 1) -> ProcessClient:
+    def open(self, replica: Replica, num_sharing: int = 1) -> ReplicaClient:
         """Start the process of an engine, which serves from then on; return its client.
 
         Args:
@@ -382,7 +394,7 @@ class Replicas:
         assert replica.failure is not None
         raise replica.failure
 
-    def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ProcessClient:
+    def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ReplicaClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
@@ -413,7 +425,7 @@ class Replicas:
         self._refresh()
         return successor
 
-    def forget(self, client: ProcessClient) -> None:
+    def forget(self, client: ReplicaClient) -> None:
         """Close the client of an engine that another one has succeeded."""
         client.close()
         with self._changed:
@@ -438,7 +450,7 @@ class Replicas:
         for process in starting:
             process.close(0)
         with ThreadPoolExecutor(max(len(clients), 1)) as pool:
-            list(pool.map(ProcessClient.close, clients))
+            list(pool.map(lambda client: client.close(), clients))
         self._hosts.close()
 
 
@@ -457,3 +469,7 @@ class Receiver:
         """Hand on outputs, or the error that ended them."""
         if (group := self._group()) is not None:
             group.receive(self._replica, item)
+
+
+ReplicasOf = Callable[[EngineStart, EngineHosts, SinkOf, threading.Condition], Replicas]
+"""Makes the engines of a group; they are started later."""

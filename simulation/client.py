@@ -13,6 +13,7 @@ from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.ledger import Entry, Ledger
 from hardpoint.replicas.prefix_index import PrefixIndex
 from hardpoint.replicas.replicas import Replica, Sessions
+from hardpoint.replicas.statistics import PrefillRate
 
 from .engine import SimulatedEngine
 from .measures import Measures
@@ -42,6 +43,7 @@ class SimulatedClient:
         if self._choice.uses_cached_prefixes:
             self._index = PrefixIndex(cache.block_size, cache.hash_algorithm)
         self._sessions, self._ledger = Sessions(), Ledger()
+        self._rate = PrefillRate()
         self._replicas: dict[int, Replica] = {}
         self._engines: dict[int, SimulatedEngine] = {}
         self._serving: list[Replica] = []
@@ -58,7 +60,7 @@ class SimulatedClient:
 
     def add(self, engine: SimulatedEngine) -> None:
         """Let an engine serve; requests that waited for one are sent."""
-        replica = Replica(engine.rank, self._sessions, self._index, reports=True)
+        replica = Replica(engine.rank, self._sessions, self._rate, self._index, reports=True)
         # Asked only where changes are missing, of which none get lost here.
         replica.client = _NoControlCalls()  # type: ignore[assignment]
         self._replicas[engine.rank], self._engines[engine.rank] = replica, engine

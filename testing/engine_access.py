@@ -111,7 +111,7 @@ def check_plugin_class(cls: type[Component], kind: str, name: str) -> None:
     check_component(cls, KINDS[kind], _source(cls, name))
 
 
-def with_creator(context: Context[Any], kind: str) -> Context[Any]:
+def with_creator(context: Any, kind: str) -> Any:
     """Return a context that builds the components that the class under test wraps."""
 
     def create(use: str) -> Component:
@@ -122,16 +122,13 @@ def with_creator(context: Context[Any], kind: str) -> Context[Any]:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
         plugins = _resolved(msgspec.json.encode(tree))
-        own = {field.name for field in dataclasses.fields(Context)}
-        names = {field.name for field in dataclasses.fields(context)} - own
+        names = {one.name for one in dataclasses.fields(context)}
+        names -= {one.name for one in dataclasses.fields(Context)}
         fields = {name: getattr(context, name) for name in names}
-        component: Component
         if kind in BACKEND_KINDS:
-            component = plugins.create_for_device(kind, type(context), **fields)
-        else:
-            *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
-            component = plugins.create(entry, type(context), **fields)
-        return component
+            return cast(Component, plugins.create_for_device(kind, type(context), **fields))
+        *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
+        return cast(Component, plugins.create(entry, type(context), **fields))
 
     return dataclasses.replace(context, creator=create)
 

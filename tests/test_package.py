@@ -23,6 +23,7 @@ FOLDERS = {
     "api": "hardpoint",
     "plugins": "hardpoint/plugins",
     "registry": "hardpoint/registry",
+    "ray_serve": "hardpoint/ray_serve",
     "replicas": "hardpoint/replicas",
     "simulation": "hardpoint/simulation",
     "testing": "hardpoint/testing",

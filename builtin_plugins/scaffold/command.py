@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hardpoint.plugins import CommandContext, RequestError
 
-from .names import Answers, check_kind, check_name
+from .names import PackageSpec, check_kind, check_name
 from .project import Change, check_new_folder, make, plan_update, read_answers, update
 from .templates import Templates
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.name is None:
         raise RequestError("expected KIND and NAME, or --update")
     check_kind(options.kind, templates.kinds())
-    answers = Answers(version=templates.newest, kind=options.kind, name=options.name)
+    answers = PackageSpec(version=templates.newest, kind=options.kind, name=options.name)
     config, sources = context.load_config()
     check_name(answers, context.load_catalog(config, sources).components())
     folder = options.into or Path(options.name)
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     return 0
 
 
-def _print_next(folder: Path, answers: Answers) -> None:
+def _print_next(folder: Path, answers: PackageSpec) -> None:
     print(f"\nThe class is {answers.class_name}, in src/{answers.module}/__init__.py. Next:\n")
     if folder != Path():
         print(f"  cd {shlex.quote(str(folder))}")

@@ -17,8 +17,8 @@ _LONGEST = 64
 _TAKEN = ("hardpoint", "src", "tests")
 
 
-class Answers(Strict, frozen=True):
-    """What a package was made of: the table `[tool.hardpoint.template]` of its pyproject.toml.
+class PackageSpec(Strict):
+    """Inputs of a template: the table `[tool.hardpoint.template]` of a pyproject.toml.
 
     Attributes:
         version: version of the templates.
@@ -41,7 +41,7 @@ class Answers(Strict, frozen=True):
         return "".join(part[:1].upper() + part[1:] for part in self.module.split("_"))
 
     def places(self) -> dict[str, str]:
-        """Return what stands in the places of a template."""
+        """Return the texts of the places of a template."""
         return {
             "VERSION": str(self.version),
             "KIND": self.kind,
@@ -57,7 +57,7 @@ def check_kind(kind: str, kinds: Sequence[str]) -> None:
         raise RequestError(f"KIND: expected one of {', '.join(kinds)}, got {kind!r}")
 
 
-def check_name(answers: Answers, components: Iterable[ComponentInfo]) -> None:
+def check_name(answers: PackageSpec, components: Iterable[ComponentInfo]) -> None:
     """Raise if a name cannot be that of a package, a module and a plugin.
 
     Args:
@@ -65,7 +65,7 @@ def check_name(answers: Answers, components: Iterable[ComponentInfo]) -> None:
         components: the plugins that are installed.
 
     Raises:
-        RequestError: says why.
+        RequestError: it cannot.
     """
     name, module = answers.name, answers.module
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:

@@ -16,7 +16,7 @@ from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.typed import convert
 
 from .merging import conflict_line, merge
-from .names import Answers
+from .names import PackageSpec
 from .templates import Files, Templates
 
 _TABLE = "tool.hardpoint.template"
@@ -26,7 +26,7 @@ def check_new_folder(folder: Path) -> None:
     """Raise unless a package may be made in a folder: there is none, or it is empty.
 
     Raises:
-        RequestError: says what is there.
+        RequestError: there is something; the message has its name.
     """
     try:
         if folder.is_dir():
@@ -67,7 +67,7 @@ def make(folder: Path, files: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """What an update makes of a file.
+    """The result of an update for one file.
 
     Attributes:
         what: a word for it.
@@ -80,8 +80,8 @@ class Change:
     conflicts: int = 0
 
 
-def read_answers(folder: Path, templates: Templates) -> Answers:
-    """Return what a package was made of.
+def read_answers(folder: Path, templates: Templates) -> PackageSpec:
+    """Return the inputs of a package's templates.
 
     Raises:
         RequestError: it was not made by these templates, or by newer ones.
@@ -99,7 +99,7 @@ def read_answers(folder: Path, templates: Templates) -> Answers:
             f"--update: {path} has no table [{_TABLE}]: the package was not made by "
             "`hardpoint plugins new`"
         )
-    answers = convert(table, Answers, path=f"{path}: {_TABLE}", error=RequestError)
+    answers = convert(table, PackageSpec, path=f"{path}: {_TABLE}", error=RequestError)
     if not 1 <= answers.version <= templates.newest:
         raise RequestError(
             f"{path}: {_TABLE}.version: expected 1 to {templates.newest}, got {answers.version}: "
@@ -113,8 +113,8 @@ def read_answers(folder: Path, templates: Templates) -> Answers:
     return answers
 
 
-def plan_update(folder: Path, answers: Answers, templates: Templates) -> dict[str, Change]:
-    """Return what the newest templates make of each file of a package, by path.
+def plan_update(folder: Path, answers: PackageSpec, templates: Templates) -> dict[str, Change]:
+    """Return the changes of the newest templates to each file of a package, by path.
 
     What the author has changed stays; what the templates have changed since is added. A file that
     the author has removed stays removed, and one that the templates no longer have is removed

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from hardpoint.plugins import RequestError
 
-from .names import Answers
+from .names import PackageSpec
 
 Files: TypeAlias = dict[str, str]
 """Text by path in the package, with / between folders."""
@@ -56,7 +56,7 @@ class Templates:
             PurePosixPath(path).stem for path in texts if PurePosixPath(path).parts[0] == "kinds"
         )
 
-    def render(self, answers: Answers) -> Files:
+    def render(self, answers: PackageSpec) -> Files:
         """Return the files of a package, in the version that the answers name.
 
         Raises:
@@ -100,7 +100,7 @@ def _filled(text: str, places: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: places[place[1]], text)
 
 
-def _check_names(source: str, answers: Answers) -> None:
+def _check_names(source: str, answers: PackageSpec) -> None:
     """Raise if a module has the class's name twice."""
     bound: list[str] = []
     for node in ast.parse(source).body:

@@ -8,11 +8,12 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hardpoint.plugins import Command, CommandContext, EngineConfig
+from hardpoint.plugins import Command, CommandContext, ConfigError, EngineConfig
 from hardpoint.plugins.commands import ConfigSources
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.typed import convert
@@ -47,6 +48,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")
+    add("--on", choices=["ray"], help="let Ray Serve run application and engines")
+    add(
+        "--ray",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an option of --on ray, such as max_engines=4",
+    )
     add(
         "--api-key",
         metavar="KEY",
@@ -67,6 +76,10 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     manager = ServiceManager.of_environment(os.environ)
     config, sources = _config(options, *context.load_config())
     settings = config.table(ServerConfig)
+    if options.on == "ray":
+        return _serve_on_ray(options, context, config, sources)
+    if options.ray:
+        raise ConfigError("--ray: expected --on ray as well, for these are options of it")
     if context.quiet:
         settings = msgspec.structs.replace(settings, access_log="off")
         config = msgspec.structs.replace(config, server=settings)
@@ -114,6 +127,22 @@ def _run_workers(
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(run())
+
+
+def _serve_on_ray(
+    options: argparse.Namespace,
+    context: CommandContext,
+    config: EngineConfig,
+    sources: ConfigSources,
+) -> int:
+    from .access.keys import single_key  # noqa: PLC0415
+    from .operations.on_ray import check_for_ray, named_values  # noqa: PLC0415
+
+    settings = config.table(ServerConfig)
+    check_for_ray(settings)
+    make = partial(application, key=single_key(options.api_key))
+    given = named_values(options.ray)
+    return context.serve_on_ray(config, sources, make, given, (settings.host, settings.port))
 
 
 @contextlib.contextmanager
@@ -178,6 +207,27 @@ async def _serve(
         await engine.aclose()
 
 
+def application(engine: AsyncGenerator, version: str, *, key: str | None = None) -> Any:
+    """Return the application for users, for somebody else to listen for.
+
+    Args:
+        engine: the engine.
+        version: version of Hardpoint.
+        key: a key that requests need, besides those of `server.keys_file`.
+
+    Raises:
+        ConfigError, PluginError: as for `hardpoint serve`.
+    """
+    from .access.keys import KeyStore, installed  # noqa: PLC0415
+    from .assembly import assemble  # noqa: PLC0415
+
+    settings = engine.config.table(ServerConfig)
+    path = settings.keys_file
+    authenticators = [installed(KeyStore(path, key))] if path or key else []
+    made = assemble(engine, version, bound=settings.host, authenticators=authenticators)
+    return made.users
+
+
 def _config(
     options: argparse.Namespace, config: EngineConfig, sources: ConfigSources
 ) -> tuple[EngineConfig, ConfigSources]:
@@ -211,4 +261,5 @@ COMMAND = Command(
     summary="serve a model over HTTP, with OpenAI's API",
     configure=_configure,
     run=_run,
+    application=application,
 )

@@ -15,7 +15,7 @@ import msgspec
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.boundary.faults import Fanout, StepFaults
-from hardpoint.core.client.base import Attempt, DeathWatcher, EngineSet, UtilityCalls
+from hardpoint.core.client.base import Attempt, DeathWatcher, UtilityCalls
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.core.client.sockets import EngineSockets
@@ -31,6 +31,7 @@ from hardpoint.plugins import (
     IterationStats,
     StatSink,
 )
+from hardpoint.plugins.engine_set import EngineSet
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed import convert

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import run
 
-from hardpoint.builtin_plugins.scaffold.names import Answers
+from hardpoint.builtin_plugins.scaffold.names import PackageSpec
 from hardpoint.builtin_plugins.scaffold.project import make, plan_update, read_answers, update
 from hardpoint.builtin_plugins.scaffold.templates import Templates, templates_folder
 from hardpoint.cli import main
@@ -33,8 +33,8 @@ QUICK = (
 """Kinds whose suites take about a second; those of the others are in the test of all."""
 
 
-def answers(kind: str, version: int = 1) -> Answers:
-    return Answers(version=version, kind=kind, name=f"acme-new-{kind.replace('_', '-')}")
+def answers(kind: str, version: int = 1) -> PackageSpec:
+    return PackageSpec(version=version, kind=kind, name=f"acme-new-{kind.replace('_', '-')}")
 
 
 def write_packages(folder: Path, kinds) -> str:
@@ -132,7 +132,7 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_the_command_makes_a_package_and_says_what_is_next(folder, capsys):
+def test_the_command_makes_a_package_and_prints_the_next_commands(folder, capsys):
     assert main(["plugins", "new", "hooks", "Acme-Count", "--dry-run"]) == 0
     assert "Acme-Count/pyproject.toml\n" in capsys.readouterr().out
     assert not list(folder.iterdir())

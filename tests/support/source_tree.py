@@ -17,6 +17,7 @@ FOLDERS = {
     "builtin_plugins": "hardpoint.builtin_plugins",
     "features": "hardpoint.features",
     "registry": "hardpoint.registry",
+    "ray_serve": "hardpoint.ray_serve",
     "replicas": "hardpoint.replicas",
     "simulation": "hardpoint.simulation",
     "system": "hardpoint.system",

@@ -1,0 +1,199 @@
+"""The parts of Ray Serve that need no cluster: versions, options, work that waits, the router."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+from support.scripted_folder import write_config
+
+from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.builtin_plugins.server.operations.on_ray import check_for_ray, named_values
+from hardpoint.errors import EngineDeadError
+from hardpoint.plugins import ConfigError
+from hardpoint.testing import ScriptedClock, write_scripted_model
+
+NEEDED = r"hardpoint.ray_serve: expected ray\[serve\]>=2.60,<2.61, for request routers change"
+
+
+@pytest.fixture
+def fresh_import(monkeypatch):
+    """Import the package as if it had not been imported."""
+    for name in [one for one in sys.modules if one.startswith("hardpoint.ray_serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    return lambda: importlib.import_module("hardpoint.ray_serve")
+
+
+@pytest.mark.parametrize(("found", "shown"), [("2.55.1", "2.55.1"), ("2.61.0", "2.61.0")])
+def test_another_version_of_ray_is_refused_before_it_is_imported(
+    fresh_import, monkeypatch, found, shown
+):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    with pytest.raises(ConfigError, match=f"{NEEDED}.* got {shown}; pip install"):
+        fresh_import()
+
+
+def test_without_ray_the_extra_is_named(fresh_import, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    match = rf"{NEEDED}.* got no Ray; pip install 'hardpoint\[ray-serve\]'"
+    with pytest.raises(ConfigError, match=match):
+        fresh_import()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"uds": "/run/x"}, "server.uds: expected none with --on ray, .* got '/run/x'"),
+        ({"admin": "unix:/run/x"}, "server.admin: expected none with --on ray"),
+        ({"tls_key": "k.pem"}, "server.tls_key: expected none with --on ray"),
+        ({"port": 0}, "server.port: expected a port with --on ray, got 0"),
+    ],
+)
+def test_settings_of_a_listener_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        check_for_ray(ServerConfig(**settings))
+
+
+def test_options_are_names_and_values():
+    assert named_values(["a=1", "b=x=y"]) == {"a": "1", "b": "x=y"}
+    with pytest.raises(ConfigError, match="--ray: expected NAME=VALUE, got 'a'"):
+        named_values(["a"])
+    with pytest.raises(ConfigError, match="--ray: expected each option once, got a twice"):
+        named_values(["a=1", "a=2"])
+
+
+@pytest.fixture
+def ray_serve():
+    return pytest.importorskip("ray.serve")
+
+
+@pytest.mark.usefixtures("ray_serve")
+def test_options_have_types_and_bounds():
+    from hardpoint.ray_serve.options import options_of
+
+    options = options_of({"max_engines": "4", "engine_resources": '{"fast": 1}'}, "--ray")
+    assert options.max_engines == 4
+    assert options.engine_resources == {"fast": 1}
+    assert options_of({"name": "llm"}, "--ray").name == "llm"
+    with pytest.raises(ConfigError, match="--ray.max_engines: expected 3 or more, .* got 2"):
+        options_of({"min_engines": 3, "max_engines": 2}, "--ray")
+    with pytest.raises(ConfigError, match="--ray.min_engines: expected .* >= 1, got 0"):
+        options_of({"min_engines": "0"}, "--ray")
+    with pytest.raises(ConfigError, match="--ray.*no_such"):
+        options_of({"no_such": 1}, "--ray")
+
+
+def test_the_builder_of_serve_run_takes_names_and_values(ray_serve, tmp_path):
+    from hardpoint.ray_serve import app
+
+    folder = write_scripted_model(tmp_path / "model")
+    write_config(tmp_path, folder)
+    path = str(tmp_path / "hardpoint.toml")
+    assert isinstance(app({"config": path, "max_engines": "4"}), ray_serve.Application)
+    with pytest.raises(ConfigError, match="app.max_engines: expected .* >= 1, got 0"):
+        app({"config": path, "max_engines": "0"})
+    write_config(tmp_path, folder, "parallel.data = 2")
+    with pytest.raises(ConfigError, match="parallel.data: expected 1 on Ray Serve, .* got 2"):
+        app({"config": path})
+
+
+@pytest.mark.usefixtures("ray_serve")
+def test_prompt_work_is_tokens_over_the_measured_rate():
+    from hardpoint.ray_serve.prompt_work import PromptWork
+
+    clock = ScriptedClock()
+    work = PromptWork(clock)
+    assert work.waiting_seconds == 0
+    work.add("a", 1000)
+    clock.advance(2)
+    assert work.waiting_seconds == pytest.approx(2)  # no rate yet
+    work.computed("a")
+    assert work.waiting_seconds == 0
+    clock.advance(100)  # idle time is no part of the rate
+    work.add("b", 2000)
+    work.add("c", 1000)
+    assert work.waiting_seconds == pytest.approx(6)  # 500 tokens a second
+    work.remove("b")
+    work.computed("unknown")
+    assert work.waiting_seconds == pytest.approx(2)
+
+
+@pytest.mark.usefixtures("ray_serve")
+@pytest.mark.parametrize(
+    ("waiting", "running", "target", "wanted"),
+    [
+        ([], [], 2, 2),  # nothing reported yet
+        ([0.0, 0.0], [0.0, 0.0], 2, 1),
+        ([6.0], [1.0], 1, 3),
+        ([0.5, 0.5], [0.9, 0.8], 2, 2),  # one engine cannot run what runs
+        ([0.5, 0.5, 0.0], [0.4, 0.4, 0.0], 3, 1),
+        ([0.1], [1.0], 1, 1),  # a full engine alone is no reason for another
+    ],
+)
+def test_the_policy_asks_for_engines_by_work_that_waits(waiting, running, target, wanted):
+    from hardpoint.ray_serve.autoscaling import WaitingPromptWork
+
+    metrics = {
+        "waiting_seconds": dict(enumerate(waiting)),
+        "running_share": dict(enumerate(running)),
+    }
+    context = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
+    assert WaitingPromptWork(2.0)(context) == (wanted, {})
+
+
+@pytest.fixture
+def route(ray_serve):
+    """Ask a router without a cluster for the ranks of a call, among replicas by id."""
+    from hardpoint.ray_serve.router import EngineRouter
+
+    router = EngineRouter.__new__(EngineRouter)
+    router.initialize_state()
+
+    async def ask(address, ids):
+        replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=one)) for one in ids]
+        router._replicas = dict(zip(ids, replicas, strict=True))
+        pending = SimpleNamespace(
+            args=[address],
+            routing_context=SimpleNamespace(should_backoff=False),
+            future=asyncio.get_running_loop().create_future(),
+        )
+        ranks = await router.choose_replicas(replicas, pending)
+        assert pending.routing_context.should_backoff
+        found = [[one.replica_id.unique_id for one in rank] for rank in ranks]
+        return found, pending.future.exception() if pending.future.done() else None
+
+    return lambda address, ids: asyncio.run(ask(address, ids))
+
+
+def test_the_router_returns_the_chosen_engine_as_the_only_rank(route):
+    from hardpoint.ray_serve.router import Address
+
+    assert route(Address("b"), ["a", "b"]) == ([["b"]], None)
+
+
+def test_a_call_of_a_replica_that_takes_none_fails(route):
+    from hardpoint.ray_serve.router import Address
+
+    _, error = route(Address("c"), ["a", "b"])
+    assert isinstance(error, EngineDeadError)
+    assert str(error) == "the replica c takes no more requests"
+
+
+def test_the_router_tells_its_caller_about_replicas(route):
+    from hardpoint.ray_serve.router import Address
+
+    told = []
+    address = Address(None, told.append)
+    route(address, ["a"])
+    route(address, ["a"])
+    route(address, ["a", "b"])
+    assert told == [{"a"}, {"a", "b"}]
+    assert pickle.loads(pickle.dumps(address)).on_replicas is None

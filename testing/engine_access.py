@@ -126,9 +126,10 @@ def with_creator(context: Any, kind: str) -> Any:
         names -= {one.name for one in dataclasses.fields(Context)}
         fields = {name: getattr(context, name) for name in names}
         if kind in BACKEND_KINDS:
-            return cast(Component, plugins.create_for_device(kind, type(context), **fields))
+            built: Component = plugins.create_for_device(kind, type(context), **fields)
+            return built
         *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
-        return cast(Component, plugins.create(entry, type(context), **fields))
+        return plugins.create(entry, type(context), **fields)
 
     return dataclasses.replace(context, creator=create)
 

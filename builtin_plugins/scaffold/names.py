@@ -17,7 +17,7 @@ _LONGEST = 64
 _TAKEN = ("hardpoint", "src", "tests")
 
 
-class Answers(Strict, frozen=True):
+class Answers(Strict):
     """What a package was made of: the table `[tool.hardpoint.template]` of its pyproject.toml.
 
     Attributes:
@@ -65,7 +65,7 @@ def check_name(answers: Answers, components: Iterable[ComponentInfo]) -> None:
         components: the plugins that are installed.
 
     Raises:
-        RequestError: says why.
+        RequestError: it cannot, with the reason.
     """
     name, module = answers.name, answers.module
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:

@@ -26,7 +26,7 @@ def check_new_folder(folder: Path) -> None:
     """Raise unless a package may be made in a folder: there is none, or it is empty.
 
     Raises:
-        RequestError: says what is there.
+        RequestError: it has something, which the message names.
     """
     try:
         if folder.is_dir():
@@ -67,10 +67,10 @@ def make(folder: Path, files: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """What an update makes of a file.
+    """Change of a file by an update.
 
     Attributes:
-        what: a word for it.
+        what: name of the change.
         text: its new text; None leaves it, or leaves it out.
         conflicts: number of places that the author has to decide.
     """
@@ -81,7 +81,7 @@ class Change:
 
 
 def read_answers(folder: Path, templates: Templates) -> Answers:
-    """Return what a package was made of.
+    """Return the answers that a package was made from.
 
     Raises:
         RequestError: it was not made by these templates, or by newer ones.
@@ -114,7 +114,7 @@ def read_answers(folder: Path, templates: Templates) -> Answers:
 
 
 def plan_update(folder: Path, answers: Answers, templates: Templates) -> dict[str, Change]:
-    """Return what the newest templates make of each file of a package, by path.
+    """Return the change of each file of a package by the newest templates, by path.
 
     What the author has changed stays; what the templates have changed since is added. A file that
     the author has removed stays removed, and one that the templates no longer have is removed

@@ -132,7 +132,7 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_the_command_makes_a_package_and_says_what_is_next(folder, capsys):
+def test_the_command_makes_a_package_and_prints_the_next_ones(folder, capsys):
     assert main(["plugins", "new", "hooks", "Acme-Count", "--dry-run"]) == 0
     assert "Acme-Count/pyproject.toml\n" in capsys.readouterr().out
     assert not list(folder.iterdir())

@@ -72,7 +72,7 @@ def _regions(hunks: list[Hunk]) -> Iterator[tuple[int, int]]:
 
 
 def _replaced(base: Lines, side: Lines, hunks: list[Hunk], first: int, last: int) -> list[str]:
-    """Return what a side has in place of a range of the base's lines."""
+    """Return the lines of a side in place of a range of the base's."""
     lines: list[str] = []
     for start, stop, new_start, new_stop in hunks:
         if first <= start and stop <= last:

@@ -16,7 +16,7 @@ from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.typed import convert
 
 from .merging import conflict_line, merge
-from .names import Answers
+from .names import PackageSpec
 from .templates import Files, Templates
 
 _TABLE = "tool.hardpoint.template"
@@ -80,8 +80,8 @@ class Change:
     conflicts: int = 0
 
 
-def read_answers(folder: Path, templates: Templates) -> Answers:
-    """Return the answers that a package was made from.
+def read_spec(folder: Path, templates: Templates) -> PackageSpec:
+    """Return the specification that a package was made from.
 
     Raises:
         RequestError: it was not made by these templates, or by newer ones.
@@ -99,21 +99,21 @@ def read_answers(folder: Path, templates: Templates) -> Answers:
             f"--update: {path} has no table [{_TABLE}]: the package was not made by "
             "`hardpoint plugins new`"
         )
-    answers = convert(table, Answers, path=f"{path}: {_TABLE}", error=RequestError)
-    if not 1 <= answers.version <= templates.newest:
+    spec = convert(table, PackageSpec, path=f"{path}: {_TABLE}", error=RequestError)
+    if not 1 <= spec.version <= templates.newest:
         raise RequestError(
-            f"{path}: {_TABLE}.version: expected 1 to {templates.newest}, got {answers.version}: "
+            f"{path}: {_TABLE}.version: expected 1 to {templates.newest}, got {spec.version}: "
             "a newer Hardpoint has made the package"
         )
-    if answers.kind not in templates.kinds():
+    if spec.kind not in templates.kinds():
         raise RequestError(
             f"{path}: {_TABLE}.kind: expected one of {', '.join(templates.kinds())}, got "
-            f"{answers.kind!r}"
+            f"{spec.kind!r}"
         )
-    return answers
+    return spec
 
 
-def plan_update(folder: Path, answers: Answers, templates: Templates) -> dict[str, Change]:
+def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[str, Change]:
     """Return the change of each file of a package by the newest templates, by path.
 
     What the author has changed stays; what the templates have changed since is added. A file that
@@ -123,8 +123,8 @@ def plan_update(folder: Path, answers: Answers, templates: Templates) -> dict[st
     Raises:
         RequestError: a file cannot be read, or has conflicts of an earlier update.
     """
-    base = templates.render(answers)
-    newest = msgspec.structs.replace(answers, version=templates.newest)
+    base = templates.render(spec)
+    newest = msgspec.structs.replace(spec, version=templates.newest)
     wanted = templates.render(newest)
     label = f"template {newest.version}"
     paths = sorted({**base, **wanted})

@@ -115,16 +115,14 @@ def with_creator(context: Any, kind: str) -> Any:
     """Return a context that builds the components that the class under test wraps."""
 
     def create(use: str) -> Component:
-        # With a name, for a class that has several: an architecture's is that of the model.
-        named = use if ":" in use else {"use": use, "name": use}
+        named = use if ":" in use else {"use": use, "name": use}  # a class may have several names
         tree: dict[str, Any] = {"plugins": {"enable": [named]}}
         if path := KINDS[kind].chosen_by:
             table, _, key = path.partition(".")
             tree = {table: {key: use if KINDS[kind].number is Number.ONE else [use]}}
         plugins = _resolved(msgspec.json.encode(tree))
-        names = {one.name for one in dataclasses.fields(context)}
-        names -= {one.name for one in dataclasses.fields(Context)}
-        fields = {name: getattr(context, name) for name in names}
+        own, given = ({f.name for f in dataclasses.fields(c)} for c in (Context, context))
+        fields = {name: getattr(context, name) for name in given - own}
         if kind in BACKEND_KINDS:
             built: Component = plugins.create_for_device(kind, type(context), **fields)
             return built

@@ -97,12 +97,12 @@ def test_the_wheel_holds_every_source_file_and_no_other(wheel):
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
-    page = ROOT / "builtin_plugins" / "server" / "page"
-    expected |= {
-        f"hardpoint/builtin_plugins/{path.relative_to(ROOT / 'builtin_plugins')}"
-        for path in page.rglob("*")
-        if path.is_file()
-    }
+    for data in ("server/page", "scaffold/templates"):
+        expected |= {
+            f"hardpoint/builtin_plugins/{path.relative_to(ROOT / 'builtin_plugins')}"
+            for path in (ROOT / "builtin_plugins" / data).rglob("*")
+            if path.is_file()
+        }
     paths = PATHS if platform.machine() == "x86_64" else ["plain"]
     expected |= {f"hardpoint/kernels/cpu_{path}.so" for path in paths}
     assert wheel.name.split("-")[2:4] == ["py3", "none"]  # for any version of Python

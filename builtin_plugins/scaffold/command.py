@@ -10,7 +10,7 @@ from pathlib import Path
 from hardpoint.plugins import CommandContext, RequestError
 
 from .names import PackageSpec, check_kind, check_name
-from .project import Change, check_new_folder, make, plan_update, read_answers, update
+from .project import Change, check_new_folder, make, plan_update, read_spec, update
 from .templates import Templates
 
 _CONFLICTS = 1
@@ -59,41 +59,41 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
     if options.name is None:
         raise RequestError("expected KIND and NAME, or --update")
     check_kind(options.kind, templates.kinds())
-    answers = PackageSpec(version=templates.newest, kind=options.kind, name=options.name)
+    spec = PackageSpec(version=templates.newest, kind=options.kind, name=options.name)
     config, sources = context.load_config()
-    check_name(answers, context.load_catalog(config, sources).components())
+    check_name(spec, context.load_catalog(config, sources).components())
     folder = options.into or Path(options.name)
     check_new_folder(folder)
-    files = templates.render(answers)
+    files = templates.render(spec)
     if not options.dry_run:
         make(folder, files)
     for path in sorted(files):
         print(folder / path)
     if not options.dry_run:
-        _print_next(folder, answers)
+        _print_next(folder, spec)
     return 0
 
 
-def _print_next(folder: Path, answers: PackageSpec) -> None:
-    print(f"\nThe class is {answers.class_name}, in src/{answers.module}/__init__.py. Next:\n")
+def _print_next(folder: Path, spec: PackageSpec) -> None:
+    print(f"\nThe class is {spec.class_name}, in src/{spec.module}/__init__.py. Next:\n")
     if folder != Path():
         print(f"  cd {shlex.quote(str(folder))}")
     print('  pip install -e ".[test]"')
     print("  pytest")
-    print(f"  hardpoint plugins show {answers.kind}/{answers.module}")
+    print(f"  hardpoint plugins show {spec.kind}/{spec.module}")
 
 
 def _update(folder: Path, templates: Templates, *, is_dry: bool) -> int:
-    answers = read_answers(folder, templates)
-    changes = plan_update(folder, answers, templates)
-    if answers.version == templates.newest:
-        print(f"{folder} has the newest templates, version {answers.version}.")
+    spec = read_spec(folder, templates)
+    changes = plan_update(folder, spec, templates)
+    if spec.version == templates.newest:
+        print(f"{folder} has the newest templates, version {spec.version}.")
         return 0
     if not is_dry:
         update(folder, changes)
     _print_changes(folder, changes)
     conflicts = sum(change.conflicts for change in changes.values())
-    print(f"\nTemplates: version {answers.version} to {templates.newest}; {conflicts} conflicts.")
+    print(f"\nTemplates: version {spec.version} to {templates.newest}; {conflicts} conflicts.")
     return _CONFLICTS if conflicts else 0
 
 

@@ -18,7 +18,7 @@ _TAKEN = ("hardpoint", "src", "tests")
 
 
 class PackageSpec(Strict):
-    """Inputs of a template: the table `[tool.hardpoint.template]` of a pyproject.toml.
+    """The table `[tool.hardpoint.template]` of a package's pyproject.toml: inputs of its rendering.
 
     Attributes:
         version: version of the templates.
@@ -41,7 +41,7 @@ class PackageSpec(Strict):
         return "".join(part[:1].upper() + part[1:] for part in self.module.split("_"))
 
     def places(self) -> dict[str, str]:
-        """Return the texts of the places of a template."""
+        """Return the values of the placeholders of a template, by name."""
         return {
             "VERSION": str(self.version),
             "KIND": self.kind,
@@ -57,17 +57,17 @@ def check_kind(kind: str, kinds: Sequence[str]) -> None:
         raise RequestError(f"KIND: expected one of {', '.join(kinds)}, got {kind!r}")
 
 
-def check_name(answers: PackageSpec, components: Iterable[ComponentInfo]) -> None:
+def check_name(spec: PackageSpec, components: Iterable[ComponentInfo]) -> None:
     """Raise if a name cannot be that of a package, a module and a plugin.
 
     Args:
-        answers: with the name.
+        spec: inputs with the name.
         components: the plugins that are installed.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: it cannot, with the reason.
     """
-    name, module = answers.name, answers.module
+    name, module = spec.name, spec.module
     if not _NAME.fullmatch(name) or len(name) > _LONGEST:
         raise RequestError(
             f"NAME: expected at most {_LONGEST} letters, digits, '-', '_' and '.', the first one a "
@@ -84,9 +84,9 @@ def check_name(answers: PackageSpec, components: Iterable[ComponentInfo]) -> Non
                 f"NAME: expected another name than {name!r}: {info.kind}/{info.name} of "
                 f"{info.package} is a plugin of that name"
             )
-    spec = importlib.util.find_spec(module)
-    if spec is not None and spec.origin is not None:
+    installed = importlib.util.find_spec(module)
+    if installed is not None and installed.origin is not None:
         raise RequestError(
             f"NAME: expected another name than {name!r}: the module {module!r} is installed, "
-            f"at {spec.origin}"
+            f"at {installed.origin}"
         )

@@ -26,7 +26,7 @@ def check_new_folder(folder: Path) -> None:
     """Raise unless a package may be made in a folder: there is none, or it is empty.
 
     Raises:
-        RequestError: there is something; the message has its name.
+        RequestError: it has something, which the message names.
     """
     try:
         if folder.is_dir():
@@ -67,10 +67,10 @@ def make(folder: Path, files: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """The result of an update for one file.
+    """Change of a file by an update.
 
     Attributes:
-        what: a word for it.
+        what: name of the change.
         text: its new text; None leaves it, or leaves it out.
         conflicts: number of places that the author has to decide.
     """
@@ -80,8 +80,8 @@ class Change:
     conflicts: int = 0
 
 
-def read_answers(folder: Path, templates: Templates) -> PackageSpec:
-    """Return the inputs of a package's templates.
+def read_spec(folder: Path, templates: Templates) -> PackageSpec:
+    """Return the specification that a package was made from.
 
     Raises:
         RequestError: it was not made by these templates, or by newer ones.
@@ -99,22 +99,22 @@ def read_answers(folder: Path, templates: Templates) -> PackageSpec:
             f"--update: {path} has no table [{_TABLE}]: the package was not made by "
             "`hardpoint plugins new`"
         )
-    answers = convert(table, PackageSpec, path=f"{path}: {_TABLE}", error=RequestError)
-    if not 1 <= answers.version <= templates.newest:
+    spec = convert(table, PackageSpec, path=f"{path}: {_TABLE}", error=RequestError)
+    if not 1 <= spec.version <= templates.newest:
         raise RequestError(
-            f"{path}: {_TABLE}.version: expected 1 to {templates.newest}, got {answers.version}: "
+            f"{path}: {_TABLE}.version: expected 1 to {templates.newest}, got {spec.version}: "
             "a newer Hardpoint has made the package"
         )
-    if answers.kind not in templates.kinds():
+    if spec.kind not in templates.kinds():
         raise RequestError(
             f"{path}: {_TABLE}.kind: expected one of {', '.join(templates.kinds())}, got "
-            f"{answers.kind!r}"
+            f"{spec.kind!r}"
         )
-    return answers
+    return spec
 
 
-def plan_update(folder: Path, answers: PackageSpec, templates: Templates) -> dict[str, Change]:
-    """Return the changes of the newest templates to each file of a package, by path.
+def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[str, Change]:
+    """Return the change of each file of a package by the newest templates, by path.
 
     What the author has changed stays; what the templates have changed since is added. A file that
     the author has removed stays removed, and one that the templates no longer have is removed
@@ -123,8 +123,8 @@ def plan_update(folder: Path, answers: PackageSpec, templates: Templates) -> dic
     Raises:
         RequestError: a file cannot be read, or has conflicts of an earlier update.
     """
-    base = templates.render(answers)
-    newest = msgspec.structs.replace(answers, version=templates.newest)
+    base = templates.render(spec)
+    newest = msgspec.structs.replace(spec, version=templates.newest)
     wanted = templates.render(newest)
     label = f"template {newest.version}"
     paths = sorted({**base, **wanted})

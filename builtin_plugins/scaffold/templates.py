@@ -56,16 +56,16 @@ class Templates:
             PurePosixPath(path).stem for path in texts if PurePosixPath(path).parts[0] == "kinds"
         )
 
-    def render(self, answers: PackageSpec) -> Files:
-        """Return the files of a package, in the version that the answers name.
+    def render(self, spec: PackageSpec) -> Files:
+        """Return the files of a package, in the version that its specification names.
 
         Raises:
             RequestError: the class's name is taken by something that a file imports.
         """
-        texts = self._texts(answers.version)
-        _, *parts = _SECTION.split(texts[f"kinds/{answers.kind}.txt"])
+        texts = self._texts(spec.version)
+        _, *parts = _SECTION.split(texts[f"kinds/{spec.kind}.txt"])
         sections = dict(zip(parts[::2], (part.rstrip("\n") for part in parts[1::2]), strict=True))
-        places = {name.upper(): text for name, text in sections.items()} | answers.places()
+        places = {name.upper(): text for name, text in sections.items()} | spec.places()
         rendered: Files = {}
         for path, text in texts.items():
             if path.startswith("common/"):
@@ -73,7 +73,7 @@ class Templates:
                 rendered[target] = _filled(_filled(text, places), places)  # sections have places
         for path, text in rendered.items():
             if path.endswith(".py"):
-                _check_names(text, answers)
+                _check_names(text, spec)
         return rendered
 
     def _texts(self, version: int) -> Mapping[str, str]:
@@ -100,17 +100,17 @@ def _filled(text: str, places: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: places[place[1]], text)
 
 
-def _check_names(source: str, answers: PackageSpec) -> None:
+def _check_names(source: str, spec: PackageSpec) -> None:
     """Raise if a module has the class's name twice."""
     bound: list[str] = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            from_itself = getattr(node, "module", None) == answers.module
+            from_itself = getattr(node, "module", None) == spec.module
             bound += [] if from_itself else [alias.asname or alias.name for alias in node.names]
-        elif isinstance(node, ast.ClassDef) and node.name != answers.class_name:
+        elif isinstance(node, ast.ClassDef) and node.name != spec.class_name:
             bound.append(node.name)
-    if answers.class_name in bound:
+    if spec.class_name in bound:
         raise RequestError(
-            f"NAME: expected another name than {answers.name!r}, whose class would be called "
-            f"{answers.class_name}, as something that it imports"
+            f"NAME: expected another name than {spec.name!r}, whose class would be called "
+            f"{spec.class_name}, as something that it imports"
         )

@@ -57,6 +57,7 @@ class Watch:
     def __init__(self, connector: type[KVConnector]) -> None:
         """Watch the halves that are made while `installed`."""
         self._connector = connector
+        self._types: Any = connector
         self._lock = threading.Lock()
         self.violations: list[Violation] = []
         self.slowest: dict[str, float] = {}
@@ -71,11 +72,13 @@ class Watch:
         def watched_scheduler(
             connector: KVConnector, context: KVSchedulerContext
         ) -> KVConnectorScheduler:
+            self._types = connector  # as the engine reads them: of the object, see Wrapper
             half = self.call("scheduler_half", scheduler_half, connector, context)
             self._check_half(half, "scheduler_half", KVConnectorScheduler)
             return _WatchedScheduler(half, self)
 
         def watched_worker(connector: KVConnector, context: KVWorkerContext) -> KVConnectorWorker:
+            self._types = connector
             half = self.call("worker_half", worker_half, connector, context)
             self._check_half(half, "worker_half", KVConnectorWorker)
             return _WatchedWorker(half, self)
@@ -121,7 +124,7 @@ class Watch:
 
     def check_data(self, method: str, value: Any, type_name: str) -> None:
         """Note data that another process would not get as it is."""
-        expected = getattr(self._connector, type_name) if type_name else Any
+        expected = getattr(self._types, type_name) if type_name else Any
         try:
             encoded = msgspec.msgpack.encode(value)
             decoded = msgspec.msgpack.decode(encoded, type=expected)

@@ -12,7 +12,7 @@ import pytest
 from support.processes import run
 
 from hardpoint.builtin_plugins.scaffold.names import PackageSpec
-from hardpoint.builtin_plugins.scaffold.project import make, plan_update, read_answers, update
+from hardpoint.builtin_plugins.scaffold.project import make, plan_update, read_spec, update
 from hardpoint.builtin_plugins.scaffold.templates import Templates, templates_folder
 from hardpoint.cli import main
 from hardpoint.errors import RequestError
@@ -33,7 +33,7 @@ QUICK = (
 """Kinds whose suites take about a second; those of the others are in the test of all."""
 
 
-def answers(kind: str, version: int = 1) -> PackageSpec:
+def spec(kind: str, version: int = 1) -> PackageSpec:
     return PackageSpec(version=version, kind=kind, name=f"acme-new-{kind.replace('_', '-')}")
 
 
@@ -41,7 +41,7 @@ def write_packages(folder: Path, kinds) -> str:
     """Write a package per kind, as if it were installed; return the path of their modules."""
     templates, paths = Templates(), []
     for kind in kinds:
-        made = answers(kind)
+        made = spec(kind)
         make(folder / made.name, templates.render(made))
         source = folder / made.name / "src"
         info = source / f"{made.module}-0.1.0.dist-info"
@@ -61,7 +61,7 @@ def test_every_kind_has_a_template():
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_package_is_complete(kind):
-    made = answers(kind)
+    made = spec(kind)
     files = Templates().render(made)
     source = files[f"src/{made.module}/__init__.py"]
     assert len(source.splitlines()) < 60
@@ -105,7 +105,7 @@ def test_their_own_tests_pass(tmp_path):
 @pytest.mark.nightly
 def test_all_are_built_installed_and_tested(tmp_path):
     for kind in KINDS:
-        made = answers(kind)
+        made = spec(kind)
         make(tmp_path / "made" / made.name, Templates().render(made))
     packages = [str(path) for path in sorted((tmp_path / "made").iterdir())]
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -132,7 +132,7 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_the_command_makes_a_package_and_prints_the_next_commands(folder, capsys):
+def test_the_command_makes_a_package_and_prints_the_next_ones(folder, capsys):
     assert main(["plugins", "new", "hooks", "Acme-Count", "--dry-run"]) == 0
     assert "Acme-Count/pyproject.toml\n" in capsys.readouterr().out
     assert not list(folder.iterdir())
@@ -196,14 +196,14 @@ def second(tmp_path):
 
 def updated(folder: Path, templates: Templates) -> dict[str, str]:
     """Update a package; return what became of its files."""
-    changes = plan_update(folder, read_answers(folder, templates), templates)
+    changes = plan_update(folder, read_spec(folder, templates), templates)
     update(folder, changes)
     return {path: change.what for path, change in changes.items() if change.what != "unchanged"}
 
 
 def test_an_update_keeps_what_the_author_has_changed(tmp_path, second):
     package = tmp_path / "acme"
-    make(package, second.render(answers("hooks")))
+    make(package, second.render(spec("hooks")))
     (package / "README.md").write_bytes(
         (package / "README.md").read_bytes().replace(b"\n", b"\r\n") + b"Mine.\r\n"
     )
@@ -218,13 +218,13 @@ def test_an_update_keeps_what_the_author_has_changed(tmp_path, second):
     assert "enables no plugin." in text
     assert text.endswith("Mine.\r\n")
     assert text.count("\r\n") == text.count("\n")
-    assert read_answers(package, second).version == 2
+    assert read_spec(package, second).version == 2
     assert updated(package, second) == {}
 
 
 def test_a_conflict_leaves_both_and_is_to_be_decided_first(tmp_path, second):
     package = tmp_path / "acme"
-    make(package, second.render(answers("hooks")))
+    make(package, second.render(spec("hooks")))
     readme = package / "README.md"
     readme.write_text(readme.read_text().replace("enables nothing.", "is enough."))
     assert updated(package, second)["README.md"] == "in conflict"

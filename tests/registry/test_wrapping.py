@@ -25,8 +25,11 @@ from hardpoint.errors import (
 )
 from hardpoint.plugins import (
     Arguments,
+    AttentionBackend,
     Executor,
     ExecutorContext,
+    GrammarBackend,
+    KVConnector,
     LogitsProcessor,
     Model,
     Options,
@@ -347,3 +350,22 @@ class TestWrappedPolicy(SchedulingPolicySuite):
     policy = wrapping.KeptPolicy
     examples = 0.05
     budget_us_per_request = None
+
+
+def test_a_generic_interface_is_wrapped_with_its_parameters():
+    class Backend(Wrapper[AttentionBackend[int, str]], AttentionBackend[int, str]):
+        contract = 1
+
+    assert Backend.__mro__[1].__name__ == "Wrapper[AttentionBackend]"
+    assert not Backend.__abstractmethods__
+
+
+def test_of_a_class_its_class_methods_and_types_are_those_of_the_interface():
+    class Backend(Wrapper[GrammarBackend], GrammarBackend):
+        contract = 1
+
+    class Connector(Wrapper[KVConnector], KVConnector):
+        contract = 1
+
+    assert Backend.validate.__func__ is GrammarBackend.validate.__func__
+    assert Connector.Metadata is KVConnector.Metadata

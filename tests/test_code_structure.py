@@ -45,7 +45,6 @@ SMALL_MODULES = {
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
     "hardpoint.boundary.hang_watch": "an algorithm with tests of its own",
-    "hardpoint.system.process.parent_death": "signals of the system; has tests of its own",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
     "hardpoint.system.rank_store": "a server, which runs only while ranks of hosts meet",

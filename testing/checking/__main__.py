@@ -176,7 +176,10 @@ def _run_suite(
     ini.write_text("[pytest]\n")
     expected = dict(getattr(target, "expected_failures", {}))
     known = {name for name in dir(suite) if name.startswith("test_")}
-    recorder = CheckRecorder(send, expected, label, drawn_arguments=is_drawn)
+    has_own_suite = getattr(target, "conformance_suite", None) is not None
+    recorder = CheckRecorder(
+        send, expected, label, drawn_arguments=is_drawn, has_own_suite=has_own_suite
+    )
     options = ["-c", str(ini), "--rootdir", request.folder, "--basetemp", f"{request.folder}/t"]
     quiet = ["-q", "-p", "no:cacheprovider", "--no-header", "--no-summary"]
     pytest.main([str(file), *options, *quiet], plugins=[recorder])

@@ -18,6 +18,11 @@ Send = Callable[[Mapping[str, Any]], None]
 _UNDECIDED = (NEEDS, "this machine ", "undecidable ", "the engine cannot import")
 """Begin the reasons of checks that this run could not make; others do not apply to the class."""
 
+_REFUSED = re.compile(
+    r"^  observed: (no engine can be opened with it: |.*\b(ConfigError|ModelError): )", re.M
+)
+"""In a report: the component named what it lacks, in the place of keeping or breaking the rule."""
+
 _REPLAY = re.compile(r"^( *replay: HARDPOINT_SEED=\d+)( HARDPOINT_EXAMPLES=\S+)? pytest .*$", re.M)
 
 
@@ -25,7 +30,13 @@ class CheckRecorder:
     """Sends a record of each test."""
 
     def __init__(
-        self, send: Send, expected: Mapping[str, str], name: str, *, drawn_arguments: bool
+        self,
+        send: Send,
+        expected: Mapping[str, str],
+        name: str,
+        *,
+        drawn_arguments: bool,
+        has_own_suite: bool,
     ) -> None:
         """Create a recorder.
 
@@ -35,11 +46,13 @@ class CheckRecorder:
             name: what to check again, for replays.
             drawn_arguments: whether arguments are drawn from their type alone, so that one that has
                 an effect may be rare.
+            has_own_suite: whether the author's suite gives options, files and samples.
         """
         self._send = send
         self._expected = expected
         self._name = name
         self._drawn = drawn_arguments
+        self._has_own_suite = has_own_suite
         self._claims: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -93,6 +106,9 @@ class CheckRecorder:
         message = self._message(report)
         if self._drawn and name == "test_effect":
             reason = f"{NEEDS}`arguments` that have an effect; those drawn from the type had none"
+            return "not_proved", reason, message
+        if not self._has_own_suite and _REFUSED.search(message):
+            reason = f"{NEEDS}options, files or a configuration that it accepts; it refuses these"
             return "not_proved", reason, message
         return "failed", "", message
 

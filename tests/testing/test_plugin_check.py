@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 from support.broken.packages import ACTIVE, EARLY, EXITS, EXPECTED, RUN, Package
@@ -101,7 +102,33 @@ def test_samples_are_needed(site):
     outcomes = {record["outcome"] for record in parser["check"].values()}
     assert "not_proved" in outcomes
     reasons = {r["reason"] for r in parser["check"].values() if r["outcome"] == "not_proved"}
-    assert all(reason.startswith("needs `samples`") for reason in reasons)
+    assert any(reason.startswith("needs `samples`") for reason in reasons)
+    assert all(reason.startswith("needs ") for reason in reasons)
+
+
+_OPTIONS = {
+    "kv_stores/memory": {"size_bytes": 2 << 20},
+    "kv_stores/disk": {"size_bytes": 2 << 20},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {
+            kind: f"{kind}/{point.name}"
+            for kind in KINDS
+            for point in entry_points(group=f"hardpoint.{kind}")
+            if point.value.startswith("hardpoint.")
+        }.values()
+    ),
+)
+def test_builtins(name, site):
+    records = check(name, options=_OPTIONS.get(name))
+    result = records["result"]
+    is_unset = result["exit_code"] == 2 and "missing, and it has no default" in result["problem"]
+    assert is_unset or result["exit_code"] == 0, records
 
 
 def test_another_contract():

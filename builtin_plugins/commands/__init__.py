@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, engine, generate, keys, models, plugins
+from . import chat, completion, config, embed, generate, models, plugins
+from .remote import engine, keys
 
 contract = 1
 

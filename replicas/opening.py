@@ -38,7 +38,7 @@ def open_engines(
     with contextlib.ExitStack() as undo:
         hosts: EngineHosts = LocalHosts(process)
         if start.config.parallel.join_address is not None:
-            from .remote.hosts import JoinedHosts  # noqa: PLC0415 - most programs have none
+            from .remote.listener import JoinedHosts  # noqa: PLC0415 - most programs have none
 
             hosts = JoinedHosts(start.config, hosts)
         undo.callback(hosts.close)

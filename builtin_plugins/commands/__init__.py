@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, engine, generate, keys, models
+from . import chat, completion, config, embed, generate, models
 from .plugins import command as plugins
+from .remote import engine, keys
 
 contract = 1
 

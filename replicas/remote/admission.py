@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.encoding import WireError
+from hardpoint.toolkit.curve_keys import KeyFolder
 
 from .comparison import difference
 from .joined_host import JoinedHost
@@ -112,3 +117,54 @@ class Admission:
     def _refusal(self, reason: str, retry_seconds: float = 0.0) -> Refusal:
         self.refused(reason)
         return Refusal(reason=reason, retry_seconds=retry_seconds)
+
+
+class Doorkeeper:
+    """Lets the owners of keys connect; a key that is added or removed counts at once."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: KeyFolder,
+        refused: Callable[[str], None],
+    ) -> None:
+        """Start.
+
+        Args:
+            context: the one of the guarded sockets.
+            keys: the folder.
+            refused: called with the reason for each connection that is refused.
+        """
+        self._keys, self._refused = keys, refused
+        self._lock = threading.Lock()
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the owner of a key may connect; in the authenticator's thread."""
+        del domain
+        if key in self.names():
+            return True
+        self._refused("a key that is not among those of parallel.keys")
+        return False
+
+    def names(self) -> dict[bytes, str]:
+        """Return the names of the keys that are accepted, by their public keys."""
+        with self._lock:
+            return self._keys.names()
+
+    def name_of(self, key: bytes) -> str:
+        """Return the name of a key's owner."""
+        return self.names().get(key, "revoked")
+
+    def stop(self) -> None:
+        """Stop; sockets must be closed before."""
+        self._authenticator.stop()
+
+
+def key_of(frame: zmq.Frame) -> bytes:
+    """Return the public key of the sender of a frame, in Z85; empty without one."""
+    with contextlib.suppress(zmq.ZMQError):
+        return str(frame.get("User-Id")).encode()
+    return b""

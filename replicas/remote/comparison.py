@@ -45,17 +45,19 @@ def hello_of(config: EngineConfig) -> Hello:
 
 def difference(head: Hello, engine: Hello) -> str | None:
     """Return the first difference between two sides that prevents working together."""
-    for name in ("protocol", "hardpoint", "torch", "wire"):
-        mine, theirs = getattr(head, name), getattr(engine, name)
+    for what, mine, theirs in (
+        ("version of hardpoint", head.hardpoint, engine.hardpoint),
+        ("version of torch", head.torch, engine.torch),
+        ("wire protocol", head.wire, engine.wire),
+    ):
         if mine != theirs:
-            what = f"version of {name}" if name in ("hardpoint", "torch") else f"{name} protocol"
             return f"{what}: the head {head.host} has {mine}, the engine on {engine.host} {theirs}"
     for kind in sorted(head.contracts.keys() | engine.contracts.keys()):
-        mine, theirs = head.contracts.get(kind), engine.contracts.get(kind)
-        if mine != theirs:
+        own, other = head.contracts.get(kind), engine.contracts.get(kind)
+        if own != other:
             return (
-                f"contract of {kind}: the head {head.host} has version {mine}, the engine on "
-                f"{engine.host} {theirs}"
+                f"contract of {kind}: the head {head.host} has version {own}, the engine on "
+                f"{engine.host} {other}"
             )
     if head.fingerprint != engine.fingerprint:
         return (

@@ -12,13 +12,17 @@ import time
 import msgspec
 import zmq
 
+from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import ConfigError
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.system.encoding import MOST_BYTES, WireError
+from hardpoint.system.process.launch import Interpreter
 from hardpoint.toolkit.curve_keys import KeyFolder
 
-from .admission import Admission
-from .authentication import Doorkeeper, key_of
+from .admission import Admission, Doorkeeper, key_of
+from .comparison import hello_of
 from .joined_host import JoinedHost, Order
 from .messages import Ended, Kind, Report, Welcome, decode, encode, kind_of
 from .polling import Source, readable
@@ -357,3 +361,36 @@ class JoinListener:
         del self._sessions[session.routing]
         session.host.ended(why, was_killed=was_killed)
         session.close()
+
+
+class JoinedHosts:
+    """Has the engines of the lowest ranks run on this machine; those of the others join."""
+
+    def __init__(self, config: EngineConfig, local: EngineHosts) -> None:
+        """Listen for engines.
+
+        Args:
+            config: has `parallel.join_address`.
+            local: runs those that are local; closed with this.
+
+        Raises:
+            ConfigError: the address cannot be used, or the keys.
+        """
+        parallel = config.parallel
+        keys = None if parallel.keys is None else KeyFolder(parallel.keys, "parallel.keys")
+        self._listener = JoinListener(parallel, keys, Admission(hello_of(config), parallel))
+        self._local, self._parallel = local, parallel
+        if parallel.num_local == 0:
+            local.close()
+
+    def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
+        """Return the host of a local engine, or the place of one that is to join."""
+        if rank < self._parallel.num_local:
+            return self._local.open(rank, interpreter)
+        limit_s = self._parallel.join_seconds
+        return JoinedHost(self._listener.order, rank, self._listener.address, limit_s)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+        self._local.close()

@@ -1,0 +1,1 @@
+"""The commands for engines of other machines."""

@@ -61,7 +61,6 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.models.gemma_processor": "run by its path, in a limited process",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
-    "hardpoint.replicas.opening": "what programs open; the group knows no plugins",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
     "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",

@@ -289,6 +289,8 @@ class Service:
         Raises:
             AnswerError: it is dead, restarting or paused, or the server is ending.
         """
+        if self.engine.dead_error is not None:
+            self.check_engine()  # first: the server ends for that reason
         self._check_phase()
         if self.paused is not None:
             raise unavailable(self.paused, code="paused")

@@ -271,7 +271,7 @@ def test_administrators_end_requests_of_any_worker(server):
     assert admin(server, "POST", "/requests/abort", request_ids=ids).json()["aborted"] == ids
     for stream in streams:
         stream.end()
-    assert admin(server, "GET", "/requests").json()["requests"] == []
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
 
 
 def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):

@@ -48,10 +48,11 @@ def report_model(
     ops, backend = open_ops(spec), open_attention(spec)
     limit = _limit(spec)
     tensor, stages = FirstRank(config.parallel.tensor), config.parallel.pipeline
+    engines = FirstRank(config.parallel.data if config.parallel.spreads_experts else 1)
     shares = list[PlannedModel]()
     try:
         for stage in range(stages):
-            parallel = Parallel(tensor, stage, stages, config.parallel.expert)
+            parallel = Parallel(tensor, stage, stages, config.parallel.expert, engines)
             shares.append(plan_model(spec, ops, backend, parallel, lambda: limit))
             shares[-1].quantized.close()
         return _report(spec, shares, lengths, (ops.describe(), backend.describe()))

@@ -17,7 +17,8 @@ class ParallelConfig(Strict):
     Attributes:
         tensor: ranks that divide each layer among them.
         pipeline: stages that the layers are divided into, each of `tensor` ranks.
-        expert: give each rank whole experts of a mixture of experts, instead of a part of each.
+        expert: give each rank whole experts of a mixture of experts, instead of a part of each;
+            with `data`, spread them over the ranks of all engines.
         communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
             ranks of one host, and torch.distributed elsewhere.
         start_seconds: maximum time for the ranks to find each other.
@@ -38,6 +39,11 @@ class ParallelConfig(Strict):
     def world_size(self) -> int:
         """Number of ranks of an engine."""
         return self.tensor * self.pipeline
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether the engines share experts, so that each needs the others in every step."""
+        return self.expert and self.data > 1
 
     @property
     def output_rank(self) -> int:

@@ -40,7 +40,7 @@ from .choice import EngineChoice
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .recovery import Recovery
-from .replicas import Replica, Replicas
+from .replicas import Receiver, Replica, Replicas
 from .restarts import RestartBudget
 from .scaling import Scaling
 from .statistics import Totals
@@ -68,6 +68,7 @@ class EngineGroup(UtilityCalls):
     # sends later is dropped.
 
     in_process = False
+    replicas_type = Replicas
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class EngineGroup(UtilityCalls):
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
-        self._replicas = Replicas(start, lambda one: _Receiver(own, one), self._changed)
+        self._replicas = self.replicas_type(start, lambda one: Receiver(own, one), self._changed)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
         self.scale, self.retire = scaling.scale, scaling.retire
         with contextlib.ExitStack() as undo:
@@ -329,27 +330,29 @@ class EngineGroup(UtilityCalls):
             client, replicas = replica.client, self._replicas
             if client is None or replicas.is_closed or not replicas.is_current(replica):
                 return
-            successor = replicas.succeed(replica)
-            successor.is_draining = replica.is_draining
-            successor.is_starting = not replica.is_draining and self._budget.may_restart()
+            ended = replicas.ending_with(replica)
             entries = self._ledger.of(replica)
-            for entry in entries:
+            bystanders = [entry for one in ended[1:] for entry in self._ledger.of(one)]
+            for entry in (*entries, *bystanders):
                 entry.leave()
-            if replica.stats is not None:
-                self._totals.end(replica.stats)
+            may_restart = not replica.is_draining and self._budget.may_restart()
+            successors = [replicas.succeed(one, is_starting=may_restart) for one in ended]
+            for stats in [one.stats for one in ended if one.stats is not None]:
+                self._totals.end(stats)
                 self._sink(EngineCoreOutputs(scheduler_stats=self._stats()))
         blameless = client.was_killed
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
         with self._lock:
-            entries = [one for one in entries if self._ledger.has(one)]  # the others were aborted
-            for entry, reason in self._recovery.lost(
-                entries, in_step, blameless=blameless, version=self._replicas.weight_version
-            ):
-                self._refuse(entry, reported, reason)
+            for listed, steps in ((entries, in_step), (bystanders, ())):
+                live = [one for one in listed if self._ledger.has(one)]  # the others were aborted
+                for entry, reason in self._recovery.lost(
+                    live, steps, blameless=blameless, version=self._replicas.weight_version
+                ):
+                    self._refuse(entry, reported, reason)
             self._end_hopeless(reported)
         restart = threading.Thread(
-            target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
+            target=self._replace, args=(ended, successors), name="hardpoint-restart", daemon=True
         )
         with self._lock:
             self._restarts = [thread for thread in self._restarts if thread.is_alive()]
@@ -389,26 +392,35 @@ class EngineGroup(UtilityCalls):
             if entry.replica is None and rank is not None and rank not in coming:
                 self._refuse(entry, error, "names that engine (data_parallel_rank)")
 
-    def _replace(self, client: ProcessClient, successor: Replica) -> None:
+    def _replace(self, ended: Sequence[Replica], successors: Sequence[Replica]) -> None:
         """Close the client of a dead engine; start another one, as often as is allowed."""
-        self._replicas.forget(client)
-        while successor.is_starting:
+        for replica in ended:
+            if replica.client is not None:
+                self._replicas.forget(replica.client)
+        first = successors[0]
+        while first.is_starting:
+            may_restart = False
             try:
-                client = self._replicas.open(successor)
+                self._replicas.reopen(successors)
             except EngineClosedError:
-                successor.is_starting = False
+                pass
             except HardpointError as error:
-                _log.warning("engine %d cannot be restarted: %s", successor.rank, error)
+                _log.warning("engine %d cannot be restarted: %s", first.rank, error)
                 with self._lock:
-                    died = isinstance(error, EngineDeadError)
-                    successor.is_starting = died and self._budget.may_restart()
-                    if not successor.is_starting:
+                    may_restart = isinstance(error, EngineDeadError) and self._budget.may_restart()
+                    for one in successors:
+                        one.is_starting = may_restart
+                    if not may_restart:
                         self._end_hopeless(error)
             else:
-                successor.is_starting = False
                 self._budget.count += 1
-                _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
+                for one in successors:
+                    _log.warning(
+                        "engine %d was restarted (pid %d)", one.rank, one.open_client.pid
+                    )
                 self._send_waiting()
+            for one in successors:
+                one.is_starting = may_restart
 
     def _move(self, replica: Replica) -> None:
         """Let the requests of an engine that is about to end go on at others."""
@@ -487,14 +499,3 @@ class EngineGroup(UtilityCalls):
                 if restart is not threading.current_thread():
                     restart.join()
             self._choice.close()
-
-
-class _Receiver:
-    """The sink of an engine's client, which does not hold the group."""
-
-    def __init__(self, group: weakref.ref[EngineGroup], replica: Replica) -> None:
-        self._group, self._replica = group, replica
-
-    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
-        if (group := self._group()) is not None:
-            group.receive(self._replica, item)

@@ -34,4 +34,7 @@ def open_engines(
     )
     choice = EngineChoice(plugins, start.config)
     start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
-    return EngineGroup(start, choice, budget, sink=sink, process=process)
+    group = EngineGroup
+    if start.config.parallel.spreads_experts:
+        from .waves.group import WaveGroup as group
+    return group(start, choice, budget, sink=sink, process=process)

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
@@ -134,6 +136,26 @@ class Replica:
                     break
 
 
+class Receives(Protocol):
+    """Gets what engines send."""
+
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
+        """Take outputs of an engine, or the error that ended them."""
+
+
+class Receiver:
+    """The sink of an engine's client, which does not hold the group."""
+
+    def __init__(self, group: weakref.ref[Receives], replica: Replica) -> None:
+        """Call `group.receive`, as long as there is the group."""
+        self._group, self._replica = group, replica
+
+    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
+        """Take an item of the engine."""
+        if (group := self._group()) is not None:
+            group.receive(self._replica, item)
+
+
 class Sessions:
     """The engine that each session's last request was sent to; the oldest are forgotten."""
 
@@ -165,11 +187,14 @@ class Replicas:
     """Several engines of one model, by rank, and their processes.
 
     Attributes:
+        process: what runs an engine.
         start: what engines are started with, but for their rank.
         serving: those that accept requests, in the order of their ranks.
         sessions: where the requests of each session were sent.
         index: prefixes that they have cached; None if the balancer does not use it.
     """
+
+    process = EngineProcess
 
     def __init__(
         self,
@@ -349,7 +374,7 @@ class Replicas:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
-        process = process or EngineProcess.spawn(start.interpreter)
+        process = process or self.process.spawn(start.interpreter)
         try:
             with self._changed:
                 self._check_open()
@@ -367,9 +392,24 @@ class Replicas:
         if self._is_closed:
             raise EngineClosedError("the engine was closed while it was started")
 
-    def succeed(self, replica: Replica) -> Replica:
-        """Put another engine, which is not started yet, in the place of one; return it."""
+    def ending_with(self, replica: Replica) -> list[Replica]:
+        """Return the engines that end if one dies, itself the first."""
+        return [replica]
+
+    def reopen(self, replicas: Sequence[Replica]) -> None:
+        """Start the successors of engines that have ended together.
+
+        Raises:
+            As `open`; none of them serves.
+        """
+        for replica in replicas:
+            self.open(replica)
+
+    def succeed(self, replica: Replica, *, is_starting: bool) -> Replica:
+        """Put another engine, which may be going to start, in the place of one; return it."""
         successor = self._replicas[replica.rank] = self._replica(replica.rank)
+        successor.is_draining = replica.is_draining
+        successor.is_starting = is_starting
         if self.index is not None:
             self.index.remove_engine(replica.rank)
         self._refresh()

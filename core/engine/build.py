@@ -80,6 +80,15 @@ class BuiltCore:
     size: CacheSize
 
 
+def plain_core(parts: EngineCoreParts, spec: WorkerSpec) -> EngineCore:  # noqa: ARG001
+    """Return a core that needs no other one."""
+    return EngineCore(parts)
+
+
+MakeCore = Callable[[EngineCoreParts, WorkerSpec], EngineCore]
+"""Makes an engine core of its parts, and of the specification of its workers."""
+
+
 def build_core(
     spec: WorkerSpec,
     hooks: HookSet,
@@ -88,6 +97,7 @@ def build_core(
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
     changes: CacheChangeLog | None = None,
+    make_core: MakeCore = plain_core,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
 
@@ -99,6 +109,7 @@ def build_core(
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         changes: collects the changes of the KV cache for clients; None if they get none.
+        make_core: makes the core of its parts.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
@@ -138,8 +149,9 @@ def build_core(
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info),
         )
+        core = make_core(parts, spec)
         undo.pop_all()
-        return BuiltCore(EngineCore(parts), size)
+        return BuiltCore(core, size)
 
 
 @dataclass(frozen=True)
@@ -291,7 +303,7 @@ def _executor(
         ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
             and the scheduler cannot work with drafts.
     """
-    if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
+    if spec.config.parallel.world_size > 1 or spec.place.engines:  # here, too, since it takes time to start workers
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
     executor = spec.plugins.create(
         spec.plugins.one("executors"),

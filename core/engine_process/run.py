@@ -20,7 +20,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.boundary.parts.bound_half import request_fields
-from hardpoint.core.engine.build import BuiltCore, build_core
+from hardpoint.core.engine.build import BuiltCore, MakeCore, build_core, plain_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import check_versions
@@ -112,12 +112,13 @@ _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end tho
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
-def run_engine(data: bytes, watch: ParentWatch) -> None:
+def run_engine(data: bytes, watch: ParentWatch, make_core: MakeCore = plain_core) -> None:
     """Serve until a signal, or the end of the parent.
 
     Args:
         data: a Launch.
         watch: watch of the parent.
+        make_core: makes the engine core.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
@@ -134,7 +135,7 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         with naming_plugin(plugins):
-            place = EnginePlace(launch.engine_index, launch.num_sharing)
+            place = EnginePlace(launch.engine_index, launch.num_sharing, launch.engines)
             spec = prepare_worker(config, plugins, config_sources, _report_nothing, place)
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
@@ -147,6 +148,7 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
                 activity,
                 launch.vocabulary,
                 CacheChangeLog() if launch.reports_cache else None,
+                make_core,
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)

@@ -17,9 +17,6 @@ from hardpoint.plugins.parallel import (
 )
 from hardpoint.plugins.parallel_config import ParallelConfig
 
-_MAX_SIZE = 64  # ranks of a stage that are tried
-_SEARCH_S = 1.0
-
 Connect = Callable[[str, int, list[int]], Communicator]
 """Makes the communicator of a group: its name, this rank in it, and its ranks in the engine."""
 
@@ -64,11 +61,12 @@ class Ranks:
         self._abort_reason: str | None = None
         self.have_met = False
 
-    def meet(self, connect: Connect) -> None:
+    def meet(self, connect: Connect, engines: Callable[[], Communicator] | None = None) -> None:
         """Meet the other ranks; `abort` ends this, too.
 
         Args:
             connect: makes communicators.
+            engines: makes that of `Parallel.engines`; None if this engine needs no other.
         """
         config = self._config
         stage, tensor_rank = divmod(self.rank, config.tensor)
@@ -80,7 +78,8 @@ class Ranks:
             if config.pipeline > 1:
                 ranks = list(range(tensor_rank, config.world_size, config.tensor))
                 self._pipeline = self._join(connect, f"pipeline-{tensor_rank}", stage, ranks)
-            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert)
+            others = SingleRank() if engines is None else self._joined(engines())
+            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert, others)
             self.wait_for_all()
         except BaseException as error:
             self._abort_groups(f"rank {self.rank} failed: {error}")
@@ -90,7 +89,9 @@ class Ranks:
         self.have_met = True
 
     def _join(self, connect: Connect, group: str, rank: int, ranks: list[int]) -> Communicator:
-        communicator = connect(group, rank, ranks)
+        return self._joined(connect(group, rank, ranks))
+
+    def _joined(self, communicator: Communicator) -> Communicator:
         self._groups.append(communicator)
         if self._abort_reason is not None:  # it came before the group was here
             communicator.abort(self._abort_reason)
@@ -102,7 +103,7 @@ class Ranks:
 
     def describe(self) -> str:
         """Return how the ranks communicate, for the log."""
-        groups = (self.parallel.tensor, self._pipeline)
+        groups = (self.parallel.tensor, self._pipeline, self.parallel.engines)
         return ", ".join(dict.fromkeys(group.describe() for group in groups if group.size > 1))
 
     def wait_for_all(self) -> None:

@@ -1,0 +1,93 @@
+"""The client of engines that share experts: they start, step, pause and end together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from hardpoint.core.client.base import EngineSet
+from hardpoint.errors import CommunicationAbortedError
+from hardpoint.plugins import EngineCoreOutputs, HardpointError, RequestError
+from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.replicas import Replica
+
+from .replicas import WaveReplicas, follows_another
+
+_FIRST_DEATH_S = 5.0
+"""How long the death of an engine that lost another one waits for that one's to be noticed."""
+
+_OF_ALL = frozenset(
+    {
+        "drop_weights",
+        "pause",
+        "prepare_weights",
+        "resume",
+        "sleep",
+        "use_weights",
+        "wake_up",
+    }
+)
+"""Calls that no engine can follow alone, since the others need it in each step."""
+
+
+class WaveGroup(EngineGroup):
+    """Engines of one model whose experts are spread over them.
+
+    They step in waves, see `core.WaveCore`. If one dies, all end, and are started again together.
+    """
+
+    replicas_type = WaveReplicas
+    _replicas: WaveReplicas
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Start the engines; see EngineGroup."""
+        super().__init__(*args, **options)
+        self.scale = self.retire = _is_fixed
+
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
+        """Take what an engine sends; let the others join a wave that it has started."""
+        if isinstance(item, Exception):
+            if follows_another(item):  # whose death tells which requests are suspects
+                wait = threading.Timer(_FIRST_DEATH_S, self._lost_later, (replica, item))
+                wait.daemon = True
+                wait.start()
+                return
+        elif item.wave_complete is not None or item.start_wave is not None:
+            with self._lock:
+                called = self._replicas.coordinate(replica, item)
+            for other in called:
+                other.open_client.call("start_wave", self._replicas.coordinator.wave)
+        super().receive(replica, item)
+
+    def _lost_later(self, replica: Replica, error: Exception) -> None:
+        """Count an engine as dead that lost another one, if none has died by itself."""
+        if replica.client is not None:
+            super().receive(replica, error)
+
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
+        """Call a utility of all engines, or of one; see EngineGroup.
+
+        Raises:
+            RequestError: the engine cannot do that alone; and as EngineGroup.
+        """
+        if rank is not None and method in _OF_ALL:
+            raise RequestError(
+                f"{method}: expected all engines, got engine {rank} alone: they share experts "
+                "(parallel.expert), so that each needs the others in every step"
+            )
+        return super().call(method, *args, rank=rank)
+
+
+def _is_fixed(engines: int | Sequence[int], drain_s: float) -> EngineSet:
+    """Refuse to change the engines.
+
+    Raises:
+        HardpointError: always.
+    """
+    del drain_s
+    raise HardpointError(
+        f"scale: the engines share experts (parallel.expert), so that their number is that of the "
+        f"start; got {engines}"
+    )

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hardpoint.boundary.errors import close_all
-from hardpoint.core.build import no_progress
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
@@ -15,6 +14,7 @@ from hardpoint.core.weights.shares import FirstRank, check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import ConfigError, EngineConfig, ModelError, WorkerInfo
 from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
+from hardpoint.plugins.component import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.registry.plugin_set import resolve_plugins

@@ -40,7 +40,7 @@ from .choice import EngineChoice
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .recovery import Recovery
-from .replicas import Receiver, Replica, Replicas
+from .replicas import Receiver, Replica, Replicas, set_starting
 from .restarts import RestartBudget
 from .scaling import Scaling
 from .statistics import Totals
@@ -105,7 +105,7 @@ class EngineGroup(UtilityCalls):
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
-        own = weakref.ref(self)  # for the threads of clients, which would keep it
+        own = weakref.WeakMethod(self.receive)  # for the threads of clients, which would keep it
         self._replicas = self.replicas_type(start, lambda one: Receiver(own, one), self._changed)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
         self.scale, self.retire = scaling.scale, scaling.retire
@@ -395,32 +395,24 @@ class EngineGroup(UtilityCalls):
     def _replace(self, ended: Sequence[Replica], successors: Sequence[Replica]) -> None:
         """Close the client of a dead engine; start another one, as often as is allowed."""
         for replica in ended:
-            if replica.client is not None:
-                self._replicas.forget(replica.client)
+            self._replicas.forget(replica.client)
         first = successors[0]
         while first.is_starting:
-            may_restart = False
             try:
                 self._replicas.reopen(successors)
             except EngineClosedError:
-                pass
+                set_starting(successors, is_starting=False)
             except HardpointError as error:
                 _log.warning("engine %d cannot be restarted: %s", first.rank, error)
                 with self._lock:
-                    may_restart = isinstance(error, EngineDeadError) and self._budget.may_restart()
-                    for one in successors:
-                        one.is_starting = may_restart
-                    if not may_restart:
+                    died = isinstance(error, EngineDeadError)
+                    set_starting(successors, is_starting=died and self._budget.may_restart())
+                    if not first.is_starting:
                         self._end_hopeless(error)
             else:
+                set_starting(successors, is_starting=False)
                 self._budget.count += 1
-                for one in successors:
-                    _log.warning(
-                        "engine %d was restarted (pid %d)", one.rank, one.open_client.pid
-                    )
                 self._send_waiting()
-            for one in successors:
-                one.is_starting = may_restart
 
     def _move(self, replica: Replica) -> None:
         """Let the requests of an engine that is about to end go on at others."""

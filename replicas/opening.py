@@ -11,6 +11,7 @@ from hardpoint.registry.plugin_set import PluginSet
 from .choice import EngineChoice
 from .group import EngineGroup
 from .restarts import RestartBudget
+from .waves.group import WaveGroup
 
 
 def open_engines(
@@ -34,7 +35,5 @@ def open_engines(
     )
     choice = EngineChoice(plugins, start.config)
     start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
-    group = EngineGroup
-    if start.config.parallel.spreads_experts:
-        from .waves.group import WaveGroup as group
-    return group(start, choice, budget, sink=sink, process=process)
+    group_type = WaveGroup if start.config.parallel.spreads_experts else EngineGroup
+    return group_type(start, choice, budget, sink=sink, process=process)

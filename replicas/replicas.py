@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 
@@ -25,7 +25,12 @@ from hardpoint.plugins import (
 
 from .prefix_index import PrefixIndex
 
+_log = logging.getLogger("hardpoint")
+
 _MOST_SESSIONS = 65_536
+
+Receive = Callable[["Replica", EngineCoreOutputs | Exception], None]
+"""Takes outputs of an engine, or the error that ended them."""
 
 
 class Replica:
@@ -136,24 +141,23 @@ class Replica:
                     break
 
 
-class Receives(Protocol):
-    """Gets what engines send."""
-
-    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
-        """Take outputs of an engine, or the error that ended them."""
+def set_starting(replicas: Sequence[Replica], *, is_starting: bool) -> None:
+    """Note whether engines are started again."""
+    for replica in replicas:
+        replica.is_starting = is_starting
 
 
 class Receiver:
     """The sink of an engine's client, which does not hold the group."""
 
-    def __init__(self, group: weakref.ref[Receives], replica: Replica) -> None:
-        """Call `group.receive`, as long as there is the group."""
-        self._group, self._replica = group, replica
+    def __init__(self, receive: weakref.ReferenceType[Receive], replica: Replica) -> None:
+        """Call a method of the group, as long as there is the group."""
+        self._receive, self._replica = receive, replica
 
     def __call__(self, item: EngineCoreOutputs | Exception) -> None:
         """Take an item of the engine."""
-        if (group := self._group()) is not None:
-            group.receive(self._replica, item)
+        if (receive := self._receive()) is not None:
+            receive(self._replica, item)
 
 
 class Sessions:
@@ -329,8 +333,7 @@ class Replicas:
             if self.index is not None:
                 self.index.remove_engine(replica.rank)
             self._refresh()
-        if replica.client is not None:
-            self.forget(replica.client)
+        self.forget(replica.client)
 
     def open(
         self, replica: Replica, process: EngineProcess | None = None, num_sharing: int = 1
@@ -403,7 +406,8 @@ class Replicas:
             As `open`; none of them serves.
         """
         for replica in replicas:
-            self.open(replica)
+            client = self.open(replica)
+            _log.warning("engine %d was restarted (pid %d)", replica.rank, client.pid)
 
     def succeed(self, replica: Replica, *, is_starting: bool) -> Replica:
         """Put another engine, which may be going to start, in the place of one; return it."""
@@ -415,8 +419,10 @@ class Replicas:
         self._refresh()
         return successor
 
-    def forget(self, client: ProcessClient) -> None:
-        """Close the client of an engine that another one has succeeded."""
+    def forget(self, client: ProcessClient | None) -> None:
+        """Close the client, if there is one, of an engine that another one has succeeded."""
+        if client is None:
+            return
         client.close()
         with self._changed:
             if client is not self._clients[-1]:

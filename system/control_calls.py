@@ -186,7 +186,6 @@ def _add_senders(cls: type[SyncCaller | AsyncCaller]) -> None:
         setattr(cls, name, declared.sender(cls))
 
 
-@functools.cache
 def utilities_of(cls: type) -> dict[str, Utility[Any, Any]]:
     """Return the utilities that a class declares or inherits and does not replace, by name."""
     found = ((name, inspect.getattr_static(cls, name)) for name in dir(cls))

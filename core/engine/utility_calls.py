@@ -347,7 +347,7 @@ class AsyncControlCalls(ControlCalls, AsyncCaller):
 
 
 UTILITIES = utilities_of(EngineUtilities)
-"""All control calls by name; nothing else can be called, but what a kind of core has besides."""
+"""All control calls by name; nothing else can be called."""
 
 NO_TIMEOUT = frozenset(name for name, entry in UTILITIES.items() if not entry.has_timeout)
 """Calls that `engine.call_timeout_seconds` does not limit."""
@@ -377,7 +377,7 @@ def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) ->
         RequestError: there is no such utility, or the arguments are not what it declares.
         Exception: raised by the utility.
     """
-    known = utilities_of(type(core))
+    known = UTILITIES if method in UTILITIES else utilities_of(type(core))
     _check_name(method, known)
     return known[method].run_on(core, arguments)
 

@@ -11,9 +11,7 @@ import torch
 
 from hardpoint.plugins import EngineConfig, ModelConfig, WeightLoader
 from hardpoint.plugins.component import Progress
-from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
-from hardpoint.registry.backends import check_device
+from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -69,38 +67,3 @@ class WorkerSpec:
         """The fields of the context of step parts."""
         files = self.loader.context.files
         return {"config": self.config, "model_config": self.model_config, "files": files}
-
-    def communicator(
-        self,
-        group: str,
-        rank: int,
-        placement: Placement,
-        device: torch.device,
-        abort_reason: Callable[[], str | None],
-    ) -> Communicator:
-        """Return the communicator of a group, once all its ranks have met.
-
-        Raises:
-            ModelError: it cannot run here, or a rank did not come in time.
-        """
-        return self.plugins.create(
-            self.entry_for_device("communicators"),
-            CommunicatorContext,
-            group=group,
-            rank=rank,
-            size=len(placement.hosts),
-            device=device,
-            placement=placement,
-            timeout_seconds=self.config.parallel.start_seconds,
-            abort_reason=abort_reason,
-        )
-
-    def entry_for_device(self, kind: str) -> PluginEntry:
-        """Return the entry of a kind of which there is one per device.
-
-        Raises:
-            ModelError: it does not run on this device.
-        """
-        entry = self.plugins.one(kind)
-        check_device(entry, self.plugins.target(entry), self.device.type)
-        return entry

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hardpoint.boundary.errors import close_all
+from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace
 from hardpoint.plugins.parallel import (
     Communicator,
     Parallel,
@@ -17,8 +19,10 @@ from hardpoint.plugins.parallel import (
 )
 from hardpoint.plugins.parallel_config import ParallelConfig
 
-Connect = Callable[[str, int, list[int]], Communicator]
-"""Makes the communicator of a group: its name, this rank in it, and its ranks in the engine."""
+Connect = Callable[..., Communicator]
+"""Makes the communicator of a group: its name, this rank in it, and its ranks in the engine, or in
+the placement that follows them.
+"""
 
 
 class Ranks:
@@ -61,16 +65,17 @@ class Ranks:
         self._abort_reason: str | None = None
         self.have_met = False
 
-    def meet(self, connect: Connect, engines: Callable[[], Communicator] | None = None) -> None:
+    def meet(self, connect: Connect, place: EnginePlace = ONLY_ENGINE) -> None:
         """Meet the other ranks; `abort` ends this, too.
 
         Args:
             connect: makes communicators.
-            engines: makes that of `Parallel.engines`; None if this engine needs no other.
+            place: place of its engine.
         """
         config = self._config
         stage, tensor_rank = divmod(self.rank, config.tensor)
         tensor: Communicator = SingleRank()
+        engines: Communicator = SingleRank()
         try:
             if config.tensor > 1:
                 ranks = list(range(stage * config.tensor, (stage + 1) * config.tensor))
@@ -78,8 +83,10 @@ class Ranks:
             if config.pipeline > 1:
                 ranks = list(range(tensor_rank, config.world_size, config.tensor))
                 self._pipeline = self._join(connect, f"pipeline-{tensor_rank}", stage, ranks)
-            others = SingleRank() if engines is None else self._joined(engines())
-            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert, others)
+            if (every := place.engines) is not None:
+                ranks = list(range(len(every.hosts)))
+                engines = self._join(connect, f"engines-{self.rank}", place.rank, ranks, every)
+            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert, engines)
             self.wait_for_all()
         except BaseException as error:
             self._abort_groups(f"rank {self.rank} failed: {error}")
@@ -88,10 +95,8 @@ class Ranks:
             raise
         self.have_met = True
 
-    def _join(self, connect: Connect, group: str, rank: int, ranks: list[int]) -> Communicator:
-        return self._joined(connect(group, rank, ranks))
-
-    def _joined(self, communicator: Communicator) -> Communicator:
+    def _join(self, connect: Connect, group: str, rank: int, *members: Any) -> Communicator:
+        communicator = connect(group, rank, *members)
         self._groups.append(communicator)
         if self._abort_reason is not None:  # it came before the group was here
             communicator.abort(self._abort_reason)

@@ -35,7 +35,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.parallel import Communicator
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
@@ -193,18 +193,24 @@ class LocalWorker:
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
 
-        make = functools.partial(spec.communicator, abort_reason=self._ranks.abort_reason)
+        def connect(
+            group: str, rank: int, members: Sequence[int], among: Placement | None = spec.placement
+        ) -> Communicator:
+            assert among is not None
+            return spec.plugins.create_for_device(
+                "communicators",
+                CommunicatorContext,
+                group=group,
+                rank=rank,
+                size=len(members),
+                device=spec.device,
+                placement=among.of(members),
+                timeout_seconds=spec.config.parallel.start_seconds,
+                abort_reason=self._ranks.abort_reason,
+            )
 
-        def connect(group: str, rank: int, members: list[int]) -> Communicator:
-            assert spec.placement is not None
-            return make(group, rank, spec.placement.of(members), spec.device)
-
-        place, engines = spec.place, None
-        if place.engines is not None:
-            name = f"engines-{spec.rank}"
-            engines = functools.partial(make, name, place.rank, place.engines, spec.device)
         with served_store(spec.rank, spec.placement):
-            self._ranks.meet(connect, engines)
+            self._ranks.meet(connect, spec.place)
         if self._ranks.describe() and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 
@@ -10,7 +11,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineCoreOutputs
-from hardpoint.plugins.parallel import Communicator
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.system.control_calls import utility
 
 AGREEMENT_INTERVAL = 32
@@ -21,7 +22,7 @@ COORDINATED_BY = 0
 
 
 class WaveCore(EngineCore):
-    """An engine core of which each step needs a step of all others, which have experts of its model.
+    """An engine core whose steps need those of others, which have experts of its model.
 
     While a wave runs, every engine steps; one without work runs the model on a token that no
     request has. Every 32nd step they agree whether any has work, or waits for a pause; if none has,
@@ -45,7 +46,7 @@ class WaveCore(EngineCore):
         self._num_steps = 0  # of this wave
 
     @classmethod
-    def of(cls, parts: EngineCoreParts, spec: WorkerSpec) -> WaveCore:
+    def of(cls, parts: EngineCoreParts, spec: WorkerSpec) -> Self:
         """Return the core of an engine, once all engines have met.
 
         Raises:
@@ -53,8 +54,17 @@ class WaveCore(EngineCore):
         """
         place = spec.place
         assert place.engines is not None
-        cpu = torch.device("cpu")
-        return cls(parts, spec.communicator("waves", place.rank, place.engines, cpu, lambda: None))
+        engines = spec.plugins.create(
+            spec.plugins.one("communicators"),
+            CommunicatorContext,
+            group="waves",
+            rank=place.rank,
+            size=len(place.engines.hosts),
+            device=torch.device("cpu"),
+            placement=place.engines,
+            timeout_seconds=spec.config.parallel.start_seconds,
+        )
+        return cls(parts, engines)
 
     @utility()
     def start_wave(self, wave: int) -> None:
@@ -75,7 +85,9 @@ class WaveCore(EngineCore):
             or super().has_requests()
         )
 
-    def _step_together(self, late_aborts: Callable[[], Sequence[str]] = tuple) -> tuple[Outputs, bool]:
+    def _step_together(
+        self, late_aborts: Callable[[], Sequence[str]] = tuple
+    ) -> tuple[Outputs, bool]:
         """Run a step of the wave, or start one, in which case the others are notified first."""
         if not self._is_running:
             if not (self._scheduler.has_requests() or self._pause.is_pending or self._is_called):

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from hardpoint.core.client.base import EngineSet
-from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import EngineCoreOutputs, HardpointError, RequestError
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.replicas import Replica
@@ -44,7 +43,8 @@ class WaveGroup(EngineGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Start the engines; see EngineGroup."""
         super().__init__(*args, **options)
-        self.scale = self.retire = _is_fixed
+        fixed = _Fixed()
+        self.scale, self.retire = fixed.scale, fixed.retire
 
     def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
         """Take what an engine sends; let the others join a wave that it has started."""
@@ -80,14 +80,17 @@ class WaveGroup(EngineGroup):
         return super().call(method, *args, rank=rank)
 
 
-def _is_fixed(engines: int | Sequence[int], drain_s: float) -> EngineSet:
-    """Refuse to change the engines.
+class _Fixed:
+    """Refuses changes of the number of engines."""
 
-    Raises:
-        HardpointError: always.
-    """
-    del drain_s
-    raise HardpointError(
-        f"scale: the engines share experts (parallel.expert), so that their number is that of the "
-        f"start; got {engines}"
-    )
+    def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
+        raise HardpointError(
+            "scale: expected as many engines as were started, for they share experts "
+            f"(parallel.expert), got {num_engines}"
+        )
+
+    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
+        raise HardpointError(
+            "retire: expected no engine, for they share experts (parallel.expert), got "
+            f"{', '.join(map(str, ranks))}"
+        )

@@ -46,7 +46,7 @@ def over_engines(
     every = torch.cat([rows[:count] for rows, count in zip(sent, counts, strict=True)])
     x, chosen, weights = _parted(every, parts)
     y = apply(x, chosen.long(), weights)
-    results = torch.stack([_with_rows(rows, max(counts)) for rows in y.split(counts)])
+    results = torch.stack([_with_rows(rows, max(counts)) for rows in torch.split(y, counts)])
     received = engines.all_to_all(results)[:, :own]
     total = received[0].to(torch.promote_types(y.dtype, torch.float32))
     for part in received[1:]:  # in the order of the engines, so that all add alike
@@ -65,7 +65,7 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 def _parted(rows: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Return what rows of bytes consist of, of the dtypes and the widths of some tensors."""
     sizes = [part.shape[1] * part.element_size() for part in like]
-    columns = rows.split(sizes, 1)
+    columns = torch.split(rows, sizes, 1)
     return [c.contiguous().view(part.dtype) for c, part in zip(columns, like, strict=True)]
 
 

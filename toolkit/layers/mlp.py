@@ -16,8 +16,8 @@ from hardpoint.plugins.model import ModelContext
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 
-from .layer import PackedLayer, packed_weights, quantizable, weight_cuts, weight_shapes
 from .engines import over_engines
+from .layer import PackedLayer, packed_weights, quantizable, weight_cuts, weight_shapes
 from .linear import Linear, Run
 
 __all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]

@@ -40,7 +40,7 @@ from .choice import EngineChoice
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .recovery import Recovery
-from .replicas import Receiver, Replica, Replicas, set_starting
+from .replicas import Receive, Receiver, Replica, Replicas, set_starting
 from .restarts import RestartBudget
 from .scaling import Scaling
 from .statistics import Totals
@@ -105,7 +105,8 @@ class EngineGroup(UtilityCalls):
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
-        own = weakref.WeakMethod(self.receive)  # for the threads of clients, which would keep it
+        # Weakly, for the threads of clients would keep it.
+        own: weakref.WeakMethod[Receive] = weakref.WeakMethod(self.receive)
         self._replicas = self.replicas_type(start, lambda one: Receiver(own, one), self._changed)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)
         self.scale, self.retire = scaling.scale, scaling.retire

@@ -11,6 +11,7 @@ from hardpoint.registry.plugin_set import PluginSet
 from .choice import EngineChoice
 from .group import EngineGroup
 from .restarts import RestartBudget
+from .waves.check import check_waves
 from .waves.group import WaveGroup
 
 
@@ -26,6 +27,7 @@ def open_engines(
         plugins: has the balancer.
 
     Raises:
+        ConfigError: experts are to be spread over the engines, and a setting does not allow it.
         PluginError: the balancer cannot be built.
         HardpointError: an engine cannot be started.
     """
@@ -33,6 +35,8 @@ def open_engines(
     budget = RestartBudget(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
+    if start.config.parallel.spreads_experts:
+        check_waves(start.config, start.config_sources)
     choice = EngineChoice(plugins, start.config)
     start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
     group_type = WaveGroup if start.config.parallel.spreads_experts else EngineGroup

@@ -23,6 +23,8 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
+from hardpoint.system.process.launch import Interpreter
+
 from .prefix_index import PrefixIndex
 
 _log = logging.getLogger("hardpoint")
@@ -150,7 +152,7 @@ def set_starting(replicas: Sequence[Replica], *, is_starting: bool) -> None:
 class Receiver:
     """The sink of an engine's client, which does not hold the group."""
 
-    def __init__(self, receive: weakref.ReferenceType[Receive], replica: Replica) -> None:
+    def __init__(self, receive: weakref.WeakMethod[Receive], replica: Replica) -> None:
         """Call a method of the group, as long as there is the group."""
         self._receive, self._replica = receive, replica
 
@@ -191,14 +193,11 @@ class Replicas:
     """Several engines of one model, by rank, and their processes.
 
     Attributes:
-        process: what runs an engine.
         start: what engines are started with, but for their rank.
         serving: those that accept requests, in the order of their ranks.
         sessions: where the requests of each session were sent.
         index: prefixes that they have cached; None if the balancer does not use it.
     """
-
-    process = EngineProcess
 
     def __init__(
         self,
@@ -377,7 +376,7 @@ class Replicas:
         """Return the client of an engine that is ready."""
         rank = replica.rank
         start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
-        process = process or self.process.spawn(start.interpreter)
+        process = process or self._spawned(start.interpreter)
         try:
             with self._changed:
                 self._check_open()
@@ -390,6 +389,10 @@ class Replicas:
         finally:
             with self._changed, contextlib.suppress(ValueError):
                 self._starting.remove(process)
+
+    def _spawned(self, interpreter: Interpreter) -> EngineProcess:
+        """Return a process that waits for its launch."""
+        return EngineProcess.spawn(interpreter)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -413,11 +413,10 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     tightest = min(
         infos, key=lambda info: (limit or info.available_bytes) / max(info.bytes_per_block, 1)
     )
-    levels = set.intersection(*(set(info.sleep_levels) for info in infos))
     idle_methods = {info.idle_method for info in infos}
     return dataclasses.replace(
         tightest,
-        sleep_levels=tuple(sorted(levels)),
+        sleep_levels=tuple(sorted(set.intersection(*(set(info.sleep_levels) for info in infos)))),
         idle_method=idle_methods.pop() if len(idle_methods) == 1 else None,
     )
 

@@ -20,9 +20,8 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.boundary.parts.bound_half import request_fields
-from hardpoint.core.engine.build import BuiltCore, build_core
+from hardpoint.core.engine.build import BuiltCore, MakeCore, build_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
-from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import check_versions
 from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
@@ -114,13 +113,13 @@ _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end tho
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
-def run_engine(data: bytes, watch: ParentWatch, core_type: type[EngineCore] = EngineCore) -> None:
+def run_engine(data: bytes, watch: ParentWatch, make_core: MakeCore | None = None) -> None:
     """Serve until a signal, or the end of the parent.
 
     Args:
         data: a Launch.
         watch: watch of the parent.
-        core_type: what is built.
+        make_core: as of `build_core`.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
@@ -150,7 +149,7 @@ def run_engine(data: bytes, watch: ParentWatch, core_type: type[EngineCore] = En
                 activity,
                 launch.vocabulary,
                 CacheChangeLog() if launch.reports_cache else None,
-                core_type,
+                make_core,
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)

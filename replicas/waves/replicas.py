@@ -16,6 +16,8 @@ from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
 from hardpoint.replicas.replicas import Replica, Replicas
 
+from hardpoint.system.process.launch import Interpreter
+
 from .coordinator import Coordinator
 
 _SETTLE_S = 1.0
@@ -45,7 +47,6 @@ class WaveReplicas(Replicas):
         coordinator: of the waves of those that were started last.
     """
 
-    process = WaveProcess
     coordinator = Coordinator()
 
     def open_all(self, process: EngineProcess | None) -> ProcessClient:
@@ -62,6 +63,9 @@ class WaveReplicas(Replicas):
         every = list(self._replicas.values())
         self.reopen(every)
         return every[0].open_client
+
+    def _spawned(self, interpreter: Interpreter) -> EngineProcess:
+        return WaveProcess.spawn(interpreter)
 
     def coordinate(self, replica: Replica, item: EngineCoreOutputs) -> list[Replica]:
         """Note the waves that an engine reports; return the engines that have to join one."""

@@ -10,4 +10,4 @@ from .core import WaveCore
 
 def run_engine(data: bytes, watch: ParentWatch) -> None:
     """Serve until a signal, or the end of the parent; see core's function of this name."""
-    run.run_engine(data, watch, WaveCore)
+    run.run_engine(data, watch, WaveCore.of)

@@ -22,7 +22,6 @@ from hardpoint.plugins import (
     HardpointError,
     SchedulerStats,
 )
-
 from hardpoint.system.process.launch import Interpreter
 
 from .prefix_index import PrefixIndex

@@ -30,7 +30,6 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import TokenizerConfig
 from hardpoint.registry.discovery import is_left_out
-
 from hardpoint.toolkit.layers import over_engines
 
 from .scripted_tokenizer import ByteTokens

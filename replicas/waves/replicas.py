@@ -15,7 +15,6 @@ from hardpoint.errors import CommunicationAbortedError, EngineDeadError
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
 from hardpoint.replicas.replicas import Replica, Replicas
-
 from hardpoint.system.process.launch import Interpreter
 
 from .coordinator import Coordinator

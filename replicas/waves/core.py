@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -10,7 +11,7 @@ import torch
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.plugins import EngineCoreOutputs
+from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext
 from hardpoint.system.control_calls import utility
 
@@ -93,12 +94,16 @@ class WaveCore(EngineCore):
             if not (self._scheduler.has_requests() or self._pause.is_pending or self._is_called):
                 return self._plain_step(late_aborts)  # has outputs alone
             return self._start(), True
-        outputs, executed = self._plain_step(late_aborts)
-        if not executed:
-            self._executor.collective_rpc("execute_dummy_batch")
-        self._num_steps += 1
-        if self._num_steps % AGREEMENT_INTERVAL == 0 and self._agree_to_end():
-            self._end(outputs)
+        try:
+            outputs, executed = self._plain_step(late_aborts)
+            if not executed:
+                self._executor.collective_rpc("execute_dummy_batch")
+            self._num_steps += 1
+            if self._num_steps % AGREEMENT_INTERVAL == 0 and self._agree_to_end():
+                self._end(outputs)
+        except BaseException:
+            self._is_running = False  # this engine is out of step, and ends
+            raise
         return outputs, True
 
     def _start(self) -> Outputs:
@@ -121,6 +126,18 @@ class WaveCore(EngineCore):
         self._wave += 1
         self._is_running = False
         self.went_idle()
+
+    def leave_loop(self, message: str) -> None:
+        """Fail the pauses that are not complete, after the wave, which others may be leaving too.
+
+        If they are not, they have to be started again, since this engine ends.
+        """
+        with contextlib.suppress(HardpointError):
+            for _ in range(2 * AGREEMENT_INTERVAL):
+                if not self._is_running:
+                    break
+                self.step()
+        super().leave_loop(message)
 
     def close(self) -> None:
         """Release workers, model, cache and the communicator."""

@@ -17,17 +17,7 @@ from .replicas import WaveReplicas, follows_another
 _FIRST_DEATH_S = 5.0
 """How long the death of an engine that lost another one waits for that one's to be noticed."""
 
-_OF_ALL = frozenset(
-    {
-        "drop_weights",
-        "pause",
-        "prepare_weights",
-        "resume",
-        "sleep",
-        "use_weights",
-        "wake_up",
-    }
-)
+_OF_ALL = frozenset({"pause", "resume", "sleep", "wake_up"})
 """Calls that no engine can follow alone, since the others need it in each step."""
 
 
@@ -71,7 +61,13 @@ class WaveGroup(EngineGroup):
 
         Raises:
             RequestError: the engine cannot do that alone; and as EngineGroup.
+            HardpointError: the call tries a model outside of the waves.
         """
+        if method == "prepare_weights":
+            raise HardpointError(
+                "update_weights: the weights of engines that share experts (parallel.expert) "
+                "cannot be replaced, since a step with the new ones would be tried by each alone"
+            )
         if rank is not None and method in _OF_ALL:
             raise RequestError(
                 f"{method}: expected all engines, got engine {rank} alone: they share experts "

@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 from support.driving import varied_jobs
 from support.internals import engine_of
 from support.parallel import (
@@ -166,6 +167,8 @@ def test_calls_go_to_all_engines_together(scripted, expected):
         for call in (second.pause, second.sleep, second.resume):
             with pytest.raises(RequestError, match="expected all engines, got engine 1 alone"):
                 call()
+        with pytest.raises(HardpointError, match="^update_weights: the weights of engines that"):
+            llm.update_weights({"lm_head.weight": torch.zeros(2, 2)})
         with pytest.raises(HardpointError, match="^scale: expected as many engines as were"):
             llm.scale(3)
         with pytest.raises(HardpointError, match="^retire: expected no engine, for they share"):

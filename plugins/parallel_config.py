@@ -22,8 +22,8 @@ class ParallelConfig(Strict):
         communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
             ranks of one host, and torch.distributed elsewhere.
         start_seconds: maximum time for the ranks to find each other.
-        data: engines, each with the whole model in a process of its own; requests are divided among
-            them.
+        data: engines, each in a process of its own, with the whole model, or with a part of its
+            experts (`expert`); requests are divided among them.
         balancer: chooses the engine of each request.
     """
 

@@ -39,7 +39,7 @@ class WaveGroup(EngineGroup):
     def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
         """Take what an engine sends; let the others join a wave that it has started."""
         if isinstance(item, Exception):
-            if follows_another(item):  # whose death tells which requests are suspects
+            if follows_another(item):  # whose death shows which requests are suspects
                 wait = threading.Timer(_FIRST_DEATH_S, self._lost_later, (replica, item))
                 wait.daemon = True
                 wait.start()

@@ -43,7 +43,7 @@ class WaveReplicas(Replicas):
     """Engines that share experts: none serves without the others.
 
     Attributes:
-        coordinator: of the waves of those that were started last.
+        coordinator: coordinates the waves of those that were started last.
     """
 
     coordinator = Coordinator()
@@ -52,7 +52,7 @@ class WaveReplicas(Replicas):
         """Start all engines; return the client of the first one once all are ready.
 
         Args:
-            process: of an engine that needs no other; it is closed.
+            process: process of an engine that needs no other; it is closed.
 
         Raises:
             HardpointError: one cannot be started; the message names it.

@@ -1,4 +1,4 @@
-"""What the process of an engine runs that steps together with others."""
+"""The entry point of the process of an engine that steps together with others."""
 
 from __future__ import annotations
 

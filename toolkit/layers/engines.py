@@ -63,7 +63,7 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _parted(rows: torch.Tensor, like: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Return what rows of bytes consist of, of the dtypes and the widths of some tensors."""
+    """Return the columns of rows of bytes as tensors, with the dtypes and widths of others."""
     sizes = [part.shape[1] * part.element_size() for part in like]
     columns = torch.split(rows, sizes, 1)
     return [c.contiguous().view(part.dtype) for c, part in zip(columns, like, strict=True)]

@@ -105,7 +105,7 @@ class EngineGroup(UtilityCalls):
         self._error: EngineDeadError | None = None
         self._restarts: list[threading.Thread] = []
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
-        # Weakly, for the threads of clients would keep it.
+        # Weak, because the threads of clients would keep the group.
         own: weakref.WeakMethod[Receive] = weakref.WeakMethod(self.receive)
         self._replicas = self.replicas_type(start, lambda one: Receiver(own, one), self._changed)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move)

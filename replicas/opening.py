@@ -11,8 +11,7 @@ from hardpoint.registry.plugin_set import PluginSet
 from .choice import EngineChoice
 from .group import EngineGroup
 from .restarts import RestartBudget
-from .waves.check import check_waves
-from .waves.group import WaveGroup
+from .waves.group import WaveGroup, check_waves
 
 
 def open_engines(

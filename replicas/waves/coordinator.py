@@ -21,7 +21,7 @@ class Coordinator:
         self.is_running = False
 
     def started(self, wave: int) -> bool:
-        """Note that an engine has started a wave; return whether the others have to be told."""
+        """Note that an engine has started a wave; return whether the others have to be notified."""
         if wave < self.wave or (wave == self.wave and self.is_running):
             return False
         self.wave, self.is_running = wave, True

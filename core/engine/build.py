@@ -71,6 +71,7 @@ _log = logging.getLogger("hardpoint")
 
 _Clock = Callable[[], float]
 MakeCore = Callable[[EngineCoreParts, WorkerSpec], EngineCore]
+"""Makes an engine core of its parts, and of the specification of its workers."""
 
 
 @dataclass(frozen=True)
@@ -296,9 +297,8 @@ def _executor(
         ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
             and the scheduler cannot work with drafts.
     """
-    if (
-        spec.config.parallel.world_size > 1 or spec.place.engines
-    ):  # here, too, since it takes time to start workers
+    # Here, too, since it takes time to start workers.
+    if spec.config.parallel.world_size > 1 or spec.place.engines is not None:
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
     executor = spec.plugins.create(
         spec.plugins.one("executors"),

@@ -79,19 +79,22 @@ class WaveCore(EngineCore):
 
     def has_requests(self) -> bool:
         """Return whether a step has any work, of this engine or of others."""
-        return (
-            self._is_running
-            or self._pause.is_pending
-            or (self._is_called and not self._pause.is_paused)
-            or super().has_requests()
-        )
+        return self._is_running or self._needs_wave or super().has_requests()
+
+    @property
+    def _needs_wave(self) -> bool:
+        """Whether a wave has to run without own requests: for others, or to agree on a pause."""
+        pause = self._pause
+        is_called = self._is_called and not pause.is_paused
+        # While it sleeps, all do, and can run no step: there is nothing to agree on.
+        return is_called or (pause.is_pending and not pause.is_sleeping)
 
     def _step_together(
         self, late_aborts: Callable[[], Sequence[str]] = tuple
     ) -> tuple[Outputs, bool]:
         """Run a step of the wave, or start one, in which case the others are notified first."""
         if not self._is_running:
-            if not (self._scheduler.has_requests() or self._pause.is_pending or self._is_called):
+            if not (self._scheduler.has_requests() or self._needs_wave):
                 return self._plain_step(late_aborts)  # has outputs alone
             return self._start(), True
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from hardpoint.core.client.base import EngineSet
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -54,8 +56,10 @@ class WaveGroup(EngineGroup):
         elif item.wave_complete is not None or item.start_wave is not None:
             with self._lock:
                 called = self._replicas.coordinate(replica, item)
+                wave = self._replicas.coordinator.wave
             for other in called:
-                other.open_client.call("start_wave", self._replicas.coordinator.wave)
+                with contextlib.suppress(EngineDeadError):  # then all of them end
+                    other.open_client.call("start_wave", wave)
         super().receive(replica, item)
 
     def _lost_later(self, replica: Replica, error: Exception) -> None:

@@ -46,7 +46,7 @@ class WaveReplicas(Replicas):
         coordinator: coordinates the waves of those that were started last.
     """
 
-    coordinator = Coordinator()
+    coordinator: Coordinator
 
     def open_all(self, process: EngineProcess | None) -> ProcessClient:
         """Start all engines; return the client of the first one once all are ready.

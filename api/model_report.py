@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hardpoint.boundary.errors import close_all
-from hardpoint.core.build import no_progress
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
@@ -15,6 +14,7 @@ from hardpoint.core.weights.shares import FirstRank, check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import ConfigError, EngineConfig, ModelError, WorkerInfo
 from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
+from hardpoint.plugins.component import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.registry.plugin_set import resolve_plugins
@@ -48,10 +48,11 @@ def report_model(
     ops, backend = open_ops(spec), open_attention(spec)
     limit = _limit(spec)
     tensor, stages = FirstRank(config.parallel.tensor), config.parallel.pipeline
+    engines = FirstRank(config.parallel.data if config.parallel.spreads_experts else 1)
     shares = list[PlannedModel]()
     try:
         for stage in range(stages):
-            parallel = Parallel(tensor, stage, stages, config.parallel.expert)
+            parallel = Parallel(tensor, stage, stages, config.parallel.expert, engines)
             shares.append(plan_model(spec, ops, backend, parallel, lambda: limit))
             shares[-1].quantized.close()
         return _report(spec, shares, lengths, (ops.describe(), backend.describe()))

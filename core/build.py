@@ -36,7 +36,7 @@ from hardpoint.plugins import (
     SamplingParams,
     Tokenizer,
 )
-from hardpoint.plugins.component import Progress
+from hardpoint.plugins.component import Progress, no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import PluginEntry
@@ -92,10 +92,6 @@ def _changed(
             yield from _changed(mine, other, where)
         elif mine != other:
             yield where, msgspec.to_builtins(mine)
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """Report no progress."""
 
 
 OpenClient = Callable[[EngineStart, Sink | None, EngineProcess | None, PluginSet], RemoteClient]

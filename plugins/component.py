@@ -17,6 +17,10 @@ Progress = Callable[[str, int, int], None]
 """Progress callback `(what, done, total)` of long work; `done == total` ends it."""
 
 
+def no_progress(what: str, done: int, total: int) -> None:
+    """Report no progress."""
+
+
 ComponentT_co = TypeVar("ComponentT_co", bound="Component", covariant=True)
 
 

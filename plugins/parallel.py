@@ -317,12 +317,15 @@ class Parallel:
         stage: which part of the layers, from 0.
         num_stages: number of parts.
         expert: whether experts are spread over `tensor` whole, instead of being divided each.
+        engines: the ranks of other engines with the same share, over which experts are spread too.
+            Each has tokens of its own: see `toolkit.layers.over_engines`.
     """
 
     tensor: Communicator = field(default_factory=SingleRank)
     stage: int = 0
     num_stages: int = 1
     expert: bool = False
+    engines: Communicator = field(default_factory=SingleRank)
 
     @property
     def is_first(self) -> bool:
@@ -365,6 +368,24 @@ class Parallel:
             raise IndivisibleError(count, what, size)
         part = count // size
         return range(self.tensor.rank * part, (self.tensor.rank + 1) * part)
+
+    def share_experts(self, count: int) -> range:
+        """Return which of `count` experts this rank has, of those of a layer.
+
+        Raises:
+            ModelError: they do not divide.
+        """
+        engines, tensor = self.engines, self.tensor
+        if engines.size == 1:
+            return self.share(count, "experts")
+        size = engines.size * tensor.size
+        if count % size:
+            raise ModelError(
+                f"parallel.data: {count} experts cannot be spread over {engines.size} engines of "
+                f"{tensor.size} ranks (parallel.expert); expected that data x tensor divides them"
+            )
+        start = (engines.rank * tensor.size + tensor.rank) * (count // size)
+        return range(start, start + count // size)
 
     def share_or_copy(self, count: int, what: str) -> range:
         """Return which of `count` things this rank has; fewer than ranks are copied to several.

@@ -17,12 +17,13 @@ class ParallelConfig(Strict):
     Attributes:
         tensor: ranks that divide each layer among them.
         pipeline: stages that the layers are divided into, each of `tensor` ranks.
-        expert: give each rank whole experts of a mixture of experts, instead of a part of each.
+        expert: give each rank whole experts of a mixture of experts, instead of a part of each;
+            with `data`, spread them over the ranks of all engines.
         communicator: what moves tensors between ranks; "auto" is shared memory between the CPU
             ranks of one host, and torch.distributed elsewhere.
         start_seconds: maximum time for the ranks to find each other.
-        data: engines, each with the whole model in a process of its own; requests are divided among
-            them.
+        data: engines, each in a process of its own, with the whole model, or with a part of its
+            experts (`expert`); requests are divided among them.
         balancer: chooses the engine of each request.
         join_address: where engines of other machines join, `tcp://HOST:PORT`; None if none do.
         local: engines that are processes of this machine, those of the lowest ranks; the others
@@ -56,6 +57,11 @@ class ParallelConfig(Strict):
     def world_size(self) -> int:
         """Number of ranks of an engine."""
         return self.tensor * self.pipeline
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether the engines share experts, so that each needs the others in every step."""
+        return self.expert and self.data > 1
 
     @property
     def output_rank(self) -> int:

@@ -308,6 +308,8 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
         load: its load, if it has changed; None unless clients divide requests among engines.
         cache_changes: changes of its KV cache; None unless clients choose engines by what these
             have cached.
+        start_wave: the wave that the engine has started; None unless engines share experts.
+        wave_complete: the wave that all engines have ended.
     """
 
     outputs: list[EngineCoreOutput] = []
@@ -317,6 +319,8 @@ class EngineCoreOutputs(msgspec.Struct, omit_defaults=True, kw_only=True, tag=Tr
     scheduler_stats: SchedulerStats | None = None
     load: EngineLoad | None = None
     cache_changes: KVCacheChanges | None = None
+    start_wave: int | None = None
+    wave_complete: int | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:

@@ -172,7 +172,7 @@ class PluginSet:
         """Build the component of a kind of which there is one per device.
 
         Args:
-            kind: `attention_backends` or `ops`.
+            kind: `attention_backends`, `ops` or `communicators`.
             context_type: class of the context.
             device: torch's device.
             fields: fields of the context, in addition to name, options and device.
@@ -183,7 +183,8 @@ class PluginSet:
         """
 
         def build(entry: PluginEntry, reason: str) -> C:
-            return self.create(entry, context_type, device=device, reason=reason, **fields)
+            why = {"reason": reason} if reason else {}
+            return self.create(entry, context_type, device=device, **why, **fields)
 
         entries = {entry.name: entry for entry in self.entries(kind)}
         self._used[kind], component = first_that_runs(entries, device.type, self.target, build)

@@ -40,7 +40,7 @@ from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .load import Loads
 from .recovery import Recovery
-from .replicas import Receiver, Replica, ReplicaClient, Replicas, ReplicasOf
+from .replicas import Receiver, Replica, Replicas, ReplicasOf, set_starting
 from .restarts import RestartBudget
 from .scaling import Scaling
 
@@ -327,25 +327,28 @@ class EngineGroup(UtilityCalls):
             client, replicas = replica.client, self._replicas
             if client is None or replicas.is_closed or not replicas.is_current(replica):
                 return
-            successor = replicas.succeed(replica)
-            successor.is_draining = replica.is_draining
-            successor.is_starting = not replica.is_draining and self._budget.may_restart()
+            ended = replicas.ending_with(replica)
             entries = self._ledger.of(replica)
-            for entry in entries:
+            bystanders = [entry for one in ended[1:] for entry in self._ledger.of(one)]
+            for entry in (*entries, *bystanders):
                 entry.leave()
-            self._report_end(replica)
+            may_restart = not replica.is_draining and self._budget.may_restart()
+            successors = [replicas.succeed(one, is_starting=may_restart) for one in ended]
+            for one in ended:
+                self._report_end(one)
         blameless = client.was_killed
         reported, in_step = self._reported(client, error, blameless=blameless)
         _log.warning("engine %d died: %s", replica.rank, reported)
         with self._lock:
-            entries = [one for one in entries if self._ledger.has(one)]  # the others were aborted
-            for entry, reason in self._recovery.lost(
-                entries, in_step, blameless=blameless, version=self._replicas.weight_version
-            ):
-                self._refuse(entry, reported, reason)
+            for listed, steps in ((entries, in_step), (bystanders, ())):
+                live = [one for one in listed if self._ledger.has(one)]  # the others were aborted
+                for entry, reason in self._recovery.lost(
+                    live, steps, blameless=blameless, version=self._replicas.weight_version
+                ):
+                    self._refuse(entry, reported, reason)
             self._end_hopeless(reported)
         restart = threading.Thread(
-            target=self._replace, args=(client, successor), name="hardpoint-restart", daemon=True
+            target=self._replace, args=(ended, successors), name="hardpoint-restart", daemon=True
         )
         with self._lock:
             self._restarts = [thread for thread in self._restarts if thread.is_alive()]
@@ -385,25 +388,27 @@ class EngineGroup(UtilityCalls):
             if entry.replica is None and rank is not None and rank not in coming:
                 self._refuse(entry, error, "names that engine (data_parallel_rank)")
 
-    def _replace(self, client: ReplicaClient, successor: Replica) -> None:
+    def _replace(self, ended: Sequence[Replica], successors: Sequence[Replica]) -> None:
         """Close the client of a dead engine; start another one, as often as is allowed."""
-        self._replicas.forget(client)
-        while successor.is_starting:
+        for replica in ended:
+            self._replicas.forget(replica.client)
+        first = successors[0]
+        while first.is_starting:
             try:
-                client = self._replicas.open(successor)
+                self._replicas.reopen(successors)
             except EngineClosedError:
-                successor.is_starting = False
-            except HardpointError as error:
-                _log.warning("engine %d cannot be restarted: %s", successor.rank, error)
+                set_starting(successors, is_starting=False)
+            except Exception as error:
+                _log.warning("engine %d cannot be restarted: %s", first.rank, error)
                 with self._lock:
                     died = isinstance(error, EngineDeadError)
-                    successor.is_starting = died and self._budget.may_restart()
-                    if not successor.is_starting:
+                    set_starting(successors, is_starting=died and self._budget.may_restart())
+                    if not first.is_starting:
                         self._end_hopeless(error)
             else:
-                successor.is_starting = False
-                self._budget.counts[successor.rank] += 1
-                _log.warning("engine %d was restarted (pid %d)", successor.rank, client.pid)
+                set_starting(successors, is_starting=False)
+                for one in successors:
+                    self._budget.counts[one.rank] += 1
                 self._send_waiting()
 
     def _move(self, replica: Replica) -> None:

@@ -13,6 +13,8 @@ from .choice import EngineChoice
 from .group import EngineGroup
 from .hosts import EngineHosts, LocalHosts
 from .restarts import RestartBudget
+from .waves.group import WaveGroup, check_waves
+from .waves.replicas import WaveHosts
 
 
 def open_engines(
@@ -27,6 +29,7 @@ def open_engines(
         plugins: has the balancer.
 
     Raises:
+        ConfigError: experts are to be spread over the engines, and a setting does not allow it.
         PluginError: the balancer cannot be built.
         ConfigError: engines cannot join at `parallel.join_address`.
         HardpointError: an engine cannot be started.
@@ -35,8 +38,11 @@ def open_engines(
     budget = RestartBudget(
         enabled=settings.restart == "on_failure", max_per_minute=settings.max_restarts_per_minute
     )
+    shares_experts = start.config.parallel.spreads_experts
+    if shares_experts:
+        check_waves(start.config, start.config_sources)
     with contextlib.ExitStack() as undo:
-        hosts: EngineHosts = LocalHosts(process)
+        hosts: EngineHosts = WaveHosts(process) if shares_experts else LocalHosts(process)
         if start.config.parallel.join_address is not None:
             from .remote.listener import JoinedHosts  # noqa: PLC0415 - most programs have none
 
@@ -45,4 +51,6 @@ def open_engines(
         choice = EngineChoice(plugins, start.config)
         undo.pop_all()
     start = dataclasses.replace(start, reports_load=True, reports_cache=choice.uses_cached_prefixes)
+    if shares_experts:
+        return WaveGroup(start, choice, budget, hosts, sink=sink)
     return EngineGroup(start, choice, budget, hosts, sink=sink)

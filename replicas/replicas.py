@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from hardpoint.plugins import (
 from .hosts import EngineHosts
 from .prefix_index import PrefixIndex
 from .statistics import PrefillRate, Totals
+
+_log = logging.getLogger("hardpoint")
 
 _MOST_SESSIONS = 65_536
 
@@ -161,6 +164,12 @@ class Replica:
                 del self._unseen[request_id]
                 if request_id == last:
                     break
+
+
+def set_starting(replicas: Sequence[Replica], *, is_starting: bool) -> None:
+    """Note whether engines are started again."""
+    for replica in replicas:
+        replica.is_starting = is_starting
 
 
 class Sessions:
@@ -363,8 +372,7 @@ class Replicas:
             if self.index is not None:
                 self.index.remove_engine(replica.rank)
             self._refresh()
-        if replica.client is not None:
-            self.forget(replica.client)
+        self.forget(replica.client)
 
     def open(self, replica: Replica, num_sharing: int = 1) -> ReplicaClient:
         """Start the process of an engine, which serves from then on; return its client.
@@ -416,17 +424,35 @@ class Replicas:
         if self._is_closed:
             raise EngineClosedError("the engine was closed while it was started")
 
-    def succeed(self, replica: Replica) -> Replica:
-        """Put another engine, which is not started yet, in the place of one; return it."""
+    def ending_with(self, replica: Replica) -> list[Replica]:
+        """Return the engines that end if one dies, itself the first."""
+        return [replica]
+
+    def reopen(self, replicas: Sequence[Replica]) -> None:
+        """Start the successors of engines that have ended together.
+
+        Raises:
+            As `open`; none of them serves.
+        """
+        for replica in replicas:
+            client = self.open(replica)
+            _log.warning("engine %d was restarted (pid %d)", replica.rank, client.pid)
+
+    def succeed(self, replica: Replica, *, is_starting: bool) -> Replica:
+        """Put another engine, which may be going to start, in the place of one; return it."""
         successor = self._replicas[replica.rank] = self._replica(replica.rank)
         self.totals.end(replica.rank, replica.stats)
+        successor.is_draining = replica.is_draining
+        successor.is_starting = is_starting
         if self.index is not None:
             self.index.remove_engine(replica.rank)
         self._refresh()
         return successor
 
-    def forget(self, client: ReplicaClient) -> None:
-        """Close the client of an engine that another one has succeeded."""
+    def forget(self, client: ReplicaClient | None) -> None:
+        """Close the client, if there is one, of an engine that another one has succeeded."""
+        if client is None:
+            return
         client.close()
         with self._changed:
             if client is not self._clients[-1]:

@@ -53,6 +53,8 @@ def cache_key(
             context.parallel.stage,
             context.parallel.num_stages,
             context.parallel.expert,
+            context.parallel.engines.rank,
+            context.parallel.engines.size,
         ],
         "operations": f"{ops.name} {ops.layout}",
         "quantization": quantization,

@@ -30,6 +30,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.config_tables import TokenizerConfig
 from hardpoint.registry.discovery import is_left_out
+from hardpoint.toolkit.layers import over_engines
 
 from .scripted_tokenizer import ByteTokens
 
@@ -145,7 +146,7 @@ class ScriptedModel(Model):
         if hooks.linear is not None:
             ids = hooks.linear([("scripted", 2)], ids, ids.clone())
         ids = ids.unsqueeze(1)
-        hidden = self._summed(batch.attend(0, ids, ids, ids).reshape(-1, 2))
+        hidden = self._summed(self._of_engines(batch.attend(0, ids, ids, ids).reshape(-1, 2)))
         if batch.hidden is None:
             return hidden
         # The layer before has the same result, but if it is another one, so is this.
@@ -179,6 +180,18 @@ class ScriptedModel(Model):
         share = self.context.parallel.padded_share(self._vocab_size)
         is_elsewhere = (token_ids < share.start) | (token_ids >= share.stop)
         return tensor.all_reduce(token_ids.masked_fill(is_elsewhere, 0))
+
+    def _of_engines(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [tokens, 2] as the sum of a part of each engine that has experts."""
+        engines = self.context.parallel.engines
+        if engines.size == 1:
+            return x
+
+        def part(x: torch.Tensor, _chosen: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+            return (x + engines.rank).div(engines.size, rounding_mode="floor")
+
+        weights = x.new_ones(len(x), 1)
+        return over_engines(engines, part, x, weights.long(), weights)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [tokens, 2] as the sum of a part of each rank of the stage."""

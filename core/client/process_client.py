@@ -28,6 +28,7 @@ from hardpoint.plugins import EngineConfig, EngineCoreOutputs, EngineCoreRequest
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest, PluginEntry
+from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
@@ -54,6 +55,7 @@ class EngineStart:
         log_level: level of its logger.
         engine_index: the number of the engine, from 0; its ZMQ identity.
         num_sharing: engines of this host that are started at the same time, this one included.
+        engines: see EnginePlace.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
         reports_load, reports_cache: as in Launch.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
@@ -66,6 +68,7 @@ class EngineStart:
     log_level: str = "WARNING"
     engine_index: int = 0
     num_sharing: int = 1
+    engines: Placement | None = None
     vocabulary: Vocabulary | None = None
     reports_load: bool = False
     reports_cache: bool = False
@@ -246,6 +249,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         engine_index=start.engine_index,
         local_rank=start.engine_index,
         num_sharing=start.num_sharing,
+        engines=start.engines,
         vocabulary=start.vocabulary,
         reports_load=start.reports_load,
         reports_cache=start.reports_cache,

@@ -70,6 +70,8 @@ from .worker_launch import WorkerLauncher
 _log = logging.getLogger("hardpoint")
 
 _Clock = Callable[[], float]
+MakeCore = Callable[[EngineCoreParts, WorkerSpec], EngineCore]
+"""Makes an engine core of its parts, and of the specification of its workers."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def build_core(
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
     changes: CacheChangeLog | None = None,
+    make_core: MakeCore | None = None,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
 
@@ -99,6 +102,7 @@ def build_core(
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         changes: collects the changes of the KV cache for clients; None if they get none.
+        make_core: makes a core of another kind; None is an EngineCore.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
@@ -116,16 +120,14 @@ def build_core(
         info, size, config = _start(executor, spec, config_sources, opened.step_parts)
         launcher.close()
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
-        opened.block_hashes.set(kv_cache.block_hashes)
         if start is not None:
             start.start()
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
             limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
-            kv_cache=kv_cache,
             record=_recorder(hooks, faults),
-            **opened.for_scheduler(config),
+            **opened.for_scheduler(config, kv_cache),
         )
         parts = EngineCoreParts(
             scheduler,
@@ -134,12 +136,12 @@ def build_core(
             faults=faults,
             parts_start=start,
             weights=opened.weight_updates(config, spec, executor, scheduler, start),
-            activity=activity,
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
-            **opened.for_core(spec, config, info),
+            **opened.for_core(spec, config, info, activity),
         )
+        core = make_core(parts, spec) if make_core else EngineCore(parts)
         undo.pop_all()
-        return BuiltCore(EngineCore(parts), size)
+        return BuiltCore(core, size)
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,11 @@ class _EnginePlugins:
     step_cost: Callable[[], StepCost]
     changes: CacheChangeLog | None
 
-    def for_scheduler(self, config: EngineConfig) -> dict[str, Any]:
+    def for_scheduler(self, config: EngineConfig, kv_cache: BlockManager) -> dict[str, Any]:
         """Return the fields of the scheduler's context that show these plugins."""
         parts = self.step_parts
         return {
+            "kv_cache": kv_cache,
             "watermark": config.kv_cache.watermark,
             "log_stats": config.stats.on,
             "clock": self.clock,
@@ -185,7 +188,9 @@ class _EnginePlugins:
         changed = self.step_parts.weights_changed
         return WeightUpdates(config, spec.loader, executor, scheduler, start, changed)
 
-    def for_core(self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo) -> dict[str, Any]:
+    def for_core(
+        self, spec: WorkerSpec, config: EngineConfig, info: WorkerInfo, activity: Activity
+    ) -> dict[str, Any]:
         """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
         plugins = spec.plugins
         model = plugins.get("models", spec.model_config.architecture)
@@ -195,6 +200,7 @@ class _EnginePlugins:
             "policy": self.policy,
             "kv_events": self.kv_events,
             "cache_changes": self.changes,
+            "activity": activity,
             "components": [self.eviction],
             "step_parts": self.step_parts,
             "generates": plugins.target(model).generates,
@@ -291,7 +297,8 @@ def _executor(
         ConfigError: it takes one step at a time and two are asked for, or the parts draft tokens
             and the scheduler cannot work with drafts.
     """
-    if spec.config.parallel.world_size > 1:  # here, too, since it takes time to start workers
+    # Here, too, since it takes time to start workers.
+    if spec.config.parallel.world_size > 1 or spec.place.engines is not None:
         check_shares(spec.plugins, spec.model_config, spec.dtype, spec.config.parallel)
     executor = spec.plugins.create(
         spec.plugins.one("executors"),
@@ -335,7 +342,7 @@ def _kv_cache(
     entry = spec.plugins.one("eviction_policies")
     calls = faults.calls("eviction_policies", entry.source)
     assert config.num_blocks is not None, "_resolved() has set it"
-    return BlockManager(
+    manager = BlockManager(
         config.num_blocks,
         config.block_size,
         groups=needs.groups,
@@ -347,6 +354,8 @@ def _kv_cache(
         metadata=opened.blocks,
         events=opened.changes is not None or bool(spec.plugins.entries("kv_event_publishers")),
     )
+    opened.block_hashes.set(manager.block_hashes)
+    return manager
 
 
 def _start(
@@ -404,11 +413,10 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
     tightest = min(
         infos, key=lambda info: (limit or info.available_bytes) / max(info.bytes_per_block, 1)
     )
-    levels = set.intersection(*(set(info.sleep_levels) for info in infos))
     idle_methods = {info.idle_method for info in infos}
     return dataclasses.replace(
         tightest,
-        sleep_levels=tuple(sorted(levels)),
+        sleep_levels=tuple(sorted(set.intersection(*(set(info.sleep_levels) for info in infos)))),
         idle_method=idle_methods.pop() if len(idle_methods) == 1 else None,
     )
 

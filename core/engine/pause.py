@@ -70,6 +70,11 @@ class PauseController:
         return self._state is not PauseState.UNPAUSED
 
     @property
+    def is_pending(self) -> bool:
+        """Whether a pause waits for the engine to be idle."""
+        return bool(self._when_idle)
+
+    @property
     def is_sleeping(self) -> bool:
         """Whether some memory is released."""
         return bool(self._asleep)

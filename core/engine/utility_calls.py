@@ -377,8 +377,9 @@ def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) ->
         RequestError: there is no such utility, or the arguments are not what it declares.
         Exception: raised by the utility.
     """
-    _check_name(method, UTILITIES)
-    return UTILITIES[method].run_on(core, arguments)
+    known = UTILITIES if method in UTILITIES else utilities_of(type(core))
+    _check_name(method, known)
+    return known[method].run_on(core, arguments)
 
 
 def failed_call(call: UtilityCall, error: BaseException) -> UtilityOutput:
@@ -402,7 +403,7 @@ def failure_of(method: str, error: BaseException) -> HardpointError:
 
 def result_type(method: str) -> Any:
     """Return the declared result type of a utility; of a future, the type of its result."""
-    return UTILITIES[method].result_type
+    return UTILITIES[method].result_type if method in UTILITIES else Any
 
 
 def _merged(meters_of_workers: Sequence[Mapping[str, PluginMeter]]) -> dict[str, PluginMeter]:

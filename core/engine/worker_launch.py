@@ -28,7 +28,7 @@ from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.errors import PluginLoadError
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
-from hardpoint.plugins.component import Progress
+from hardpoint.plugins.component import Progress, no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.executor import Worker, WorkerLaunch
 from hardpoint.plugins.manifest import Manifest, PluginEntry
@@ -321,7 +321,7 @@ def build_worker(launch: WorkerLaunch, progress: Progress | None) -> Worker:
     config = msgspec.convert(data.config, prepared(EngineConfig))
     with naming_plugin(plugins):
         spec = prepare_worker(
-            config, plugins, ConfigSources(data.config_sources), progress or _no_progress
+            config, plugins, ConfigSources(data.config_sources), progress or no_progress
         )
     spec = dataclasses.replace(
         spec,
@@ -432,7 +432,3 @@ def check_versions(plugins: PluginSet, where: str) -> None:
                 f"{entry.source}: version {entry.version} was found where the engine was asked "
                 f"for, version {version} is installed in {where} (pid {os.getpid()})"
             )
-
-
-def _no_progress(what: str, done: int, total: int) -> None:
-    """Report no progress."""

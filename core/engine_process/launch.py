@@ -6,6 +6,7 @@ from typing import Any
 
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.parallel import Placement
 from hardpoint.system.process.launch import ChildLaunch
 
 
@@ -21,6 +22,7 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
         engine_index: the number of the engine, from 0.
         local_rank: its number among the engines of its host, which divide cores and devices.
         num_sharing: engines of this host that are started at the same time, this one included.
+        engines: see EnginePlace.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
         reports_load: whether the engine sends its clients its load (`EngineCoreOutputs.load`).
         reports_cache: whether it sends them the changes of its KV cache
@@ -35,6 +37,7 @@ class Launch(ChildLaunch, frozen=True, kw_only=True):
     engine_index: int = 0
     local_rank: int = 0
     num_sharing: int = 1
+    engines: Placement | None = None
     vocabulary: Vocabulary | None = None
     reports_load: bool = False
     reports_cache: bool = False

@@ -19,7 +19,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.boundary.parts.bound_half import request_fields
-from hardpoint.core.engine.build import BuiltCore, build_core
+from hardpoint.core.engine.build import BuiltCore, MakeCore, build_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import check_versions
@@ -27,6 +27,7 @@ from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
 from hardpoint.core.protocol.request_check import RequestCheck
 from hardpoint.core.weights.worker_spec import EnginePlace, WorkerSpec
 from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.component import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.forks import let_signals_end_copies, reset_signals
@@ -109,12 +110,13 @@ _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end tho
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
-def run_engine(data: bytes, watch: ParentWatch) -> None:
+def run_engine(data: bytes, watch: ParentWatch, make_core: MakeCore | None = None) -> None:
     """Serve until a signal, or the end of the parent.
 
     Args:
         data: a Launch.
         watch: watch of the parent.
+        make_core: as of `build_core`.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
@@ -131,8 +133,10 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
     check_versions(plugins, "the engine process")
     with contextlib.ExitStack() as closing:  # all are closed, even if one raises
         with naming_plugin(plugins):
-            place = EnginePlace(launch.engine_index, launch.num_sharing, launch.local_rank)
-            spec = prepare_worker(config, plugins, config_sources, _report_nothing, place)
+            place = EnginePlace(
+                launch.engine_index, launch.num_sharing, launch.local_rank, launch.engines
+            )
+            spec = prepare_worker(config, plugins, config_sources, no_progress, place)
         closing.callback(spec.loader.close)
         activity = Activity.open(Path(launch.folder)) if launch.folder else None
         with naming_plugin(plugins):
@@ -144,13 +148,10 @@ def run_engine(data: bytes, watch: ParentWatch) -> None:
                 activity,
                 launch.vocabulary,
                 CacheChangeLog() if launch.reports_cache else None,
+                make_core,
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)
-
-
-def _report_nothing(what: str, done: int, total: int) -> None:
-    """Show no progress; the parent does."""
 
 
 def _serve(

@@ -68,6 +68,8 @@ class OutputCoalescer:
             scheduler_stats=_latest(held.scheduler_stats, later.scheduler_stats),
             load=_latest(held.load, later.load),
             cache_changes=_merged_changes(held.cache_changes, later.cache_changes),
+            start_wave=_latest(held.start_wave, later.start_wave),
+            wave_complete=_latest(held.wave_complete, later.wave_complete),
         )
 
 

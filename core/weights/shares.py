@@ -69,8 +69,10 @@ def check_shares(
         )
 
     first = FirstRank(parallel.tensor)
+    engines = FirstRank(parallel.data if parallel.spreads_experts else 1)
     try:
-        build_share(create, Parallel(first, 0, parallel.pipeline, parallel.expert)).close()
+        share = Parallel(first, 0, parallel.pipeline, parallel.expert, engines)
+        build_share(create, share).close()
     except ModelError:
         raise
     except BaseException as cause:

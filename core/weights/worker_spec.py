@@ -11,9 +11,7 @@ import torch
 
 from hardpoint.plugins import EngineConfig, ModelConfig, WeightLoader
 from hardpoint.plugins.component import Progress
-from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.parallel import Placement
-from hardpoint.registry.backends import check_device
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -24,11 +22,13 @@ class EnginePlace(msgspec.Struct, frozen=True):
         rank: number of the engine.
         num_sharing: engines of this host that are loading, which share the memory that is free.
         local_rank: its number among the engines of its host.
+        engines: placement of all engines, if they share experts; else None.
     """
 
     rank: int = 0
     num_sharing: int = 1
     local_rank: int = 0
+    engines: Placement | None = None
 
 
 ONLY_ENGINE = EnginePlace()
@@ -69,13 +69,3 @@ class WorkerSpec:
         """The fields of the context of step parts."""
         files = self.loader.context.files
         return {"config": self.config, "model_config": self.model_config, "files": files}
-
-    def entry_for_device(self, kind: str) -> PluginEntry:
-        """Return the entry of a kind of which there is one per device.
-
-        Raises:
-            ModelError: it does not run on this device.
-        """
-        entry = self.plugins.one(kind)
-        check_device(entry, self.plugins.target(entry), self.device.type)
-        return entry

@@ -16,6 +16,7 @@ from hardpoint.core.weights.updated_weights import UpdatedWeights
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import size_text
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.component import no_progress
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 from hardpoint.system.weight_cache import WeightCache
@@ -48,7 +49,7 @@ class PreparedWeights:
         """
         load = msgspec.structs.replace(spec.config.load, updates=tuple(updates), version=version)
         config = msgspec.structs.replace(spec.config, load=load)
-        self.spec = dataclasses.replace(spec, config=config, progress=_report_nothing)
+        self.spec = dataclasses.replace(spec, config=config, progress=no_progress)
         self._plan = plan
         self.planned: PlannedModel | None = None
         self._error: BaseException | None = None
@@ -113,7 +114,3 @@ def _check_memory(planned: PlannedModel) -> None:
             f"weights: {size_text(needed)} are needed in addition to those in use, "
             f"{size_text(limit.available)} are available ({limit.source})"
         )
-
-
-def _report_nothing(what: str, done: int, total: int) -> None:
-    """Show no progress, while the model serves."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from hardpoint.boundary.errors import close_all
+from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace
 from hardpoint.plugins.parallel import (
     Communicator,
     Parallel,
@@ -17,11 +19,10 @@ from hardpoint.plugins.parallel import (
 )
 from hardpoint.plugins.parallel_config import ParallelConfig
 
-_MAX_SIZE = 64  # ranks of a stage that are tried
-_SEARCH_S = 1.0
-
-Connect = Callable[[str, int, list[int]], Communicator]
-"""Makes the communicator of a group: its name, this rank in it, and its ranks in the engine."""
+Connect = Callable[..., Communicator]
+"""Makes the communicator of a group: its name, this rank in it, and its ranks in the engine, or in
+the placement that follows them.
+"""
 
 
 class Ranks:
@@ -64,15 +65,17 @@ class Ranks:
         self._abort_reason: str | None = None
         self.have_met = False
 
-    def meet(self, connect: Connect) -> None:
+    def meet(self, connect: Connect, place: EnginePlace = ONLY_ENGINE) -> None:
         """Meet the other ranks; `abort` ends this, too.
 
         Args:
             connect: makes communicators.
+            place: place of its engine.
         """
         config = self._config
         stage, tensor_rank = divmod(self.rank, config.tensor)
         tensor: Communicator = SingleRank()
+        engines: Communicator = SingleRank()
         try:
             if config.tensor > 1:
                 ranks = list(range(stage * config.tensor, (stage + 1) * config.tensor))
@@ -80,7 +83,10 @@ class Ranks:
             if config.pipeline > 1:
                 ranks = list(range(tensor_rank, config.world_size, config.tensor))
                 self._pipeline = self._join(connect, f"pipeline-{tensor_rank}", stage, ranks)
-            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert)
+            if (every := place.engines) is not None:
+                ranks = list(range(len(every.hosts)))
+                engines = self._join(connect, f"engines-{self.rank}", place.rank, ranks, every)
+            self.parallel = Parallel(tensor, stage, config.pipeline, config.expert, engines)
             self.wait_for_all()
         except BaseException as error:
             self._abort_groups(f"rank {self.rank} failed: {error}")
@@ -89,8 +95,8 @@ class Ranks:
             raise
         self.have_met = True
 
-    def _join(self, connect: Connect, group: str, rank: int, ranks: list[int]) -> Communicator:
-        communicator = connect(group, rank, ranks)
+    def _join(self, connect: Connect, group: str, rank: int, *members: Any) -> Communicator:
+        communicator = connect(group, rank, *members)
         self._groups.append(communicator)
         if self._abort_reason is not None:  # it came before the group was here
             communicator.abort(self._abort_reason)
@@ -102,7 +108,7 @@ class Ranks:
 
     def describe(self) -> str:
         """Return how the ranks communicate, for the log."""
-        groups = (self.parallel.tensor, self._pipeline)
+        groups = (self.parallel.tensor, self._pipeline, self.parallel.engines)
         return ", ".join(dict.fromkeys(group.describe() for group in groups if group.size > 1))
 
     def wait_for_all(self) -> None:

@@ -35,7 +35,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
@@ -193,24 +193,25 @@ class LocalWorker:
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
 
-        def connect(group: str, rank: int, members: list[int]) -> Communicator:
-            assert spec.placement is not None
-            entry = spec.entry_for_device("communicators")
-            return spec.plugins.create(
-                entry,
+        def connect(
+            group: str, rank: int, members: Sequence[int], among: Placement | None = spec.placement
+        ) -> Communicator:
+            assert among is not None
+            return spec.plugins.create_for_device(
+                "communicators",
                 CommunicatorContext,
                 group=group,
                 rank=rank,
                 size=len(members),
                 device=spec.device,
-                placement=spec.placement.of(members),
+                placement=among.of(members),
                 timeout_seconds=spec.config.parallel.start_seconds,
                 abort_reason=self._ranks.abort_reason,
             )
 
         with served_store(spec.rank, spec.placement):
-            self._ranks.meet(connect)
-        if self._ranks.are_many and spec.rank == 0:
+            self._ranks.meet(connect, spec.place)
+        if self._ranks.describe() and spec.rank == 0:
             _log.info("ranks communicate by %s", self._ranks.describe())
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -451,10 +452,9 @@ class LocalWorker:
 
     def _step_failed(self, error: BaseException) -> None:
         """Let the other ranks fail, too, which wait for this one; name memory if it lacks."""
-        if self._ranks.are_many:
-            follows = isinstance(error, CommunicationAbortedError)
-            failed = f"rank {self._ranks.rank} failed: {describe(error)}"
-            self._ranks.abort(str(error) if follows else failed)
+        follows = isinstance(error, CommunicationAbortedError)
+        failed = f"rank {self._ranks.rank} failed: {describe(error)}"
+        self._ranks.abort(str(error) if follows else failed)
         with self._naming_memory():
             raise error
 

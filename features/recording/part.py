@@ -41,7 +41,7 @@ class RecordedSteps(StepPart):
         reason = None
         if config.executor.enforce_eager:
             reason = "executor.enforce_eager is set"
-        elif context.world_size > 1:
+        elif context.world_size > 1 or config.parallel.spreads_experts:
             reason = "ranks share the model"
         else:
             reason = _lack(loaded, has_sizes=bool(sizes))

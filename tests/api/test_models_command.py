@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from hardpoint import model_report
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.cli import main
-from hardpoint.core.build import no_progress
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.weights.planned_model import open_attention, open_ops, plan_model
+from hardpoint.plugins.component import no_progress
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight

@@ -4,6 +4,7 @@ Importing this package loads torch. `hardpoint.toolkit.layers.rotary` has rotary
 """
 
 from .embedding import Embedding
+from .engines import over_engines
 from .layer import (
     Layer,
     PackedLayer,
@@ -36,6 +37,7 @@ __all__ = [
     "RotaryEmbedding",
     "load_packed",
     "load_weights",
+    "over_engines",
     "packed_weights",
     "quantizable",
     "weight_cuts",

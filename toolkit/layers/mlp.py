@@ -16,6 +16,7 @@ from hardpoint.plugins.model import ModelContext
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 
+from .engines import over_engines
 from .layer import PackedLayer, packed_weights, quantizable, weight_cuts, weight_shapes
 from .linear import Linear, Run
 
@@ -130,6 +131,7 @@ class MixtureOfExperts:
         """
         self._config = experts
         self._communicator = context.parallel.tensor
+        self._engines = context.parallel.engines
         self._router = Linear(
             [(f"{name}.gate", experts.count)],
             hidden,
@@ -173,7 +175,7 @@ class MixtureOfExperts:
             weights = weights / weights.sum(-1, keepdim=True)
         if routed is not None:
             routed.copy_(chosen)
-        y = self._experts(x, chosen, weights)
+        y = over_engines(self._engines, self._experts, x, chosen, weights)
         if self._shared is not None:
             share, mlp = self._shared
             # Its sigmoid, as a softmax of two: that of a row does not depend on the other rows.
@@ -192,7 +194,7 @@ class Experts:
         parallel, width = context.parallel, experts.width
         self._context = context
         if parallel.expert:
-            self._mine, columns = parallel.share(experts.count, "experts"), range(width)
+            self._mine, columns = parallel.share_experts(experts.count), range(width)
         else:
             self._mine = range(experts.count)
             columns = parallel.share(width, "columns of an expert")

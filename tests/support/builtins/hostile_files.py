@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from hardpoint import EngineConfig
-from hardpoint.core.build import no_progress
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.worker.worker import LocalWorker
 from hardpoint.plugins import TokenizerContext
+from hardpoint.plugins.component import no_progress
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import SchedulerConfig
 from hardpoint.registry.plugin_set import resolve_plugins

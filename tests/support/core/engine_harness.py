@@ -239,6 +239,7 @@ class Rig:
         idle_method=None,
         config=None,
         cache_changes=None,
+        make_core=EngineCore,
         **limits,
     ):
         self.executor = executor or ScriptedExecutor()
@@ -265,7 +266,7 @@ class Rig:
                 step_cost=StepCost if step_cost is None else step_cost.current,
             )
         )
-        self.core = EngineCore(
+        self.core = make_core(
             EngineCoreParts(
                 self.scheduler,
                 self.executor,

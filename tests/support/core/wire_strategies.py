@@ -289,4 +289,6 @@ BATCHES = whole(
     scheduler_stats=st.none() | STATS,
     load=st.none() | LOADS,
     cache_changes=st.none() | CACHE_CHANGES,
+    start_wave=st.none() | COUNT,
+    wave_complete=st.none() | COUNT,
 )

@@ -1,0 +1,127 @@
+"""The client of engines that share experts: they start, step, pause and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from hardpoint.errors import EngineDeadError
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    EngineCoreOutputs,
+    HardpointError,
+    RequestError,
+)
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.replicas.group import EngineGroup
+from hardpoint.replicas.replicas import Replica
+
+from .replicas import WaveReplicas, follows_another
+
+_FIRST_DEATH_S = 5.0
+"""How long the death of an engine that lost another one waits for that one's to be noticed."""
+
+_OF_ALL = frozenset({"pause", "resume", "sleep", "wake_up"})
+"""Calls that no engine can follow alone, since the others need it in each step."""
+
+
+class WaveGroup(EngineGroup):
+    """Engines of one model whose experts are spread over them.
+
+    They step in waves, see `core.WaveCore`. If one dies, all end, and are started again together.
+    """
+
+    _replicas: WaveReplicas
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Start the engines; see EngineGroup."""
+        super().__init__(*args, replicas=WaveReplicas, **options)
+        fixed = _Fixed()
+        self.scale, self.retire = fixed.scale, fixed.retire
+
+    def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
+        """Take what an engine sends; let the others join a wave that it has started."""
+        if isinstance(item, Exception):
+            if follows_another(item):  # whose death shows which requests are suspects
+                wait = threading.Timer(_FIRST_DEATH_S, self._lost_later, (replica, item))
+                wait.daemon = True
+                wait.start()
+                return
+        elif item.wave_complete is not None or item.start_wave is not None:
+            with self._lock:
+                called = self._replicas.coordinate(replica, item)
+                wave = self._replicas.coordinator.wave
+            for other in called:
+                with contextlib.suppress(EngineDeadError):  # then all of them end
+                    other.open_client.call("start_wave", wave)
+        super().receive(replica, item)
+
+    def _lost_later(self, replica: Replica, error: Exception) -> None:
+        """Count an engine as dead that lost another one, if none has died by itself."""
+        if replica.client is not None:
+            super().receive(replica, error)
+
+    def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
+        """Call a utility of all engines, or of one; see EngineGroup.
+
+        Raises:
+            RequestError: the engine cannot do that alone; and as EngineGroup.
+            HardpointError: the call tries a model outside of the waves.
+        """
+        if method == "prepare_weights":
+            raise HardpointError(
+                "update_weights: the weights of engines that share experts (parallel.expert) "
+                "cannot be replaced, since a step with the new ones would be tried by each alone"
+            )
+        if rank is not None and method in _OF_ALL:
+            raise RequestError(
+                f"{method}: expected all engines, got engine {rank} alone: they share experts "
+                "(parallel.expert), so that each needs the others in every step"
+            )
+        return super().call(method, *args, rank=rank)
+
+
+class _Fixed:
+    """Refuses changes of the number of engines."""
+
+    def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
+        raise HardpointError(
+            "scale: expected as many engines as were started, for they share experts "
+            f"(parallel.expert), got {num_engines}"
+        )
+
+    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
+        raise HardpointError(
+            "retire: expected no engine, for they share experts (parallel.expert), got "
+            f"{', '.join(map(str, ranks))}"
+        )
+
+
+def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
+    """Refuse settings that cannot work where engines share experts.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    parallel, length = config.parallel, config.max_model_len
+    refused = (
+        # A stage would run a batch of another engine's step, or none.
+        ("parallel.pipeline", "1", parallel.pipeline, parallel.pipeline > 1),
+        # Steps that are under way at once are not matched with those of the other engines.
+        ("scheduler.asynchronous", "false", "true", config.scheduler.asynchronous),
+        # Each engine would find another length, by the memory that it has.
+        ("max_model_len", "a number, or none", "'auto'", length == "auto"),
+    )
+    for name, expected, got, is_set in refused:
+        if is_set:
+            raise ConfigError(
+                config_sources.locate(
+                    f"{name}: expected {expected}, since the engines share experts "
+                    f"(parallel.expert with parallel.data = {parallel.data}), got {got}"
+                )
+            )

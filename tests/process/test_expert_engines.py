@@ -1,0 +1,205 @@
+"""Experts that are spread over several engine processes: the tokens of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from support.driving import varied_jobs
+from support.internals import engine_of
+from support.parallel import (
+    drive,
+    mixed_jobs,
+    parallel_config,
+    reference_of,
+    same,
+    write_random_model,
+)
+from support.process.harness import process_config
+from support.waiting import PATIENCE_S, wait_until
+
+from hardpoint import LLM, AsyncLLM, HardpointError, RequestError, SamplingParams
+
+KILLS = "process.test_replicas:Kills"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+MEETS = {"parallel": {"data": 2, "expert": True}, "engine": {"in_process": False}}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A mixture of experts, and the results of the mixed requests in one process."""
+    folder = tmp_path_factory.mktemp("random") / "mixtral"
+    write_random_model(folder, "MixtralForCausalLM", **MIXTURE)
+    config = {"model": str(folder), "load": {"use": "dummy"}}
+    return config, reference_of(config, mixed_jobs())
+
+
+def over_engines(mixture, **parallel):
+    use = "multiproc" if parallel.get("tensor", 1) > 1 else "uniproc"
+    settings = parallel_config(**mixture[0], executor={"use": use})
+    return settings | MEETS | {"parallel": MEETS["parallel"] | parallel}
+
+
+def check(llm, expected, num_preempted=3):
+    """The mixed requests, some of which are preempted, next to one that leaves."""
+    engine, jobs = engine_of(llm), mixed_jobs()
+    leaves = [("leaves", [1, 2, 3] * 9, GREEDY)]
+    got = drive(
+        engine,
+        [*jobs[:6], *leaves, *jobs[6:]],
+        before_step={9: lambda e: e.abort_requests("leaves")},
+    )
+    got.pop("leaves", None)
+    same(engine, jobs, expected, got)
+    stats = llm.scheduler_stats()
+    assert stats.num_preemptions > num_preempted
+    assert stats.num_running == stats.num_waiting == 0
+
+
+def test_two_engines_with_half_of_the_experts_give_the_tokens_of_one(mixture):
+    prompts = [{"prompt_token_ids": [3, 5, 7, number]} for number in range(5)]
+    with LLM(config=over_engines(mixture)) as llm:
+        check(llm, mixture[1])
+        together = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
+        for rank in (0, 1):  # the other one has no request
+            alone = llm.generate(prompts, GREEDY, data_parallel_rank=rank)
+            assert [one.outputs[0].token_ids for one in alone] == together
+        lookups = [engine.scheduler_stats().prefix_cache.requests for engine in llm.engines]
+        assert min(lookups) > 5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"communicator": "torch"}, {"data": 4}])
+def test_more_ranks_and_other_communication(mixture, parallel):
+    with LLM(config=over_engines(mixture, **parallel)) as llm:
+        check(llm, mixture[1], -1 if "data" in parallel else 3)
+
+
+def scripted_settings(scripted, **engine):
+    plugins = {"enable": ["support.plugins.slow:Slow", KILLS]}
+    settings = {"parallel": MEETS["parallel"], "engine": engine, "plugins": plugins}
+    return process_config(scripted, settings)
+
+
+def results(llm):
+    jobs = [job for job in varied_jobs(40) if job[2].n <= 2][:24]
+    prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for _, p, _ in jobs]
+    outputs = llm.generate(prompts, [params for *_, params in jobs])
+    return [[(c.token_ids, c.text, c.error) for c in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(scripted):
+    with LLM(config=process_config(scripted, {})) as llm:
+        return results(llm)
+
+
+def are_new(llm, before):
+    return not {None, *before} & {engine.pid for engine in llm.engines}
+
+
+def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
+    settings = scripted_settings(
+        scripted, restart="on_failure", max_resumes=9, max_restarts_per_minute=99
+    )
+    with LLM(config=settings) as llm:
+        assert results(llm) == expected
+        for rank, seconds in ((1, 0.0), (0, 0.05)):
+            before = {engine.pid for engine in llm.engines}
+            victim = llm.engines[rank].pid
+            kill = threading.Timer(seconds, os.kill, (victim, signal.SIGKILL))
+            kill.start()
+            assert results(llm) == expected
+            kill.join()
+            wait_until(partial(are_new, llm, before), PATIENCE_S, "all engines")
+        assert llm.health().restarts == 2
+        bad = SamplingParams(max_tokens=30, ignore_eos=True, plugin_args={"kills": {"at": 5}})
+        outputs = llm.generate(["say abc"] * 4, [GREEDY, bad, GREEDY, GREEDY])
+        assert (
+            outputs[1]
+            .outputs[0]
+            .error.endswith(
+                "the request was in the step of 2 engines when they died; it runs no more"
+            )
+        )
+        good = llm.generate("say abc", GREEDY)[0].outputs[0].token_ids
+        assert [outputs[i].outputs[0].token_ids for i in (0, 2, 3)] == [good] * 3
+
+
+def test_a_pause_in_the_midst_of_requests(scripted):
+    slow = {"slow": {"seconds": 0.01}}
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, plugin_args=slow)
+
+    async def tokens(llm):
+        return [output async for output in llm.generate("say abc", params)][-1].outputs[0].token_ids
+
+    async def main():
+        async with AsyncLLM(config=scripted_settings(scripted)) as llm:
+            whole = await tokens(llm)
+            tasks = [asyncio.create_task(tokens(llm)) for _ in range(3)]
+            while not (await llm.scheduler_stats()).num_running:
+                await asyncio.sleep(0.01)
+            await llm.pause("keep")
+            assert await llm.is_paused()
+            assert len(await llm.live_requests()) == 3
+            await llm.resume()
+            assert await asyncio.gather(*tasks) == [whole] * 3
+
+    asyncio.run(main())
+
+
+def test_calls_go_to_all_engines_together(scripted, expected):
+    with LLM(config=scripted_settings(scripted)) as llm:
+        for level in (1, 2):
+            llm.sleep(level)
+            assert [engine.is_sleeping() for engine in llm.engines] == [True, True]
+            llm.pause()  # there is nothing to agree on
+            llm.wake_up()
+            assert results(llm) == expected
+        second = llm.engines[1]
+        assert second.scheduler_stats().num_running == 0
+        for call in (second.pause, second.sleep, second.resume):
+            with pytest.raises(RequestError, match="expected all engines, got engine 1 alone"):
+                call()
+        with pytest.raises(HardpointError, match="^update_weights: the weights of engines that"):
+            llm.update_weights({"lm_head.weight": torch.zeros(2, 2)})
+        with pytest.raises(HardpointError, match="^scale: expected as many engines as were"):
+            llm.scale(3)
+        with pytest.raises(HardpointError, match="^retire: expected no engine, for they share"):
+            llm.retire([1])
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        ({"parallel": {"pipeline": 2}}, "^parallel.pipeline: expected 1, since the engines share"),
+        (
+            {"scheduler": {"asynchronous": True}},
+            "^scheduler.asynchronous: expected false, since the engines share experts",
+        ),
+        ({"max_model_len": "auto"}, "^max_model_len: expected a number, or none, since"),
+        ({"parallel": {"data": 3}}, "^engine . of 3: parallel.data: 4 experts cannot be spread"),
+    ],
+)
+def test_what_cannot_work_is_refused(mixture, extra, error):
+    settings = over_engines(mixture)
+    for name, value in extra.items():
+        settings[name] = {**settings[name], **value} if isinstance(value, dict) else value
+    began = time.monotonic()
+    with pytest.raises(HardpointError, match=error):
+        LLM(config=settings)
+    assert time.monotonic() - began < PATIENCE_S
+
+
+def test_a_dense_model_has_no_experts_to_spread(tmp_path):
+    folder = write_random_model(tmp_path / "llama", "LlamaForCausalLM")
+    config = {"model": str(folder), "load": {"use": "dummy"}}
+    with pytest.raises(HardpointError, match="^engine . of 2: parallel.expert: plugin 'Llama"):
+        LLM(config=over_engines((config, None)))

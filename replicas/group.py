@@ -40,7 +40,7 @@ from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .load import Loads
 from .recovery import Recovery
-from .replicas import Receiver, Replica, Replicas, ReplicasOf, set_starting
+from .replicas import Receiver, Replica, ReplicaClient, Replicas, ReplicasOf, set_starting
 from .restarts import RestartBudget
 from .scaling import Scaling
 

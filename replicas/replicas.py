@@ -451,12 +451,11 @@ class Replicas:
 
     def forget(self, client: ReplicaClient | None) -> None:
         """Close the client, if there is one, of an engine that another one has succeeded."""
-        if client is None:
-            return
-        client.close()
-        with self._changed:
-            if client is not self._clients[-1]:
-                self._clients.remove(client)
+        if client is not None:
+            client.close()
+            with self._changed:
+                if client is not self._clients[-1]:
+                    self._clients.remove(client)
 
     def _refresh(self) -> None:
         ranks = sorted(self._replicas)

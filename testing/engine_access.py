@@ -127,7 +127,8 @@ def with_creator(context: Any, kind: str) -> Any:
             built: Component = plugins.create_for_device(kind, type(context), **fields)
             return built
         *_, entry = (e for e in plugins.entries(kind) if use in (e.name, e.value))
-        return plugins.create(entry, type(context), **fields)
+        component: Component = plugins.create(entry, type(context), **fields)
+        return component
 
     return dataclasses.replace(context, creator=create)
 

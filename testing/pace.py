@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-
-from .checking import evidence
 
 __all__ = [
     "PYTHON",
@@ -25,6 +23,27 @@ __all__ = [
     "own_seconds",
     "slowdown",
 ]
+
+
+@dataclass
+class Evidence:
+    """Figures of the running test of a suite, for who reports them.
+
+    Attributes:
+        num_cases: number of drawn cases that were tried.
+        costs: each measured cost with its budget, in seconds.
+    """
+
+    num_cases: int = 0
+    costs: list[tuple[float, float]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the figures, at the start of a test."""
+        self.num_cases = 0
+        self.costs.clear()
+
+
+EVIDENCE = Evidence()
 
 _DELAYS = Path("/proc/thread-self/schedstat")
 _FEWEST_ROUNDS = 3
@@ -110,7 +129,7 @@ def cost_of(
         cost = least / max(slow, 1.0)
         if number >= _FEWEST_ROUNDS and not budget < cost < _HOPELESS * budget:
             break
-    evidence.current.costs.append((cost, budget))
+    EVIDENCE.costs.append((cost, budget))
     return cost
 
 

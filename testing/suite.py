@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, HypothesisException
 
-from .checking import evidence
+from .pace import EVIDENCE
 from .pytest_hooks import examples_scale, replay_line, search_seed
 
 _MAX_REPR_LENGTH = 600
@@ -171,7 +171,7 @@ class Search:
         @given(**strategies)
         def search(**drawn: Any) -> None:
             nonlocal deadline, found
-            evidence.current.num_cases += 1
+            EVIDENCE.num_cases += 1
             if found is not None and time.monotonic() > deadline:
                 raise EndOfSearchError
             try:

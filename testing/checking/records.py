@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from . import evidence
+from hardpoint.testing.pace import EVIDENCE
+
 from .made_suite import NEEDS
 from .request import check_record
 
@@ -70,7 +71,7 @@ class CheckRecorder:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Report which check runs now."""
-        evidence.clear()
+        EVIDENCE.clear()
         self._send({"record": "begin", "check": nodeid.rpartition("::")[2]})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -126,7 +127,7 @@ def _claim(test: Any, name: str) -> str:
 
 def _figures() -> str:
     """Return the figures of the running test."""
-    found = evidence.current
+    found = EVIDENCE
     parts = [f"{found.num_cases} cases"] if found.num_cases else []
     parts += [
         f"{cost * 1e6:.3g} us of {budget * 1e6:.6g} us allowed" for cost, budget in found.costs

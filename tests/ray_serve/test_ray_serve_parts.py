@@ -159,7 +159,7 @@ def route(ray_serve):
 
     async def ask(address, ids):
         replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=one)) for one in ids]
-        router._replicas = dict(zip(ids, replicas, strict=True))
+        vars(router)["_replicas"] = dict(zip(ids, replicas, strict=True))  # as Ray keeps them
         pending = SimpleNamespace(
             args=[address],
             routing_context=SimpleNamespace(should_backoff=False),

@@ -29,14 +29,19 @@ _NOTICED_AFTER_S = 5.0  # besides the time without a heartbeat
 class Admission:
     """The ranks that wait for an engine, and what an engine needs to take one."""
 
-    def __init__(self, head: Hello, parallel: ParallelConfig) -> None:
+    def __init__(
+        self, head: Hello, parallel: ParallelConfig, *, needs_equal_bits: bool = False
+    ) -> None:
         """Begin with no rank.
 
         Args:
             head: versions and model of the head.
             parallel: its settings.
+            needs_equal_bits: whether all engines have to be of one kind of processor.
         """
         self._head, self._parallel = head, parallel
+        self._needs_equal_bits = needs_equal_bits
+        self._processor = head.processor if parallel.num_local else None  # that of all engines
         self._waiting: dict[int, JoinedHost] = {}
         self._ranks = set(range(parallel.num_local, parallel.data))
         self._num_refused, self._last_reason = 0, ""
@@ -92,6 +97,14 @@ class Admission:
             places = "; ".join(f"{one} by {where}" for one, where in sorted(taken.items()))
             reason = f"no rank waits for an engine{f'; taken: {places}' if places else ''}"
             return None, Refusal(reason=reason, retry_seconds=math.inf)
+        if self._processor is None:
+            self._processor = hello.processor
+        if self._needs_equal_bits and hello.processor != self._processor:
+            return None, self._refusal(
+                f"processor: the engines of the head {head} have {self._processor!r}, {hello.host} "
+                f"has {hello.processor!r}, so a request could not go on there with the same tokens "
+                '(engine.resume = "exact"); set that to "any" or "off", or use such a processor'
+            )
         return self._waiting.pop(rank), None
 
     def refused(self, reason: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
+import platform
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,28 @@ from hardpoint.registry.kinds import KINDS, Process
 from hardpoint.registry.model_files import find_files
 
 from .messages import Hello
+
+_VECTORS = frozenset(
+    [
+        "avx2",
+        "fma",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512_fp16",
+        "amx_tile",
+        "amx_int8",
+        "amx_bf16",
+        "asimd",
+        "asimdhp",
+        "bf16",
+        "i8mm",
+        "sve",
+    ]
+)
+"""Instructions for which kernels have paths of their own."""
 
 _WHOLE_BYTES = 1 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -40,7 +64,27 @@ def hello_of(config: EngineConfig) -> Hello:
         host=socket.gethostname(),
         model=config.model,
         fingerprint=_fingerprint(files.path),
+        processor=processor(),
     )
+
+
+def processor(system: Path = Path("/proc")) -> str:
+    """Return the kind of this machine's processors, by which results differ in the last bits.
+
+    Args:
+        system: the folder of the system's facts.
+    """
+    found = [platform.machine()]
+    with contextlib.suppress(OSError):
+        lines = (system / "cpuinfo").read_text(errors="replace").splitlines()
+        facts = {key.strip(): value for key, _, value in (one.partition(":") for one in lines)}
+        found.append(facts.get("vendor_id", facts.get("CPU implementer", "")).strip())
+        flags = facts.get("flags", facts.get("Features", "")).split()
+        found += sorted(_VECTORS.intersection(flags))
+    for card in sorted(system.glob("driver/nvidia/gpus/*/information")):
+        with contextlib.suppress(OSError):
+            found.append(card.read_text(errors="replace").partition("Model:")[2].split("\n")[0])
+    return " ".join(" ".join(found).split())
 
 
 def difference(head: Hello, engine: Hello) -> str | None:

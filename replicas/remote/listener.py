@@ -378,7 +378,10 @@ class JoinedHosts:
         """
         parallel = config.parallel
         keys = None if parallel.keys is None else KeyFolder(parallel.keys, "parallel.keys")
-        self._listener = JoinListener(parallel, keys, Admission(hello_of(config), parallel))
+        admission = Admission(
+            hello_of(config), parallel, needs_equal_bits=config.engine.resume == "exact"
+        )
+        self._listener = JoinListener(parallel, keys, admission)
         self._local, self._parallel = local, parallel
         if parallel.num_local == 0:
             local.close()

@@ -75,6 +75,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         host: name of its machine.
         model: its model, as configured there.
         fingerprint: a digest of the model's files.
+        processor: what computes there, as far as bits of results depend on it.
         rank: the rank that it asks for; None is any.
         former: the session that it had before, which is over.
     """
@@ -87,6 +88,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     host: str
     model: str
     fingerprint: str
+    processor: str = ""
     rank: int | None = None
     former: bytes = NO_SESSION
 

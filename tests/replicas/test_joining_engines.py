@@ -20,7 +20,7 @@ from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.replicas.remote import listener
 from hardpoint.replicas.remote.address import check_address, check_joining
-from hardpoint.replicas.remote.comparison import check_manifest, hello_of
+from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
 from hardpoint.replicas.remote.messages import WINDOW, Ended, Kind, Window, encode
 from hardpoint.system.encoding import Encoder
 from hardpoint.toolkit.curve_keys import client_keys, make_client, revoke_client
@@ -79,6 +79,32 @@ def test_what_differs_is_named_with_both_sides(head):
         assert refusal.reason.startswith(words)
         assert refusal.retry_seconds == 0
     assert peer.hello() is None
+
+
+def test_engines_that_go_on_with_requests_of_others_have_processors_of_one_kind(head):
+    """That of the first one; a head without engines of its own may have another."""
+    first, place = head.host(0), head.host(1)
+    head.peer().join(rank=0, processor="x86_64 avx512f")
+    first.joined()
+    refusal = head.peer().hello(rank=1, processor="x86_64 avx2")
+    assert refusal.reason.startswith(
+        "processor: the engines of the head here have 'x86_64 avx512f', there has 'x86_64 avx2', "
+        'so a request could not go on there with the same tokens (engine.resume = "exact")'
+    )
+    head.peer().join(rank=1, processor="x86_64 avx512f")
+    place.joined()
+
+
+def test_a_processor_is_known_by_what_kernels_differ_in(tmp_path):
+    (tmp_path / "cpuinfo").write_text(
+        "processor : 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 fma sse avx512f\n\n"
+    )
+    card = tmp_path / "driver" / "nvidia" / "gpus" / "0000"
+    card.mkdir(parents=True)
+    (card / "information").write_text("Model: \t NVIDIA H100\nIRQ: 1\n")
+    found = processor(tmp_path)
+    assert found.endswith(" AuthenticAMD avx2 avx512f fma NVIDIA H100")
+    assert processor(tmp_path / "none") == found.partition(" ")[0]
 
 
 def test_a_rank_has_one_owner(head):

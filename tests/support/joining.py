@@ -52,7 +52,8 @@ class Head:
         config = ParallelConfig(data=data, local=0, join_address=self.address, **parallel)
         folder = None if keys is None else KeyFolder(str(keys), "parallel.keys")
         own = msgspec.structs.replace(HELLO, host="here")
-        self.listener = JoinListener(config, folder, admission.Admission(own, config))
+        admits = admission.Admission(own, config, needs_equal_bits=True)
+        self.listener = JoinListener(config, folder, admits)
         self._undo = contextlib.ExitStack()
         self._undo.callback(self.listener.close)
         self.peers: list[Peer] = []

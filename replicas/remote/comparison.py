@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import platform
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,25 +23,8 @@ from hardpoint.registry.model_files import find_files
 
 from .messages import Hello
 
-_VECTORS = frozenset(
-    [
-        "avx2",
-        "fma",
-        "avx512f",
-        "avx512bw",
-        "avx512vl",
-        "avx512_vnni",
-        "avx512_bf16",
-        "avx512_fp16",
-        "amx_tile",
-        "amx_int8",
-        "amx_bf16",
-        "asimd",
-        "asimdhp",
-        "bf16",
-        "i8mm",
-        "sve",
-    ]
+_VECTORS = re.compile(
+    "avx2|fma|avx512(f|bw|vl|_vnni|_bf16|_fp16)|amx_(tile|int8|bf16)|asimd(hp)?|bf16|i8mm|sve"
 )
 """Instructions for which kernels have paths of their own."""
 
@@ -80,7 +64,7 @@ def processor(system: Path = Path("/proc")) -> str:
         facts = {key.strip(): value for key, _, value in (one.partition(":") for one in lines)}
         found.append(facts.get("vendor_id", facts.get("CPU implementer", "")).strip())
         flags = facts.get("flags", facts.get("Features", "")).split()
-        found += sorted(_VECTORS.intersection(flags))
+        found += sorted(filter(_VECTORS.fullmatch, flags))
     for card in sorted(system.glob("driver/nvidia/gpus/*/information")):
         with contextlib.suppress(OSError):
             found.append(card.read_text(errors="replace").partition("Model:")[2].split("\n")[0])

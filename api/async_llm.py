@@ -142,7 +142,7 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
             limit = STREAMING_STEP_MILLISECONDS if scheduler.chunked_prefill else 0.0
             scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
-        if "open_client" not in opening:
+        if opening.get("open_client") is None:
             config, opening["open_client"] = engines_of(config, config_sources)
         how = {"companions": COMPANIONS, **opening}
         with ProgressDisplay() as display:

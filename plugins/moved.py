@@ -65,7 +65,6 @@ MOVED_NAMES = {
         "PluginUse": "hardpoint.plugins.config_tables",
         "Origins": "hardpoint.plugins.config:ConfigSources",
     },
-    "config_tables": {"ParallelConfig": f"{_CONTRACT}.parallel_config"},
     "component": {"is_replayable": _REPLAYABLE},
     "grammars": {"allow_tokens": "hardpoint.toolkit.bitmasks"},
     "request": {"RequestView": "hardpoint.core.engine.policy"},
@@ -97,7 +96,7 @@ MOVED_NAMES = {
         "NO_DRAFT": f"{_CONTRACT}.plan:SchedulerOutput.NO_DRAFT",
         "Worker": "hardpoint.plugins.executor",
         **dict.fromkeys(
-            ("FinishedRequest", "PluginMeter", "RequestMetrics", "StepFault"),
+            ("PluginMeter", "RequestMetrics", "StepFault"),
             "hardpoint.plugins.stats",
         ),
         **dict.fromkeys(

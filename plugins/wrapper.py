@@ -92,7 +92,8 @@ class _Forwarded:
     def __get__(self, wrapper: Any, owner: type) -> Any:
         if wrapper is not None:
             return getattr(wrapper.wrapped, self._name)
-        if isinstance(self._member, classmethod):  # no component that is wrapped is known
+        is_abstract = getattr(self._member, "__isabstractmethod__", False)
+        if isinstance(self._member, classmethod) and not is_abstract:  # nothing is wrapped yet
             return self._member.__get__(None, owner)
         return self._of_class
 

@@ -68,7 +68,6 @@ SMALL_MODULES = {
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",
     "hardpoint.ray_serve.options": "a table of options, with tests of its own",
     "hardpoint.ray_serve.prompt_work": "an algorithm with tests of its own",
-    "hardpoint.replicas.opening": "what programs open; the group knows no plugins",
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",

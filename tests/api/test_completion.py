@@ -46,7 +46,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
             "hardpoint ",
             {
                 *["generate", "models", "chat", "plugins", "config", "completion", "serve"],
-                *["embed", "engine", "keys"],
+                *["embed", "engine", "keys", "scale"],
             },
         ),
         ("hardpoint --max", set()),
@@ -54,7 +54,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
         ("hardpoint generate --max", {"--max-tokens"}),
         ("hardpoint generate ", set()),
         ("hardpoint generate --nothing x --se", {"--seed", "--set"}),
-        ("hardpoint plugins ", {"list", "show"}),
+        ("hardpoint plugins ", {"check", "list", "new", "show"}),
         ("hardpoint plugins show top_", {"top_k", "top_p"}),
         ("hardpoint plugins show schedulers/", {"schedulers/default"}),
         ("hardpoint chat --log-format ", {"text", "json"}),

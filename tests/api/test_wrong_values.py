@@ -63,7 +63,7 @@ def test_every_command_is_here():
 def test_wrong_values_end_with_a_message(monkeypatch, capsys, name):
     monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
     found = discover()  # 20 ms each time, which is not what is tested
-    monkeypatch.setattr("hardpoint.cli.discover", lambda foreign_groups: found)
+    monkeypatch.setattr("hardpoint.command_plugins.discover", lambda foreign_groups: found)
     values = [[f"{option}={value}"] for option in options(name) for value in WRONG]
     for wrong in [*values, ["--no-such-option"], *([value] for value in WRONG)]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))

@@ -55,6 +55,7 @@ class PlayedProcess:
     """
 
     returncode = None
+    has_ended = False
     pid = 7
 
     def __init__(self, sockets: list[EngineSockets]) -> None:

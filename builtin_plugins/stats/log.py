@@ -39,7 +39,7 @@ class LogSink(StatSink):
             self._since = self.context.clock() - max(stats.time_to_first_token, default=0.0)
         self._prompt_tokens += stats.num_prompt_tokens
         self._generation_tokens += stats.num_generation_tokens
-        if (scheduler := stats.scheduler) is not None:
+        if isinstance(scheduler := stats.scheduler, SchedulerStats):
             self._engines |= scheduler.engines or {stats.engine_index: scheduler}
 
     def report(self) -> None:

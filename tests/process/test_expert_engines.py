@@ -47,7 +47,7 @@ def over_engines(mixture, **parallel):
     return settings | MEETS | {"parallel": MEETS["parallel"] | parallel}
 
 
-def check(llm, expected, num_preempted=3):
+def check(llm, expected, num_preempted=0):
     """The mixed requests, some of which are preempted, next to one that leaves."""
     engine, jobs = engine_of(llm), mixed_jobs()
     leaves = [("leaves", [1, 2, 3] * 9, GREEDY)]

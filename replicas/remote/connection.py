@@ -100,8 +100,9 @@ class Connection:
                 f"--keys: the head at {self._address} refuses the key: it is not, or no more, in "
                 "the folder of its parallel.keys"
             )
-        if event & _FAILED:
-            self._num_failures += 1
+        if event & _FAILED:  # after an error of the protocol, libzmq does not connect again
+            is_last = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            self._num_failures += _MOST_FAILURES if is_last else 1
         if self._num_failures >= _MOST_FAILURES:
             raise ConfigError(
                 f"--keys: what is at {self._address} does not agree on security: either side has "

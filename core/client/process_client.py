@@ -262,7 +262,69 @@ def _is_needed(entry: PluginEntry) -> bool:
     return KINDS[entry.kind].processes != (Process.FRONTEND,) and not entry.stays
 
 
-class ProcessClient(OneEngine, UtilityCalls):
+class RequestSockets:
+    """Base of clients whose requests and outputs go through sockets of their own."""
+
+    _sockets: EngineSockets
+    _outputs: OutputQueue
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send a request. If the engine rejects it, its first output is the error.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineTimeoutError: it accepted no message for some seconds.
+            RequestError: the request cannot be encoded.
+        """
+        self._sockets.send(RequestType.ADD, request)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Send the requests of one call in one message. If one is rejected, all are.
+
+        Raises:
+            As `add_request`.
+        """
+        self._sockets.send(RequestType.ADD_ALL, list(requests))
+
+    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
+        """Return a function that tries to send the requests of one call without waiting.
+
+        Raises:
+            RequestError: one cannot be encoded.
+            EngineDeadError: the engine is gone; the returned function raises it too.
+        """
+        if len(requests) == 1:
+            return self._sockets.attempt(RequestType.ADD, requests[0])
+        return self._sockets.attempt(RequestType.ADD_ALL, list(requests))
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests without waiting; a request sent later reaches the engine after this."""
+        if ids := list(request_ids):
+            with contextlib.suppress(EngineDeadError):  # its requests have ended with it
+                self._sockets.post(RequestType.ABORT, ids)
+
+    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
+        """Return the next batch of outputs; an empty one if there is none and `wait` is false.
+
+        Args:
+            wait: whether outputs are expected.
+            timeout: seconds to wait; None is without limit.
+
+        Returns:
+            None if nothing came in time.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineClosedError: `end_waiting` was called.
+        """
+        return self._outputs.pop(wait=wait, timeout_s=timeout)
+
+    def end_waiting(self) -> None:
+        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
+        self._outputs.put(EngineClosedError("the engine is closed"))
+
+
+class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
     """Starts an engine process, sends it requests, and receives its outputs.
 
     Implements `EngineCoreClient`. A client that is collected before it is closed closes its engine.
@@ -331,61 +393,6 @@ class ProcessClient(OneEngine, UtilityCalls):
     def was_killed(self) -> bool:
         """Whether a signal that others send ended the engine, so that no plugin is to blame."""
         return self._monitor.was_killed
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request. If the engine rejects it, its first output is the error.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-            EngineTimeoutError: it accepted no message for some seconds.
-            RequestError: the request cannot be encoded.
-        """
-        self._sockets.send(RequestType.ADD, request)
-
-    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Send the requests of one call in one message. If one is rejected, all are.
-
-        Raises:
-            As `add_request`.
-        """
-        self._sockets.send(RequestType.ADD_ALL, list(requests))
-
-    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
-        """Return a function that tries to send the requests of one call without waiting.
-
-        Raises:
-            RequestError: one cannot be encoded.
-            EngineDeadError: the engine is gone; the returned function raises it too.
-        """
-        if len(requests) == 1:
-            return self._sockets.attempt(RequestType.ADD, requests[0])
-        return self._sockets.attempt(RequestType.ADD_ALL, list(requests))
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests without waiting; a request sent later reaches the engine after this."""
-        if ids := list(request_ids):
-            with contextlib.suppress(EngineDeadError):  # its requests have ended with it
-                self._sockets.post(RequestType.ABORT, ids)
-
-    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
-        """Return the next batch of outputs; an empty one if there is none and `wait` is false.
-
-        Args:
-            wait: whether outputs are expected.
-            timeout: seconds to wait; None is without limit.
-
-        Returns:
-            None if nothing came in time.
-
-        Raises:
-            EngineDeadError: the engine is gone.
-            EngineClosedError: `end_waiting` was called.
-        """
-        return self._outputs.pop(wait=wait, timeout_s=timeout)
-
-    def end_waiting(self) -> None:
-        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
-        self._outputs.put(EngineClosedError("the engine is closed"))
 
     def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:  # noqa: ARG002
         """Call one of the engine's utilities without waiting.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,17 @@ import msgspec
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import engine_dead
 from hardpoint.boundary.faults import Fanout, StepFaults
-from hardpoint.core.client.base import Attempt, DeathWatcher, UtilityCalls
+from hardpoint.core.client.base import DeathWatcher, UtilityCalls
 from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.process_client import EngineStart, Sink
+from hardpoint.core.client.process_client import EngineStart, RequestSockets, Sink
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.utility_calls import EngineUtilities, result_type
 from hardpoint.core.engine_process.process import EngineProcess
 from hardpoint.core.frontend.statistics import Statistics
-from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
-from hardpoint.errors import EngineClosedError, EngineDeadError
+from hardpoint.core.protocol import EngineCoreReadyResponse
+from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
-    EngineCoreOutputs,
-    EngineCoreRequest,
     IterationStats,
     StatSink,
 )
@@ -42,7 +40,7 @@ _POLL_MS = 100
 _FIGURES_INTERVAL_S = 0.1
 
 
-class RelayedClient(UtilityCalls):
+class RelayedClient(RequestSockets, UtilityCalls):
     """Sends requests to engines of another process, and receives their outputs.
 
     Implements `RemoteClient`. The owner of the engines restarts, scales and replaces them.
@@ -124,34 +122,6 @@ class RelayedClient(UtilityCalls):
     def num_restarts(self) -> int:
         """How often engines were restarted."""
         return self.view.num_restarts
-
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request."""
-        self._sockets.send(RequestType.ADD, request)
-
-    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Send the requests of one call in one message; all are added, or none."""
-        self._sockets.send(RequestType.ADD_ALL, list(requests))
-
-    def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
-        """Return a function that tries to send the requests of one call without waiting."""
-        if len(requests) == 1:
-            return self._sockets.attempt(RequestType.ADD, requests[0])
-        return self._sockets.attempt(RequestType.ADD_ALL, list(requests))
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests without waiting."""
-        if ids := list(request_ids):
-            with contextlib.suppress(EngineDeadError):  # its requests have ended with it
-                self._sockets.post(RequestType.ABORT, ids)
-
-    def get_output(self, *, wait: bool, timeout: float | None = None) -> EngineCoreOutputs | None:
-        """Return the next batch of outputs, as `ProcessClient.get_output` does."""
-        return self._outputs.pop(wait=wait, timeout_s=timeout)
-
-    def end_waiting(self) -> None:
-        """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
-        self._outputs.put(EngineClosedError("the engine is closed"))
 
     def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
         """Call one of the engines' utilities without waiting."""

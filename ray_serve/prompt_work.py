@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from hardpoint.replicas.statistics import PrefillRate
+
 _HALF_LIFE_S = 30.0
 """Of busy time, after which a measurement of the rate counts half."""
 
@@ -23,7 +25,7 @@ class PromptWork:
         self._waiting: dict[str, int] = {}
         self._num_waiting = 0
         self._busy_since = 0.0
-        self._computed = self._busy = 0.0
+        self._rate = PrefillRate(_HALF_LIFE_S)
 
     def add(self, request_id: str, num_tokens: int) -> None:
         """Count a request that is sent to the engine."""
@@ -49,10 +51,7 @@ class PromptWork:
     def _measure(self, num_computed: int) -> None:
         now = self._clock()
         if self._waiting:
-            seconds = now - self._busy_since
-            keep = 0.5 ** (seconds / _HALF_LIFE_S)
-            self._busy = self._busy * keep + seconds
-            self._computed = self._computed * keep + num_computed
+            self._rate.add(num_computed, now - self._busy_since)
         self._busy_since = now
 
     @property
@@ -63,7 +62,7 @@ class PromptWork:
         """
         if not self._waiting:
             return 0.0
-        if not self._computed:
-            return self._busy + self._clock() - self._busy_since
+        if not self._rate.per_second:
+            return self._rate.busy_seconds + self._clock() - self._busy_since
         self._measure(0)
-        return self._num_waiting * self._busy / self._computed
+        return self._num_waiting / self._rate.per_second

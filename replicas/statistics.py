@@ -115,21 +115,29 @@ class Totals:
 class PrefillRate:
     """Tokens of prompts that an engine computes in a second, while it has some to compute.
 
-    The mean over the engines and the time that they were busy with prompts, of which a minute ago
-    counts half as much as now. For one thread at a time.
+    The mean over the engines and the time that they were busy with prompts, of which earlier ones
+    count less. For one thread at a time.
+
+    Attributes:
+        busy_seconds: the time that counts.
     """
 
-    def __init__(self) -> None:
-        """Begin without a measurement."""
-        self._tokens = self._seconds = 0.0
+    def __init__(self, half_life_s: float = _HALF_LIFE_S) -> None:
+        """Begin without a measurement.
+
+        Args:
+            half_life_s: busy time after which a measurement counts half.
+        """
+        self._half_life_s = half_life_s
+        self._tokens = self.busy_seconds = 0.0
 
     @property
     def per_second(self) -> float | None:
         """The tokens per second; None before any were computed."""
-        return self._tokens / self._seconds if self._seconds > 0 else None
+        return self._tokens / self.busy_seconds if self.busy_seconds > 0 else None
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Count tokens that an engine took so long for."""
-        share = 0.5 ** (seconds / _HALF_LIFE_S)
+        share = 0.5 ** (seconds / self._half_life_s)
         self._tokens = self._tokens * share + num_tokens
-        self._seconds = self._seconds * share + seconds
+        self.busy_seconds = self.busy_seconds * share + seconds

@@ -122,13 +122,13 @@ class PrefillRate:
         busy_seconds: the time that counts.
     """
 
-    def __init__(self, half_life_s: float = _HALF_LIFE_S) -> None:
+    def __init__(self, decay_seconds: float = _HALF_LIFE_S) -> None:
         """Begin without a measurement.
 
         Args:
-            half_life_s: busy time after which a measurement counts half.
+            decay_seconds: busy time after which a measurement counts half.
         """
-        self._half_life_s = half_life_s
+        self._decay_seconds = decay_seconds
         self._tokens = self.busy_seconds = 0.0
 
     @property
@@ -138,6 +138,6 @@ class PrefillRate:
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Count tokens that an engine took so long for."""
-        share = 0.5 ** (seconds / self._half_life_s)
+        share = 0.5 ** (seconds / self._decay_seconds)
         self._tokens = self._tokens * share + num_tokens
         self.busy_seconds = self.busy_seconds * share + seconds

@@ -126,11 +126,14 @@ class CheckedModel:
             called.add("linear")
             return y
 
-        self.hooks.embedded, self.hooks.linear = embedded, linear
+        def added(*_: Any) -> None:
+            called.add("added")
+
+        self.hooks.embedded, self.hooks.linear, self.hooks.added = embedded, linear, added
         try:
             yield
         finally:
-            self.hooks.embedded = self.hooks.linear = None
+            self.hooks.embedded = self.hooks.linear = self.hooks.added = None
         self.called_hooks = frozenset(called)
 
     def _try(self, method: str, function: Callable[[Any], torch.Tensor], argument: Any) -> Any:

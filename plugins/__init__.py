@@ -17,6 +17,7 @@ from hardpoint.errors import ConfigError, HardpointError, ModelError, Overloaded
 from hardpoint.typed import Arguments, Options, State
 
 from . import moved
+from .activation_tap import ActivationTap, ActivationTapContext, TapRows, TapSite
 from .adapter_resolver import AdapterResolver, AdapterResolverContext
 from .arguments import PrepareContext
 from .attention import AttentionBackend, AttentionContext, AttentionStep, KVSpec
@@ -172,6 +173,11 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "DraftRequest",
     "Speculator",
     "SpeculatorContext",
+    # Activation taps: provisional
+    "ActivationTap",
+    "ActivationTapContext",
+    "TapRows",
+    "TapSite",
     # Poolers: provisional
     "Pooler",
     "PoolerContext",

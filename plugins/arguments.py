@@ -60,9 +60,13 @@ class ComponentWithArguments(Component):
 
     Every request uses the sampler, the policy and the output parsers, whether it gives arguments
     or not: each field of their `Arguments` and `Prepared` has a default.
+
+    Attributes:
+        named_only: whether only requests that give arguments use a component, though it be `{}`.
     """
 
     Arguments: ClassVar[type[typed.Arguments]] = NoArguments
+    named_only: ClassVar[bool] = False
 
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:  # noqa: ARG003

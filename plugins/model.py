@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from .behaviour import fitting, returns
 from .component import Component, Context
@@ -98,12 +98,15 @@ class LinearMatrix:
     columns: range
 
 
+Branch = Literal["attention", "mlp"]
+
+
 @dataclass(eq=False)
 class LayerHooks:
     """Changes by step parts in the layers of a model, set while a step that they change runs.
 
-    `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call them. A model that embeds or
-    multiplies on its own calls them, or is refused together with a part that needs them.
+    `Embedding.changed` and `Linear` of `hardpoint.toolkit.layers` call the first two, the model the
+    third. A model that does not call one is refused together with a part that needs it.
 
     Attributes:
         embedded: called with the embedded tokens [tokens, hidden_size], where they enter the first
@@ -112,6 +115,10 @@ class LayerHooks:
             y [tokens, rows]; returns y, or another one. The matrices are (name without `.weight`,
             rows of this rank), stacked in this order. Where ranks add up their parts of y, it is
             called before that.
+        added: called after attention and after the MLP of a decoder layer, with its index in the
+            model, "attention" or "mlp", the residual stream [tokens, hidden_size] and what is about
+            to be added to it, of the same shape; may change both in place. Where ranks share the
+            layer, it is called after they have added up their parts.
         matrices: those that `linear` is called with, by name; layers add theirs when they are
             made.
     """
@@ -120,6 +127,7 @@ class LayerHooks:
     linear: (
         Callable[[Sequence[tuple[str, int]], torch.Tensor, torch.Tensor], torch.Tensor] | None
     ) = None
+    added: Callable[[int, Branch, torch.Tensor, torch.Tensor], None] | None = None
     matrices: dict[str, LinearMatrix] = field(default_factory=dict)
 
 

@@ -69,6 +69,9 @@ class ComponentFactory(Protocol):
     def hint(self, kind: str, name: str) -> str:
         """Return, as the end of a message, a similar name, and how to get the component."""
 
+    def options(self, kind: str, name: str) -> Any:
+        """Return the options of an enabled component as plain data."""
+
     def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
         """Call a class method of an enabled component, whose result is checked as it declares.
 

@@ -236,6 +236,18 @@ class TokenLogprobs(msgspec.Struct, gc=False):
     rank: int
 
 
+class PartArray(msgspec.Struct):
+    """Numbers that a step part gives for positions of a request.
+
+    Attributes:
+        positions: int64 array [positions], ascending.
+        values: array [positions, ...].
+    """
+
+    positions: Any
+    values: Any
+
+
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """Output of one step for one request.
 
@@ -260,6 +272,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         trace_headers: in the last output, those of the request.
         part_figures: figures so far, by the step part that has them; those of
             `SamplingParams.include`.
+        part_arrays: numbers of positions since the last output, by part and name.
         num_resumes: in the last output, how often the request went on at another engine; the
             client of several engines sets it.
         weight_runs: versions of all output tokens, once there are several versions; in the first
@@ -286,6 +299,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
     routed_experts: Any = None
     trace_headers: dict[str, str] | None = None
     part_figures: dict[str, dict[str, Any]] | None = None
+    part_arrays: dict[str, dict[str, list[PartArray]]] | None = None
     weight_runs: list[WeightRun] | None = None
     num_resumes: int = 0
     observed_logprobs: list[float] | None = None
@@ -390,6 +404,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             and values came from the prefix cache.
         part_figures: in the last output, figures of step parts by their names; None unless
             `SamplingParams.include` names some.
+        part_arrays: in the last output, numbers of positions, by step part and by the name that it
+            gives them; None unless `SamplingParams.include` names a part that has some.
         num_resumes: in its last output, how often it went on at another engine (`parallel.data`,
             `engine.restart`).
         weight_runs: versions of the weights that the output tokens were sampled with, by the first
@@ -413,6 +429,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     metrics: RequestMetrics | None = None
     routed_experts: Any = None
     part_figures: dict[str, dict[str, Any]] | None = None
+    part_arrays: dict[str, dict[str, PartArray]] | None = None
     weight_runs: list[WeightRun] | None = None
     num_resumes: int = 0
 

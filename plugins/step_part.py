@@ -25,7 +25,7 @@ from .loader import ModelConfig, ModelFiles
 from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
-from .requests import EngineCoreRequest
+from .requests import EngineCoreRequest, PartArray
 from .stats import SchedulerStats
 from .step_cost import StepCost
 from .step_record import WaitReason
@@ -309,6 +309,15 @@ class EngineHalf:
 
         Called with each output of a request whose `SamplingParams.include` names the part, after
         `result`. They become `CompletionOutput.part_figures[name]`.
+        """
+        return {}
+
+    def arrays(self, request_id: str) -> Mapping[str, PartArray]:  # noqa: ARG002
+        """Return numbers of positions of a request since the last call, by name.
+
+        Called after `figures`, for the same outputs. They become
+        `CompletionOutput.part_arrays[name]`; of a position that was given before, they are left
+        out.
         """
         return {}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from .attention import AttentionStep
-    from .model import Attend, ForwardBatch, LinearMatrix
+    from .model import Attend, Branch, ForwardBatch, LinearMatrix
     from .ops import Ops
 
 __all__ = [
@@ -302,21 +302,25 @@ class StepRows:
 class WorkerHalf:
     """The half of a step part in a worker.
 
-    Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `after_layers`,
-    `hidden`, `logits`, `sampled` and `report` are called in steps for which the engine's half gave
-    data; `embedded`, `linear`, `hidden` and `logits` get the rows of the requests that use the
-    part, and no others. The other methods need no half in the engine.
+    Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `added`,
+    `after_layers`, `hidden`, `logits`, `sampled` and `report` are called in steps for which the
+    engine's half gave data; `embedded`, `linear`, `added`, `hidden` and `logits` get the rows of
+    the requests that use the part, and no others. The other methods need no half in the engine.
 
     Attributes:
         packs: whether `ForwardStep.packed` is needed.
         encodes: whether it encodes the features of plans, `SchedulerOutput.encoder_inputs`.
-        wants_layers: whether `around_layers`, `embedded` and `linear` are called in this step; read
-            after `begin`. If not, a step of few tokens may be repeated without running Python.
+        wants_layers: whether `around_layers`, `embedded`, `linear` and `added` are called in this
+            step; read after `begin`. If not, a step of few tokens may be repeated without running
+            Python.
+        layers: decoder layers for which `added` is called in this step, by their indices in the
+            model; read after `begin`. None is all.
     """
 
     packs: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     wants_layers: bool = True
+    layers: Collection[int] | None = None
 
     def start(self, blocks: KVBlocks | None) -> bytes | None:  # noqa: ARG002
         """Take the KV cache, which was just allocated; of a part that moves blocks alone.
@@ -428,6 +432,28 @@ class WorkerHalf:
             parts: the stacked checkpoint matrices: name without `.weight`, rows of this rank.
             x: [tokens, columns].
             y: [tokens, rows of all parts].
+            rows: whose tokens these are.
+        """
+        return None
+
+    def added(
+        self,
+        layer: int,  # noqa: ARG002
+        branch: Branch,  # noqa: ARG002
+        residual: torch.Tensor,  # noqa: ARG002
+        delta: torch.Tensor,  # noqa: ARG002
+        rows: StepRows,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a changed residual stream, and what is added to it; None leaves both.
+
+        Called after attention and after the MLP of a decoder layer, see `LayerHooks.added`. What
+        follows depends on it, as on what `embedded` gives.
+
+        Args:
+            layer: its index in the model.
+            branch: what gave `delta`.
+            residual: [tokens, hidden_size]; not to be changed in place.
+            delta: the same.
             rows: whose tokens these are.
         """
         return None

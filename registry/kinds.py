@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hardpoint.plugins.activation_tap import ActivationTap
 from hardpoint.plugins.adapter_resolver import AdapterResolver
 from hardpoint.plugins.arguments import ComponentWithArguments
 from hardpoint.plugins.attention import AttentionBackend
@@ -206,6 +207,15 @@ KINDS: dict[str, Kind] = {
             fault_scope=FaultScope.REQUEST,
             summary="Make vectors of the hidden states of a prompt.",
             suite="PoolerSuite",
+        ),
+        Kind(
+            name="activation_taps",
+            interface=ActivationTap,
+            number=Number.MANY,
+            processes=(Process.FRONTEND, Process.ENGINE, Process.WORKER),
+            fault_scope=FaultScope.REQUEST,
+            summary="Read or change hidden states inside of the model, of requests that ask.",
+            suite="ActivationTapSuite",
         ),
         Kind(
             name="step_parts",

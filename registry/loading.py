@@ -310,7 +310,7 @@ def _check_arguments(target: type[ComponentWithArguments], source: Source) -> No
         raise PluginContractError(
             f"{source}: it has Prepared but no prepare that returns it; add prepare"
         )
-    if issubclass(target, LogitsPlugin):
+    if issubclass(target, LogitsPlugin) or target.named_only:
         return
     for field in msgspec.structs.fields(prepared):
         if field.required:

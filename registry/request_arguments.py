@@ -28,7 +28,8 @@ def argument_key(kind: str, name: str) -> str:
 
 def takes_arguments(cls: type[ComponentWithArguments]) -> bool:
     """Return whether a component takes arguments, or prepares some itself."""
-    return cls.Arguments is not ComponentWithArguments.Arguments or prepares(cls)
+    has_own = cls.Arguments is not ComponentWithArguments.Arguments
+    return has_own or cls.named_only or prepares(cls)
 
 
 def prepares(cls: Any) -> bool:

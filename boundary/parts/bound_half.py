@@ -29,7 +29,7 @@ from hardpoint.registry.plugin_set import PluginSet
 
 HalfT = TypeVar("HalfT", FrontendHalf, EngineHalf, WorkerHalf)
 
-IN_LAYERS = ("around_layers", "embedded", "linear")
+IN_LAYERS = ("around_layers", "embedded", "linear", "added")
 """Methods of a worker half that are called in the layers of a step."""
 
 _SKIPPED = "the step goes on without it"

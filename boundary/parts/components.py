@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import checked, guard
@@ -47,6 +49,10 @@ class Components:
     def hint(self, kind: str, name: str) -> str:
         """Return, as the end of a message, a similar name, and how to get the component."""
         return f"{suggest(name, self.enabled(kind))}{self._plugins.hint(name, kind)}"
+
+    def options(self, kind: str, name: str) -> Any:
+        """Return the options of an enabled component as plain data."""
+        return msgspec.to_builtins(self._plugins.options(self._plugins.get(kind, name)))
 
     def call(self, kind: str, name: str, method: str, *args: Any) -> Any:
         """Call a class method of an enabled component, whose result is checked as it declares."""

@@ -32,20 +32,10 @@ from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
+from . import returns
 from .bound_half import BoundPart, call_for, open_halves
 from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
-from .returns import (
-    asked_for_figures,
-    combined_masks,
-    draft_limits_defect,
-    drafts_defect,
-    faults_defect,
-    figures_defect,
-    limit_defect,
-    mask_defect,
-    names_defect,
-)
 
 
 class EngineParts:
@@ -153,7 +143,7 @@ class EngineParts:
             name = f"{part.source}: its workers_started()"
             with faults_as(PluginFaultError, name, passing=(HardpointError,)):
                 found = part.run("workers_started")
-            if (defect := faults_defect(found, part.users)) is not None:
+            if (defect := returns.faults_defect(found, part.users)) is not None:
                 raise PluginFaultError(f"{name} {defect}")
             ended = {**found, **ended}
         return ended
@@ -188,7 +178,7 @@ class EngineParts:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = asked_for_figures(request, users)
+            asked = returns.asked_for_figures(request, users)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -241,7 +231,7 @@ class EngineParts:
         for part in self._active:
             if part.overrides("needs_results"):
                 names = self._for_plan(part, "needs_results", plan) or ()
-                if (defect := names_defect(names)) is None:
+                if (defect := returns.names_defect(names)) is None:
                     found |= dict.fromkeys(names, part.name)
                 else:
                     self._blame(part, plan, f"its needs_results() {defect}")
@@ -255,7 +245,7 @@ class EngineParts:
                 mask = self._for_plan(part, "mask", plan)
                 if mask is None:
                     continue
-                if (defect := mask_defect(mask, part.users, plan)) is not None:
+                if (defect := returns.mask_defect(mask, part.users, plan)) is not None:
                     self._blame(part, plan, f"its mask() {defect}")
                 else:
                     masks.append((part, mask))
@@ -265,7 +255,7 @@ class EngineParts:
 
     def _combined(self, masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> GrammarBitmask:
         """Return the tokens that every mask allows; nothing left is a fault that names both."""
-        combined, nothing_left = combined_masks(masks)
+        combined, nothing_left = returns.combined_masks(masks)
         for name, makers in nothing_left.items():
             named = " and ".join(str(part.source) for part in makers)
             both = " by both" if len(makers) > 1 else ""
@@ -305,14 +295,17 @@ class EngineParts:
         return ended
 
     def add_figures(self, plan: SchedulerOutput, outputs: Mapping[int, EngineCoreOutputs]) -> None:
-        """Add the figures of parts to outputs of requests that asked for them."""
+        """Add the figures and arrays of parts to outputs of requests that asked for them."""
         if not self._asked:
             return
         for output in (output for message in outputs.values() for output in message.outputs):
-            for part in self._asked.get(output.request_id, ()):
-                found = self._checked(part, plan, "figures", figures_defect, output.request_id)
-                if found is not None:
-                    output.part_figures = {**(output.part_figures or {}), part.name: dict(found)}
+            for part in self._asked.get(name := output.request_id, ()):
+                figures = self._checked(part, plan, "figures", returns.figures_defect, name)
+                if figures:
+                    output.part_figures = {**(output.part_figures or {}), part.name: dict(figures)}
+                if arrays := self._checked(part, plan, "arrays", returns.arrays_defect, name):
+                    new = {key: [array] for key, array in arrays.items()}
+                    output.part_arrays = {**(output.part_arrays or {}), part.name: new}
 
     def updated(self, plan: SchedulerOutput) -> None:
         """Notify the parts that the scheduler has taken the result of a plan."""
@@ -345,7 +338,7 @@ class EngineParts:
             if (limit := part.num_draft_tokens) == 0:
                 continue
             defect = functools.partial(
-                drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
+                returns.drafts_defect, users=part.users, limit=limit, vocab_size=self._vocab_size
             )
             if (made := self._checked(part, plan, "drafts", defect)) is not None:
                 found = {name: list(tokens) for name, tokens in made.items() if tokens} | found
@@ -359,7 +352,7 @@ class EngineParts:
             own = {name: tokens for name, tokens in drafts.items() if name in part.users}
             if not own:
                 continue
-            defect = functools.partial(draft_limits_defect, drafts=own)
+            defect = functools.partial(returns.draft_limits_defect, drafts=own)
             limits = self._checked(part, plan, "limit_drafts", defect, own)
             if limits is not None:
                 drafts |= {name: drafts[name][:limit] for name, limit in limits.items()}
@@ -489,7 +482,7 @@ def open_parts(
         return dataclasses.replace(context, call_workers=call)
 
     def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
-        if (defect := limit_defect(half.num_draft_tokens)) is not None:
+        if (defect := returns.limit_defect(half.num_draft_tokens)) is not None:
             raise PluginFaultError(f"{source}: its {defect}")
         return BoundPart(part, half, source, faults)
 

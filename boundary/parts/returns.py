@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
+from hardpoint.plugins.requests import PartArray
 
 from .bound_half import BoundPart
 
@@ -145,6 +146,11 @@ def draft_limits_defect(limits: Any, drafts: Mapping[str, Sequence[int]]) -> str
     return None
 
 
+def has_figures(part: BoundPart) -> bool:
+    """Return whether a part has figures or arrays of requests."""
+    return part.overrides("figures") or part.overrides("arrays")
+
+
 def asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -> list[BoundPart]:
     """Return the parts that a request includes figures of.
 
@@ -153,7 +159,7 @@ def asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) ->
     """
     if not request.params.include:
         return []
-    having = {part.name: part for part in users if part.overrides("figures")}
+    having = {part.name: part for part in users if has_figures(part)}
     for name in request.params.include:
         if name not in having:
             found = " or ".join(sorted(map(repr, having))) or "none, as no part has any of it"
@@ -195,6 +201,29 @@ def figures_defect(figures: Any) -> str | None:
     ):
         return None
     return f"gave {shown(figures)}, expected numbers, lists of numbers, or texts, by name"
+
+
+def arrays_defect(arrays: Any) -> str | None:
+    """Return the defect of arrays of a request, as the end of a sentence; None if they have none.
+
+    Args:
+        arrays: what arrays() returned.
+    """
+
+    def fits(found: Any) -> bool:
+        if not isinstance(found, PartArray):
+            return False
+        positions, values = found.positions, found.values
+        both = isinstance(positions, np.ndarray) and isinstance(values, np.ndarray)
+        if not both or positions.dtype != np.int64 or positions.ndim != 1 or not values.ndim:
+            return False
+        return len(positions) == len(values) and bool((np.diff(positions) > 0).all())
+
+    if isinstance(arrays, Mapping) and all(
+        isinstance(name, str) and fits(array) for name, array in arrays.items()
+    ):
+        return None
+    return f"gave {shown(arrays)}, expected arrays with a row per position, ascending, by name"
 
 
 def reason_defect(reason: Any) -> str | None:

@@ -38,9 +38,16 @@ from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of, open_halves
+from .layer_calls import LayerCalls
 
-_HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
+_HOOKS = {"embedded": "embedded tokens", "linear": "linear layers", "added": "what layers add"}
 """What each hook of a model changes."""
+
+_CALLERS = {
+    "embedded": ", as the layers of hardpoint.toolkit do",
+    "linear": ", as the layers of hardpoint.toolkit do",
+    "added": ", as the built-in decoders do",
+}
 
 _IN_STEPS = ("begin", *IN_LAYERS, "after_layers", "hidden", "logits", "sampled", "report")
 
@@ -200,11 +207,11 @@ class WorkerParts:
         """
         for half in self._halves:
             for method, what in _HOOKS.items():
-                is_here = method == "linear" or parallel.is_first
+                is_here = method != "embedded" or parallel.is_first
                 if half.overrides(method) and is_here and method not in model.called_hooks:
                     raise PluginContractError(
                         f"{half.source}: it changes {what}, and {model.source} does not call "
-                        f"ModelContext.hooks.{method}, as the layers of hardpoint.toolkit do"
+                        f"ModelContext.hooks.{method}{_CALLERS[method]}"
                     )
 
     def start(self, blocks: KVBlocks | None) -> dict[str, bytes]:
@@ -281,32 +288,12 @@ class WorkerParts:
         users = {
             half: self._rows_of(half, requests, starts)
             for half in self._around
-            if half.overrides("embedded") or half.overrides("linear")
+            if any(map(half.overrides, _HOOKS))
         }
-
-        def embedded(values: torch.Tensor) -> torch.Tensor:
-            for half, (indices, rows) in users.items():
-                if half in self._around and half.overrides("embedded"):
-                    values = self._changed(half, "embedded", values, indices, rows)
-            return values
-
-        def linear(
-            parts: Sequence[tuple[str, int]], x: torch.Tensor, y: torch.Tensor
-        ) -> torch.Tensor:
-            for half, (indices, rows) in users.items():
-                if half in self._around and half.overrides("linear"):
-                    own = x if len(indices) == len(x) else x[indices]
-                    y = self._changed(half, "linear", y, indices, rows, before=(parts, own))
-            return y
-
-        if any(half.overrides("embedded") for half in users):
-            hooks.embedded = embedded
-        if any(half.overrides("linear") for half in users):
-            hooks.linear = linear
-        try:
+        is_called = self._around.__contains__
+        calls = LayerCalls(users, is_called, self._run, self._changed, self._leave_out)
+        with calls.bound(hooks):
             yield
-        finally:
-            hooks.embedded = hooks.linear = None
 
     def _rows_of(
         self, half: BoundWorkerHalf, requests: Sequence[LogitsRequest], starts: Iterable[int]

@@ -255,6 +255,7 @@ class Llama(Model):
         x = self.embed(batch.token_ids) if batch.hidden is None else batch.hidden
         delta: torch.Tensor | None = None
         angles = {rope: rope.at(batch.positions) for rope in self._my_ropes()}
+        added = self.context.hooks.added
         for index, layer in enumerate(self._decoder_layers):
             rope = self._ropes[self._my_layers[index]]
             q, k, v = self._project(layer, self._add(layer.input_norm, x, delta))
@@ -262,9 +263,13 @@ class Llama(Model):
             delta = layer.output(batch.attend(index, q, k, v, turns).flatten(1))
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
+            if added is not None:
+                added(self._my_layers[index], "attention", x, delta)
             delta = self.run_mlp(index, self._add(layer.mlp_norm, x, delta), batch)
             if layer.mlp_output_norm is not None:
                 delta = layer.mlp_output_norm(delta)
+            if added is not None:
+                added(self._my_layers[index], "mlp", x, delta)
         if not self.context.parallel.is_last and delta is not None:
             return x.add_(delta)
         return self._norm(x, delta)

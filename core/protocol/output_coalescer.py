@@ -98,6 +98,11 @@ def merge_into(held: EngineCoreOutput, later: EngineCoreOutput) -> None:
         held.faulty_plugin = later.faulty_plugin
     if later.part_figures is not None:
         held.part_figures = later.part_figures
+    if later.part_arrays is not None:
+        held.part_arrays = held.part_arrays or {}
+        for part, arrays in later.part_arrays.items():
+            own = held.part_arrays.setdefault(part, {})
+            own.update({key: [*own.get(key, ()), *new] for key, new in arrays.items()})
     held.num_nans_in_logits += later.num_nans_in_logits
     held.num_resumes = later.num_resumes
     if held.routed_experts is None:

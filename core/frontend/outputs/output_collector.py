@@ -101,7 +101,7 @@ def _append(held: CompletionOutput, new: CompletionOutput) -> None:
     held.error, held.error_kind = new.error, new.error_kind
     held.metrics = new.metrics
     held.part_figures, held.weight_runs = new.part_figures, new.weight_runs
-    held.num_resumes = new.num_resumes
+    held.num_resumes, held.part_arrays = new.num_resumes, new.part_arrays
     held.routed_experts = new.routed_experts
 
 

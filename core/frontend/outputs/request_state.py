@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     RequestOutputKind,
     Tokenizer,
 )
-from hardpoint.plugins.requests import PoolingRequestOutput, TokenLogprobs, WeightRun
+from hardpoint.plugins.requests import PartArray, PoolingRequestOutput, TokenLogprobs, WeightRun
 
 from .completion_stream import CompletionStream
 from .output_parsers import OutputParsers, SoughtCalls
@@ -180,6 +180,7 @@ class RequestState:
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
         self._part_figures: dict[str, dict[str, Any]] | None = None
+        self._part_arrays: dict[tuple[str, str], list[PartArray]] = {}
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
         self._weight_runs: list[WeightRun] | None = None
         self._num_before = 0  # tokens of another engine, whose log-probabilities are not known
@@ -219,9 +220,8 @@ class RequestState:
             self._prompt_logprobs += [
                 self._decoded(entry) if entry else None for entry in output.prompt_logprobs
             ]
-        if output.routed_experts is not None:
-            self._routed_experts = self._routed_experts or []
-            self._routed_experts.append(output.routed_experts)
+        if output.routed_experts is not None or output.part_arrays is not None:
+            self._keep_arrays(output)
         if (stream := self._stream) is None:
             stream = self._stream = self._new_stream()
             self._parse_by(stream)
@@ -235,6 +235,14 @@ class RequestState:
             self._logprobs += [self._decoded(entry, self._num_given) for entry in entries]
             for entry in entries:
                 self._cumulative_logprob += entry.logprobs[0]
+
+    def _keep_arrays(self, output: EngineCoreOutput) -> None:
+        if output.routed_experts is not None:
+            self._routed_experts = self._routed_experts or []
+            self._routed_experts.append(output.routed_experts)
+        for part, arrays in (output.part_arrays or {}).items():
+            for key, new in arrays.items():
+                self._part_arrays.setdefault((part, key), []).extend(new)
 
     def _go_on(self, token_ids: list[int]) -> None:
         """Begin after outputs that the caller has.
@@ -375,6 +383,7 @@ class RequestState:
             if self.figures is not None:
                 completion.metrics = self.figures.metrics
             completion.part_figures = self._part_figures
+            completion.part_arrays = self._all_arrays()
             completion.num_resumes = self._num_resumes
             completion.routed_experts = self._all_experts()
             self.close()
@@ -388,6 +397,18 @@ class RequestState:
             shown.prompt_logprobs = self._prompt_logprobs[self._sent_prompt if self._delta else 0 :]
             self._sent_prompt = len(self._prompt_logprobs)
         return shown
+
+    def _all_arrays(self) -> dict[str, dict[str, PartArray]] | None:
+        """Return the arrays of step parts, each position once, of all tokens but the last one."""
+        found: dict[str, dict[str, PartArray]] = {}
+        end = len(self._prompt_token_ids) + self.num_tokens - 1
+        for (part, key), arrays in self._part_arrays.items():
+            positions = np.concatenate([array.positions for array in arrays])
+            values = np.concatenate([array.values for array in arrays])
+            own, first = np.unique(positions, return_index=True)  # another engine gave some again
+            first = first[own < end]
+            found.setdefault(part, {})[key] = PartArray(positions[first], values[first])
+        return found or None
 
     def _all_experts(self) -> np.ndarray[Any, Any] | None:
         """Return the experts of all tokens but the last one."""

@@ -116,7 +116,7 @@ def processor_taker(plugins: PluginSet, entry: PluginEntry) -> ArgumentTaker:
 
 
 def takers_of(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[ArgumentTaker]:
-    """Return those components that take arguments, of kinds that every request uses."""
+    """Return those components that take arguments, of kinds other than logits processors."""
     targets: list[tuple[PluginEntry, type[ComponentWithArguments]]] = [
         (entry, plugins.target(entry)) for entry in entries
     ]
@@ -127,7 +127,7 @@ def takers_of(plugins: PluginSet, entries: Iterable[PluginEntry]) -> list[Argume
             plugins.options(entry),
             argument_key(entry.kind, entry.name),
             frozenset(),
-            prepares(cls),
+            prepares(cls) and not cls.named_only,
         )
         for entry, cls in targets
         if takes_arguments(cls)

@@ -1,0 +1,331 @@
+"""The worker half of activation taps: calls them in the layers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from hardpoint.plugins import (
+    ActivationTap,
+    ActivationTapContext,
+    NewRequest,
+    SchedulerOutput,
+    TapRows,
+    TapSite,
+    WorkerHalf,
+)
+from hardpoint.plugins.model import Branch
+from hardpoint.plugins.part_components import ComponentCalls
+from hardpoint.plugins.worker_half import StepRows, WorkerHalfContext
+
+from .messages import TapReport, TapValues
+from .requests import KIND, Tap, Taps
+
+_PLACES: dict[Branch, tuple[str, ...]] = {
+    "attention": ("attention_output",),
+    "mlp": ("mlp_output", "layer_output"),
+}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request that uses taps."""
+
+    taps: Sequence[Tap]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The requests of a step for which a tap is called at a site.
+
+    Attributes:
+        request_ids: in the order of their tokens.
+        indices: their tokens, among those of all users; None is all.
+        rows: as the tap gets them.
+    """
+
+    request_ids: Sequence[str]
+    indices: torch.Tensor | None
+    rows: TapRows
+
+
+class _FailedError(Exception):
+    """What a tap gave cannot be used; the text is what follows its name."""
+
+
+class TapsInLayers(WorkerHalf):
+    """Calls the taps of a step's requests, and reports what they read."""
+
+    def __init__(self, context: WorkerHalfContext, taps: Taps, *, samples: bool) -> None:
+        """Build taps when their first request comes.
+
+        Args:
+            context: of the half.
+            taps: finds those of requests.
+            samples: whether this is the rank whose report the engine reads.
+        """
+        self._context, self._taps, self._reports = context, taps, samples
+        self._built: dict[str, tuple[ActivationTap, ComponentCalls]] = {}
+        self._requests: dict[str, _Request] = {}
+        self._first: dict[str, int] = {}
+        self._rows: StepRows | None = None
+        self._calls: dict[tuple[str, TapSite], _Call] = {}
+        self._missing: set[tuple[str, TapSite]] = set()
+        self._read: list[tuple[str, str, torch.Tensor]] = []
+        self._report = TapReport()
+
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:
+        """Take the positions of a step, and the taps of new requests."""
+        self._first = msgspec.msgpack.decode(data, type=dict[str, int])
+        self._rows, self._calls, self._read = None, {}, []
+        self._report = TapReport()
+        for new in plan.new_requests:
+            if self._taps.are_used(new.source):
+                self._start(new)
+        users = [self._requests[name] for name in self._first]
+        sites = {(tap.name, site) for user in users for tap in user.taps for site in tap.sites}
+        self._missing = sites
+        self.layers = frozenset(site.layer for _, site in sites)
+
+    def _start(self, new: NewRequest) -> None:
+        source = new.source
+        taps = self._taps.of(source)
+        self._requests[source.request_id] = _Request(taps, len(source.prompt_token_ids))
+        for tap in taps:
+            if tap.name not in self._built:
+                components, context = self._taps.components, self._context
+                built = components.create(
+                    KIND,
+                    tap.name,
+                    ActivationTapContext,
+                    device=context.device,
+                    hidden_size=context.hidden_size,
+                )
+                self._built[tap.name] = built, components.calls(KIND, tap.name)
+
+    def added(
+        self,
+        layer: int,
+        branch: Branch,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        rows: StepRows,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Call the taps of a layer after one of its branches; return what they change."""
+        if self._rows is not rows:
+            self._rows, self._calls = rows, dict(self._calls_of(rows))
+        before, added = residual, delta
+        for place in _PLACES[branch]:
+            for (name, site), call in self._calls.items():
+                if site == (layer, place):
+                    self._missing.discard((name, site))
+                    residual, delta = self._at(name, site, call, residual, delta)
+        is_changed = residual is not before or delta is not added
+        return (residual, delta) if is_changed else None
+
+    def _calls_of(self, rows: StepRows) -> Iterator[tuple[tuple[str, TapSite], _Call]]:
+        """Yield the calls of a step, those of a tap after those of the taps before it."""
+        places = {name: index for index, name in enumerate(rows.request_ids)}
+        users: dict[tuple[str, TapSite], list[tuple[str, Any]]] = {}
+        for name in rows.request_ids:
+            for tap in self._requests[name].taps:
+                for site in tap.sites:
+                    users.setdefault((tap.name, site), []).append((name, tap.arguments))
+        order = {name: index for index, name in enumerate(self._taps.components.enabled(KIND))}
+        for key in sorted(users, key=lambda key: order[key[0]]):
+            names = [name for name, _ in users[key]]
+            spans = [range(*rows.starts[places[name] : places[name] + 2]) for name in names]
+            starts = [0, *np.cumsum([len(span) for span in spans]).tolist()]
+            is_all = starts[-1] == rows.starts[-1]
+            own = [index for span in spans for index in span]
+            yield (
+                key,
+                _Call(
+                    names,
+                    None if is_all else torch.tensor(own, device=self._context.device),
+                    TapRows(
+                        arguments=[arguments for _, arguments in users[key]],
+                        starts=starts,
+                        first_positions=[self._first[name] for name in names],
+                        prompt_lens=[self._requests[name].num_prompt_tokens for name in names],
+                        device=self._context.device,
+                    ),
+                ),
+            )
+
+    def _at(
+        self,
+        name: str,
+        site: TapSite,
+        call: _Call,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call a tap at a site; return the residual stream and what is added to it."""
+        is_sum = site.place == "layer_output"
+        values = _of(delta, call)
+        if is_sum:
+            values = values + _of(residual, call)
+        tap = self._built[name][0]
+        changed = self._called(tap, "change", site, values, call)
+        if changed is not None:
+            values = changed
+            # Set, not added: kernels that add them give these very bits, and others keep theirs.
+            if is_sum:
+                residual, delta = _with(residual, values, call), _with(delta, None, call)
+            else:
+                delta = _with(delta, values, call)
+        if self._reports:
+            found = self._called(tap, "read", site, values, call)
+            if found is not None:
+                self._keep(f"{name}/{site.layer}/{site.place}", found, call)
+        return residual, delta
+
+    def _called(
+        self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, call: _Call
+    ) -> torch.Tensor | None:
+        """Return what a method gives; if it fails, what it gives for each request on its own.
+
+        Requests for which it fails end; they keep the values that they have.
+        """
+        if getattr(type(tap), method) is getattr(ActivationTap, method):
+            return None
+        try:
+            return self._result(tap, method, site, values, call.rows)
+        except BaseException as cause:
+            self._context.describe_fault(cause)  # raises an interrupt again
+            if len(call.request_ids) == 1:
+                self._fail(tap, method, call.request_ids[0], cause)
+                return None
+        found: list[torch.Tensor | None] = []
+        for index, request_id in enumerate(call.request_ids):
+            own = values[call.rows.starts[index] : call.rows.starts[index + 1]]
+            try:
+                found.append(self._result(tap, method, site, own, _alone(call.rows, index)))
+            except BaseException as cause:
+                self._fail(tap, method, request_id, cause)
+                found.append(None)
+        if all(part is None for part in found):
+            return None
+        if method == "change":
+            spans = zip(call.rows.starts, call.rows.starts[1:], found, strict=True)
+            return torch.cat([values[a:b] if part is None else part for a, b, part in spans])
+        like = next(part for part in found if part is not None)
+        parts = zip(call.rows.spans(), found, strict=True)
+        return torch.cat(
+            [
+                like.new_zeros(len(tokens), *like.shape[1:]) if part is None else part
+                for (_, tokens), part in parts
+            ]
+        )
+
+    def _result(
+        self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, rows: TapRows
+    ) -> torch.Tensor | None:
+        """Return what a method gives.
+
+        Raises:
+            _FailedError: it cannot be used.
+            BaseException: the method failed.
+        """
+        run, before = self._built[tap.name][1].run, values.clone()
+        found = run(method, getattr(tap, method), site, values, rows)
+        if not torch.equal(before.nan_to_num(), values.nan_to_num()):
+            values.copy_(before)
+            raise _FailedError(f"{method}() changed its values in place, expected a new tensor")
+        if found is None:
+            return None
+        if not isinstance(found, torch.Tensor):
+            raise _FailedError(f"{method}() gave {type(found).__name__}, expected a tensor")
+        if method == "change":
+            if found.shape != values.shape:
+                raise _FailedError(
+                    f"change() gave {list(found.shape)}, expected {list(values.shape)}"
+                )
+            if not found.isfinite().all():
+                raise _FailedError("change() gave numbers that are not finite")
+            return found.to(values.dtype)
+        if not found.dim() or len(found) != len(values):
+            raise _FailedError(f"read() gave {list(found.shape)}, expected [{len(values)}, ...]")
+        return found
+
+    def _fail(self, tap: ActivationTap, method: str, request_id: str, cause: BaseException) -> None:
+        described = self._context.describe_fault(cause)  # raises an interrupt again
+        defect = (
+            str(cause) if isinstance(cause, _FailedError) else f"{method}() failed: {described}"
+        )
+        source = self._taps.components.source(KIND, tap.name)
+        self._report.failed.setdefault(request_id, (f"{source}: its {defect}", tap.name))
+
+    def _keep(self, key: str, found: torch.Tensor, call: _Call) -> None:
+        if found.dtype is torch.bfloat16:  # which numpy does not have
+            found = found.float()
+        found = found.detach().clone()  # of memory that the step goes on with
+        for index, request_id in enumerate(call.request_ids):
+            start, end = call.rows.starts[index : index + 2]
+            self._read.append((request_id, key, found[start:end]))
+
+    def report(self) -> bytes | None:
+        """Return what the taps have read in the step."""
+        report, self._report = self._report, TapReport()
+        for name, site in self._missing if self._rows is not None else ():
+            self._fail_users(report, name, site)
+        for request_id, key, found in self._read:
+            if request_id not in report.failed:
+                array = found.cpu().numpy()
+                array = array.astype(array.dtype.newbyteorder("<"))
+                values = TapValues(key, array.dtype.str, list(array.shape), array.tobytes())
+                report.values.setdefault(request_id, []).append(values)
+        self._read = []
+        if not report.values and not report.failed:
+            return None
+        return msgspec.msgpack.encode(report)
+
+    def _fail_users(self, report: TapReport, name: str, site: TapSite) -> None:
+        source = self._taps.components.source(KIND, name)
+        message = f"{source}: the model has no layer {site.layer} with {site.place!r}"
+        for request_id in self._first:
+            taps = self._requests[request_id].taps
+            if any(tap.name == name and site in tap.sites for tap in taps):
+                report.failed.setdefault(request_id, (message, name))
+
+    def finished(self, request_ids: Collection[str]) -> None:
+        """Forget requests."""
+        for name in request_ids:
+            self._requests.pop(name, None)
+
+    def close(self) -> None:
+        """Close the taps."""
+        for tap, _ in self._built.values():
+            self._taps.components.close(tap)
+
+
+def _of(values: torch.Tensor, call: _Call) -> torch.Tensor:
+    return values if call.indices is None else values[call.indices]
+
+
+def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _Call) -> torch.Tensor:
+    """Return values with those of a call replaced, by zeros if there are none."""
+    if call.indices is None:
+        return torch.zeros_like(values) if changed is None else changed
+    result = values.clone()
+    result[call.indices] = 0 if changed is None else changed
+    return result
+
+
+def _alone(rows: TapRows, index: int) -> TapRows:
+    """Return the rows of one request."""
+    start, end = rows.starts[index : index + 2]
+    return TapRows(
+        arguments=rows.arguments[index : index + 1],
+        starts=[0, end - start],
+        first_positions=rows.first_positions[index : index + 1],
+        prompt_lens=rows.prompt_lens[index : index + 1],
+        device=rows.device,
+    )

@@ -60,12 +60,14 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
     from hardpoint.testing.speculator_suite import SpeculatorSuite
+    from hardpoint.testing.tap_suite import ActivationTapSuite
     from hardpoint.testing.text.grammar_suite import GrammarSample, GrammarSuite
     from hardpoint.testing.text.output_parser_suite import OutputParserSuite, OutputSample
     from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
 
 __all__ = [
     "EOS",
+    "ActivationTapSuite",
     "AdapterResolverSuite",
     "AttentionBackendSuite",
     "CommandSuite",
@@ -157,6 +159,7 @@ _LAZY = {
     "ServerAnswer": "running.serving",
     "PoolerSuite": "pooler_suite",
     "SpeculatorSuite": "speculator_suite",
+    "ActivationTapSuite": "tap_suite",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_parts.suite",
     "TestServer": "running.serving",

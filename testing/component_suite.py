@@ -139,7 +139,8 @@ class ComponentSuite(ConformanceSuite):
         """Return a strategy for what the component gets as the arguments of a request."""
         given: st.SearchStrategy[Any] = st.just({})
         if self.arguments is not None:
-            given = given | self.arguments
+            is_named = getattr(self._component(), "named_only", False)
+            given = self.arguments if is_named else given | self.arguments
         return given.map(lambda drawn: self._prepared(drawn, vocab_size))
 
     def _prepared(self, given: Any, vocab_size: int) -> Any:

@@ -17,6 +17,7 @@ PACKAGES = {
     "acme_parsing": 0.1,
     "acme_ring": 0.1,
     "acme_spans": 0.1,
+    "acme_taps": 0.2,
     "acme_tiny_scheduler": 0.02,
 }
 """By package: the share of what conformance suites try otherwise."""

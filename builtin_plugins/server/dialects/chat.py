@@ -9,8 +9,10 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.routes.answers import (
+    EncodedArrays,
     Usage,
     check_ended,
+    encoded_arrays,
     finite,
     likeliest,
     only,
@@ -285,6 +287,7 @@ class Choice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -301,6 +304,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -391,6 +395,8 @@ def ended(completion: CompletionOutput) -> dict[str, Any]:
         fields["validation_error"] = completion.validation_error
     if completion.part_figures is not None:
         fields["part_figures"] = completion.part_figures
+    if completion.part_arrays is not None:
+        fields["part_arrays"] = encoded_arrays(completion.part_arrays)
     if completion.weight_runs is not None and completion.finish_reason is not None:
         fields["weight_runs"] = completion.weight_runs
     if completion.num_resumes:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from hardpoint.builtin_plugins.server.config import ServerLimits
 from hardpoint.builtin_plugins.server.routes.answers import (
+    EncodedArrays,
     Usage,
     check_ended,
     finite,
@@ -229,6 +230,7 @@ class Choice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 

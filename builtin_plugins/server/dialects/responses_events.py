@@ -10,7 +10,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
-from hardpoint.builtin_plugins.server.routes.answers import UsageCount, new_id
+from hardpoint.builtin_plugins.server.routes.answers import (
+    EncodedArrays,
+    UsageCount,
+    encoded_arrays,
+    new_id,
+)
 from hardpoint.plugins import CompletionOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
@@ -106,6 +111,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
         warning: what an output parser finds wrong.
         validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
         part_figures: figures of step parts that the request includes.
+        part_arrays: numbers of positions that step parts give.
         weight_runs: versions of the weights, see `CompletionOutput.weight_runs`.
     """
 
@@ -139,6 +145,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     warning: str | UnsetType = UNSET
     validation_error: str | UnsetType = UNSET
     part_figures: dict[str, Any] | UnsetType = UNSET
+    part_arrays: EncodedArrays | UnsetType = UNSET
     weight_runs: list[WeightRun] | UnsetType = UNSET
 
 
@@ -309,6 +316,8 @@ class ResponseAnswer(ItemAnswer):
             ended.validation_error = completion.validation_error
         if completion.part_figures is not None:
             ended.part_figures = completion.part_figures
+        if completion.part_arrays is not None:
+            ended.part_arrays = encoded_arrays(completion.part_arrays)
         if completion.weight_runs is not None:
             ended.weight_runs = completion.weight_runs
         return ended

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.routes.answers import (
+    EncodedArrays,
     Usage,
     check_ended,
     only,
@@ -152,6 +153,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 

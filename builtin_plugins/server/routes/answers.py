@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -18,6 +19,7 @@ from hardpoint.builtin_plugins.server.errors import (
 from hardpoint.builtin_plugins.server.field_names import is_of_grammar
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
+from hardpoint.plugins.requests import PartArray
 
 DONE = b"data: [DONE]\n\n"
 """The end marker of OpenAI's streams."""
@@ -28,6 +30,41 @@ async def only(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     async with contextlib.aclosing(outputs):
         (output,) = [output async for output in outputs]
     return output
+
+
+class EncodedArray(msgspec.Struct):
+    """Numbers of positions, as `CompletionOutput.part_arrays` has them.
+
+    Attributes:
+        positions: of the rows.
+        dtype: dtype of numpy.
+        shape: [positions, ...].
+        data: content, in base64.
+    """
+
+    positions: list[int]
+    dtype: str
+    shape: list[int]
+    data: str
+
+
+EncodedArrays = dict[str, dict[str, EncodedArray]]
+
+
+def encoded_arrays(parts: Mapping[str, Mapping[str, PartArray]]) -> EncodedArrays:
+    """Return the arrays of step parts for an answer."""
+    return {
+        part: {
+            name: EncodedArray(
+                array.positions.tolist(),
+                array.values.dtype.str,
+                list(array.values.shape),
+                base64.b64encode(array.values.tobytes()).decode(),
+            )
+            for name, array in arrays.items()
+        }
+        for part, arrays in parts.items()
+    }
 
 
 class PromptDetails(msgspec.Struct):

@@ -13,7 +13,8 @@ import torch
 from hardpoint.plugins import (
     ActivationTap,
     ActivationTapContext,
-    NewRequest,
+    EngineCoreRequest,
+    RequestError,
     SchedulerOutput,
     TapRows,
     TapSite,
@@ -63,15 +64,24 @@ class TapsInLayers(WorkerHalf):
     """Calls the taps of a step's requests, and reports what they read."""
 
     def __init__(self, context: WorkerHalfContext, taps: Taps, *, samples: bool) -> None:
-        """Build taps when their first request comes.
+        """Build the enabled taps.
 
         Args:
             context: of the half.
             taps: finds those of requests.
             samples: whether this is the rank whose report the engine reads.
+
+        Raises:
+            PluginError: one cannot be built.
         """
         self._context, self._taps, self._reports = context, taps, samples
         self._built: dict[str, tuple[ActivationTap, ComponentCalls]] = {}
+        try:
+            for name in taps.components.enabled(KIND):
+                self._built[name] = self._build(name), taps.components.calls(KIND, name)
+        except BaseException:
+            self.close()
+            raise
         self._requests: dict[str, _Request] = {}
         self._first: dict[str, int] = {}
         self._rows: StepRows | None = None
@@ -87,27 +97,30 @@ class TapsInLayers(WorkerHalf):
         self._report = TapReport()
         for new in plan.new_requests:
             if self._taps.are_used(new.source):
-                self._start(new)
+                self._start(new.source)
         users = [self._requests[name] for name in self._first]
         sites = {(tap.name, site) for user in users for tap in user.taps for site in tap.sites}
         self._missing = sites
         self.layers = frozenset(site.layer for _, site in sites)
 
-    def _start(self, new: NewRequest) -> None:
-        source = new.source
-        taps = self._taps.of(source)
+    def _build(self, name: str) -> ActivationTap:
+        context = self._context
+        tap: ActivationTap = self._taps.components.create(
+            KIND,
+            name,
+            ActivationTapContext,
+            device=context.device,
+            hidden_size=context.hidden_size,
+        )
+        return tap
+
+    def _start(self, source: EngineCoreRequest) -> None:
+        taps: Sequence[Tap] = ()
+        try:
+            taps = self._taps.of(source)
+        except RequestError as error:  # the engine's half got other sites
+            self._report.failed[source.request_id] = str(error), ""
         self._requests[source.request_id] = _Request(taps, len(source.prompt_token_ids))
-        for tap in taps:
-            if tap.name not in self._built:
-                components, context = self._taps.components, self._context
-                built = components.create(
-                    KIND,
-                    tap.name,
-                    ActivationTapContext,
-                    device=context.device,
-                    hidden_size=context.hidden_size,
-                )
-                self._built[tap.name] = built, components.calls(KIND, tap.name)
 
     def added(
         self,

@@ -26,7 +26,8 @@ class TapReport(msgspec.Struct, array_like=True):
 
     Attributes:
         values: by request.
-        failed: why a request ends with an error: the message, and the name of the tap.
+        failed: why a request ends with an error: the message, and the name of the tap; "" if no
+            tap is to blame.
     """
 
     values: dict[str, list[TapValues]] = {}

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
+from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
     ActivationTap,
     EngineCoreRequest,
@@ -85,15 +86,17 @@ class Taps:
         """Return the taps of a request, in their order.
 
         Raises:
-            RequestError: one is to be called where the model has no layer.
-            PluginFaultError: one failed.
+            RequestError: one is to be called where the model has no layer, or does not say where.
         """
         given = {key: value for key, value in request.plugin_args.items() if key.startswith(KIND)}
         found = []
         for tap in self.named(given):
             type_ = prepared_type(tap.cls)
             arguments = msgspec.convert(given[f"{KIND}/{tap.name}"], type_)
-            sites = self.components.call(KIND, tap.name, "sites", arguments)
+            try:
+                sites = self.components.call(KIND, tap.name, "sites", arguments)
+            except PluginFaultError as fault:
+                raise RequestError(str(fault)) from fault
             self._check(tap.name, sites)
             found.append(Tap(tap.name, tap.cls, arguments, sites))
         return found

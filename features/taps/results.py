@@ -103,7 +103,7 @@ class TapResults(EngineHalf):
         for data in reports.values():
             report = msgspec.msgpack.decode(data, type=TapReport)
             for name, (message, tap) in report.failed.items():
-                ended[name] = RequestFault(message, tap)
+                ended[name] = RequestFault(message, tap or None)
             for name, values in report.values.items():
                 reading = self._readings.get(name)
                 if reading is None or name in ended or name not in computed:

@@ -1,0 +1,104 @@
+"""Activation taps for the tests: right ones, and some with faults."""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint import plugins
+from hardpoint.plugins import ActivationTap, TapSite
+from hardpoint.plugins.activation_tap import PLACES
+
+
+class Raw(ActivationTap):
+    """Hidden states as they are, at all places of some layers."""
+
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        layers: tuple[int, ...] = (0,)
+
+    @classmethod
+    def sites(cls, arguments):
+        return [TapSite(layer, place) for layer in arguments.layers for place in PLACES]
+
+    def read(self, site, values, rows):
+        return values
+
+
+class Places(ActivationTap):
+    """The position of each token, and whether it is of the prompt; needs not all tokens."""
+
+    contract = 1
+    needs_all = False
+
+    @classmethod
+    def sites(cls, arguments):
+        return [TapSite(1)]
+
+    def read(self, site, values, rows):
+        return torch.stack([rows.positions(), rows.in_prompt().long()], 1)
+
+
+class Add(ActivationTap):
+    """A ramp, added to the hidden states of a place."""
+
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        strength: float
+        place: str = "layer_output"
+        layer: int = 1
+
+    @classmethod
+    def sites(cls, arguments):
+        return [TapSite(arguments.layer, arguments.place)]
+
+    def change(self, site, values, rows):
+        ramp = torch.linspace(-1, 1, values.shape[1], dtype=values.dtype)
+        return values + rows.tensor("strength") * ramp
+
+
+class Faulty(ActivationTap):
+    """Does what a request says."""
+
+    contract = 1
+
+    class Arguments(plugins.Arguments):
+        how: str
+
+    @classmethod
+    def sites(cls, arguments):
+        if arguments.how == "sites":
+            raise KeyError("sites")
+        if arguments.how == "no sites":
+            return []
+        return [TapSite(0)]
+
+    def read(self, site, values, rows):
+        hows = {arguments.how for arguments in rows.arguments}
+        if "raises" in hows:
+            raise KeyError("direction")
+        if "short" in hows:
+            return values[1:]
+        if "no tensor" in hows:
+            return 7
+        if "reads in place" in hows:
+            values.zero_()
+        return values[:, :2]
+
+    def change(self, site, values, rows):
+        hows = {arguments.how for arguments in rows.arguments}
+        if "nan" in hows:
+            return values * float("nan")
+        if "narrow" in hows:
+            return values[:, :3]
+        return None
+
+
+TAPS = {
+    "enable": [
+        {"use": f"{__name__}:{cls.__name__}", "name": cls.__name__.lower()}
+        for cls in (Raw, Places, Add, Faulty)
+    ]
+}
+"""The section `plugins` of an engine that has them."""

@@ -72,7 +72,7 @@ class TapRows:
     """The tokens of a call, those of one request after those of another.
 
     Attributes:
-        arguments: of each request, an instance of `Arguments`, or of `Prepared`.
+        arguments: arguments of each request, instances of `Arguments`, or of `Prepared`.
         starts: index of the first token of each request, and at the end the number of all tokens.
         first_positions: position of the first token of each request in its sequence.
         prompt_lens: tokens of each request's prompt.
@@ -155,7 +155,7 @@ class ActivationTap(ComponentWithArguments):
     @classmethod
     @returns(instance(bytes))
     def cache_key(cls, arguments: Any) -> bytes:
-        """Return what the effect of `change` depends on, besides options and version of the plugin.
+        """Return a key of the effect of `change`, besides options and version of the plugin.
 
         Requests share keys and values in the KV cache, and in stores of it, only where it is the
         same. By default all arguments. Of a class that reads a file, it should have the content of

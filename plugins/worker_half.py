@@ -311,8 +311,7 @@ class WorkerHalf:
         packs: whether `ForwardStep.packed` is needed.
         encodes: whether it encodes the features of plans, `SchedulerOutput.encoder_inputs`.
         wants_layers: whether `around_layers`, `embedded`, `linear` and `added` are called in this
-            step; read after `begin`. If not, a step of few tokens may be repeated without running
-            Python.
+            step; read after `begin`. If not, a step of few tokens may be repeated without Python.
         layers: decoder layers for which `added` is called in this step, by their indices in the
             model; read after `begin`. None is all.
     """
@@ -446,8 +445,7 @@ class WorkerHalf:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return a changed residual stream, and what is added to it; None leaves both.
 
-        Called after attention and after the MLP of a decoder layer, see `LayerHooks.added`. What
-        follows depends on it, as on what `embedded` gives.
+        See `LayerHooks.added`. The keys and values that follow depend on it, as on `embedded`.
 
         Args:
             layer: its index in the model.

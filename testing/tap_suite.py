@@ -54,7 +54,7 @@ class _Request:
         first_position: position of its first token of the step.
         num_tokens: tokens of the step.
         prompt_len: tokens of its prompt.
-        seed: of its hidden states.
+        seed: seed of its hidden states.
         cuts: tokens of each chunk; the last one has the rest.
     """
 
@@ -119,7 +119,7 @@ class ActivationTapSuite(ComponentSuite):
         self._search(SITES.text, 30, check, arguments=self._drawn_arguments(self.vocab_size))
 
     def test_shape(self) -> None:
-        """What it gives has a row per token; changed hidden states are finite."""
+        """Results have a row per token; changed hidden states are finite."""
 
         def check(call: Callable[..., Any], method: str, requests: list[_Request]) -> None:
             values = self._hidden(requests)
@@ -225,7 +225,7 @@ class ActivationTapSuite(ComponentSuite):
     ) -> None:
         """Check calls of each method at each site of drawn arguments."""
 
-        def each(arguments: Any, requests: list[_Request]) -> None:
+        def check_calls(arguments: Any, requests: list[_Request]) -> None:
             tap = self._make()
             for site in self.tap.sites(arguments):
                 for method in self._methods():
@@ -235,7 +235,7 @@ class ActivationTapSuite(ComponentSuite):
         self._search(
             rule.text,
             examples,
-            each,
+            check_calls,
             arguments=self._drawn_arguments(self.vocab_size),
             requests=self._requests(),
         )

@@ -21,6 +21,7 @@ from hardpoint.registry.kinds import KINDS, Stability
 FOLDER = ROOT / "tests" / "compatibility"
 WHEELS = sorted(FOLDER.glob("*/*.whl"))
 LATER = {
+    "activation_taps",
     "adapter_resolvers",
     "balancers",
     "io_processors",

@@ -19,6 +19,7 @@ from hardpoint.registry.kinds import KINDS
 
 RECORDED = tomllib.loads(FILE.read_text())
 LATER = {
+    "activation_taps",
     "adapter_resolvers",
     "balancers",
     "io_processors",

@@ -36,8 +36,10 @@ class ActivationTaps(StepPart):
 
     options: Options
 
-    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf:
-        """Return the half that checks where taps are to be called."""
+    def frontend_half(self, context: FrontendHalfContext) -> FrontendHalf | None:
+        """Return the half that completes requests that name taps; None without taps."""
+        if not context.components.enabled(KIND):
+            return None
         return TappedRequests(self.name, self._taps(context.components))
 
     def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:

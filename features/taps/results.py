@@ -71,7 +71,7 @@ class TapResults(EngineHalf):
         self._readings.pop(request_id, None)
 
     def block_key(self, request: EngineCoreRequest, span: range) -> bytes | None:
-        """Return what the keys and values of a request with taps that change depend on."""
+        """Return the keys of the changes that taps make to a request; they change its KV."""
         if span.start or not self._taps.are_used(request):
             return None
         components = self._taps.components
@@ -126,7 +126,7 @@ class TapResults(EngineHalf):
         )
 
     def arrays(self, request_id: str) -> Mapping[str, PartArray]:
-        """Return what taps have read of a request since the last call."""
+        """Return the numbers that taps have read of a request since the last call."""
         if (reading := self._readings.get(request_id)) is None or not reading.parts:
             return {}
         parts, reading.parts = reading.parts, defaultdict(list)

@@ -19,6 +19,7 @@ from hardpoint.errors import RequestError
 from hardpoint.registry.kinds import KINDS
 
 QUICK = (
+    "activation_taps",
     "adapter_resolvers",
     "balancers",
     "eviction_policies",

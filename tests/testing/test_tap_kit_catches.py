@@ -35,7 +35,7 @@ def _brief(monkeypatch):
 
 
 def attributes(cls):
-    """Return what a suite of a class sets."""
+    """Return the attributes of a suite of a class."""
     takes_some = issubclass(cls, broken.Scaled)
     return {"tap": cls, "examples": 0.4} | ({"arguments": ARGUMENTS} if takes_some else {})
 

@@ -176,13 +176,13 @@ class RequestState:
         self._stop_reason: int | str | None = None
         self._error: str | None = None
         self._error_kind: str | None = None
-        self._sent_prompt = 0
         self._num_cached_tokens: int | None = None
         self._kv_transfer_params: dict[str, Any] | None = None
         self._part_figures: dict[str, dict[str, Any]] | None = None
         self._part_arrays: dict[tuple[str, str], list[PartArray]] = {}
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
         self._weight_runs: list[WeightRun] | None = None
+        self._sent_prompt = 0
         self._num_before = 0  # tokens of another engine, whose log-probabilities are not known
         if request.resumed is not None and request.resumed.output_token_ids:
             self._go_on(request.resumed.output_token_ids)

@@ -1,4 +1,4 @@
-"""Requests that taps refuse, and taps that fail: one request ends, and says why."""
+"""Requests that taps refuse, and taps that fail: one request ends, by name of the cause."""
 
 from __future__ import annotations
 

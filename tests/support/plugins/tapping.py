@@ -59,7 +59,7 @@ class Add(ActivationTap):
 
 
 class Faulty(ActivationTap):
-    """Does what a request says."""
+    """Fails in the way that a request names."""
 
     contract = 1
 

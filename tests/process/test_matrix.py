@@ -28,6 +28,7 @@ from support.driving import FINAL, Job, summary, varied_jobs
 from support.gemma_images import image
 from support.internals import engine_of
 from support.parallel import write_random_model
+from support.plugins.tapping import TAPS
 
 from hardpoint import LLM, RequestOutput, SamplingParams, typed
 from hardpoint.conversations.states import OpenConversations
@@ -139,6 +140,11 @@ REQUEST: dict[str, dict[str, Level]] = {
     "tools": {"none": {}, "free": {}, "required": {}},
     "priority": {"of all": {}, "its own": {}},
     "adapter": {"none": {}, "one": {}, "scaled": {}},
+    "taps": {
+        "none": {},
+        "read": {"plugin_args": {"raw": {"layers": [1]}}},
+        "change": {"plugin_args": {"add": {"strength": 0.5}, "raw": {"layers": [2]}}},
+    },
     "prompt": {"of ids": {}, "of embeddings": {}, "of both": {}, "with an image": {}},
     "turns": {"one": {}, "two": {}},
     "completions": {"one": {}, "three": {"n": 3}},
@@ -207,17 +213,27 @@ REFUSED = (
         )
     }
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
+    | {
+        pair: words
+        for name in ("read", "change")
+        for pair, words in (
+            ((("model", "scripted"), ("taps", name)), "does not call ModelContext.hooks.added"),
+            ((("ranks", "pipeline"), ("taps", name)), "parallel.pipeline: expected 1 with act"),
+        )
+    }
 )
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
     *((("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"),
     *((("cache", name), ("ranks", "tensor")) for name in ("of int8", "of fp8")),
     *((("ranks", "tensor"), ("adapter", name)) for name in SCALES),
+    *((("ranks", "tensor"), ("taps", name)) for name in ("read", "change")),
     (("ranks", "tensor"), ("prompt", "with an image")),
 }
 """Pairs whose sums are rounded otherwise than alone.
 
-`test_parallel_equality`, `test_adapters_together` and the `test_equality` of encoders compare them.
+`test_parallel_equality`, `test_adapters_together`, `test_taps_together` and the `test_equality` of
+encoders compare them.
 """
 APART = REFUSED.keys() | NOT_COMPARED
 SHORT = 4  # one row in so many is in the short run
@@ -256,6 +272,7 @@ def completed(row: Mapping[str, str]) -> dict[str, str]:
     """Return a row with the first level of each feature that it lacks; of models, a fitting one."""
     first = {feature: next(iter(names)) for feature, names in ALL.items()}
     model = {"model": "real"} if row.get("adapter") in SCALES else {}
+    model |= {"model": "real"} if row.get("taps", "none") != "none" else {}
     model |= {"model": "real"} if row.get("cache", "as computed") != "as computed" else {}
     model |= {"model": "of images"} if row.get("prompt") == "with an image" else {}
     model |= {"model": "real"} if is_embedded_in_stages({**first, **row}) else {}
@@ -438,7 +455,8 @@ class Models:
     def _plain(self, row: Mapping[str, str]) -> LLMEngine:
         name = row["model"], row["cache"]
         if name not in self.engines:
-            enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH]}}
+            taps = [] if row["model"] == "scripted" else TAPS["enable"]
+            enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH, *taps]}}
             adapters = {} if row["model"] == "scripted" else self.adapters()
             tree = self.config(row, merged(BASE, COMPACT, enabled, adapters))
             config = typed.convert(tree, EngineConfig, path="")
@@ -624,12 +642,14 @@ class Result:
         logprobs: log-probabilities of the prompt.
         parts: reasoning, content and calls of its completions.
         prompt: tokens of the prompt, as outputs have them: None stands for an embedding.
+        arrays: what activation taps read, by completion and site: positions and content.
     """
 
     outputs: list[tuple[Any, ...]]
     logprobs: Any
     parts: list[tuple[Any, ...]]
     prompt: list[int | None]
+    arrays: list[dict[str, tuple[list[int], bytes]]]
 
 
 def result_of(output: RequestOutput) -> Result:
@@ -643,7 +663,12 @@ def result_of(output: RequestOutput) -> Result:
         (c.reasoning, c.content, [(call.name, call.arguments) for call in c.tool_calls or ()])
         for c in output.outputs
     ]
-    return Result(summary(output), prompt, parts, list(output.prompt_token_ids))
+    read = [(c.part_arrays or {}).get("activation_taps", {}) for c in output.outputs]
+    arrays = [
+        {name: (array.positions.tolist(), array.values.tobytes()) for name, array in own.items()}
+        for own in read
+    ]
+    return Result(summary(output), prompt, parts, list(output.prompt_token_ids), arrays)
 
 
 def told(jobs: list[Job], expected: Mapping[str, Any]) -> Iterator[list[list[int]]]:
@@ -661,6 +686,8 @@ def config_of(
 ) -> dict:
     """Return the configuration of a row; scripted drafts are what the requests came to alone."""
     enabled = [*PROCESSORS, OF_THE_BATCH] if row["processor"] == "of the batch" else PROCESSORS
+    if row["taps"] != "none":
+        enabled = [*enabled, *TAPS["enable"]]
     config = merged(BASE, {"plugins": {"enable": enabled}}, COMPACT, CANARY)
     levels = (ENGINE[feature][row[feature]] for feature in ENGINE if feature != "model")
     config = merged(config, *levels)

@@ -182,8 +182,7 @@ class RequestState:
         self._part_arrays: dict[tuple[str, str], list[PartArray]] = {}
         self._routed_experts: list[np.ndarray[Any, Any]] | None = None
         self._weight_runs: list[WeightRun] | None = None
-        self._sent_prompt = 0
-        self._num_before = 0  # tokens of another engine, whose log-probabilities are not known
+        self._sent_prompt = self._num_before = 0  # before: those of another engine
         if request.resumed is not None and request.resumed.output_token_ids:
             self._go_on(request.resumed.output_token_ids)
 

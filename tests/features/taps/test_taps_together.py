@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import random
 
 import numpy as np
 import pytest
 import torch
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
+from support.http_server import running
 from support.plugins.tapping import TAPS
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, AsyncLLM, SamplingParams
 
 MULTIPROC = {"executor": {"use": "multiproc"}}
 FORMS = {
@@ -185,3 +187,30 @@ def test_recorded_steps_are_not_repeated_under_taps(folder, reference):
             (output,) = llm.generate([[1, 2, 3]], params)
             assert len(arrays_of(output)["places/1/layer_output"].positions) == 22
             llm.reset_prefix_cache()
+
+
+def test_over_http(folder, reference):
+    """Whole answers and streams have the numbers in base64, whichever route is asked."""
+    params = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    args = {"raw": {"layers": [1]}}
+    config = {"model": str(folder), "max_model_len": 64, "stats": {"sinks": []}}
+    config |= settings_of("plain") | {"server": {"port": 0, "access_log": "off"}}
+    with running(AsyncLLM(config=config)) as server:
+        body = {"prompt": [5, 6], "plugin_args": args, **params}
+        (choice,) = server.post("/v1/completions", body).json()["choices"]
+        whole = choice["part_arrays"]["activation_taps"]["raw/1/layer_output"]
+        values = np.frombuffer(base64.b64decode(whole["data"]), whole["dtype"])
+        assert whole["positions"] == list(range(5))
+        assert whole["shape"] == [5, 64]
+        assert values.shape == (5 * 64,)
+        chunks = server.events("/v1/completions", body | {"stream": True})
+        found = [c for chunk in chunks for c in chunk["choices"] if "part_arrays" in c]
+        assert [c["part_arrays"] for c in found] == [choice["part_arrays"]]
+        plain = server.post("/v1/completions", body | {"plugin_args": {}}).json()
+        assert "part_arrays" not in plain["choices"][0]
+        ids = {"token_ids": [5, 6], "sampling_params": {"plugin_args": args, **params}}
+        (choice,) = server.post("/inference/v1/generate", ids).json()["choices"]
+        assert choice["part_arrays"]["activation_taps"]["raw/1/mlp_output"]["shape"] == [5, 64]
+        refused = server.post("/v1/completions", body | {"plugin_args": {"raw": {"layers": [9]}}})
+        assert refused.status_code == 400
+        assert "expected layers in 0..2" in refused.json()["error"]["message"]

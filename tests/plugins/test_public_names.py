@@ -54,7 +54,7 @@ PUBLIC = (
     "hardpoint.toolkit.workers.joining",
 )
 FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
-MOST_NAMES = 147
+MOST_NAMES = 151
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = (
     "api",

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hardpoint.testing.balancing.balancer_suite import LoadBalancerSuite
     from hardpoint.testing.balancing.engines import ScriptedEngines, scripted_request
     from hardpoint.testing.engine_access import load_ops
+    from hardpoint.testing.hidden_states.pooler_suite import PoolerSuite
+    from hardpoint.testing.hidden_states.tap_suite import ActivationTapSuite
     from hardpoint.testing.io_processor_suite import IOProcessorSuite
     from hardpoint.testing.kv.connector_suite import KVConnectorSuite
     from hardpoint.testing.kv.peer_suite import PeerKVStoreSuite
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from hardpoint.testing.model.quantization_suite import QuantizationSuite
     from hardpoint.testing.model.rank_threads import run_ranks
     from hardpoint.testing.ops.ops_suite import OpsSuite
-    from hardpoint.testing.pooler_suite import PoolerSuite
     from hardpoint.testing.reporting.publisher_suite import KVEventPublisherSuite
     from hardpoint.testing.reporting.sink_suite import StatSinkSuite
     from hardpoint.testing.running.command_suite import CommandSuite
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from hardpoint.testing.scheduling.scheduler_suite import SchedulerSuite
     from hardpoint.testing.scheduling.simulator import SchedulerSimulator
     from hardpoint.testing.speculator_suite import SpeculatorSuite
-    from hardpoint.testing.tap_suite import ActivationTapSuite
     from hardpoint.testing.text.grammar_suite import GrammarSample, GrammarSuite
     from hardpoint.testing.text.output_parser_suite import OutputParserSuite, OutputSample
     from hardpoint.testing.text.tokenizer_suite import TokenizerSuite
@@ -157,9 +157,9 @@ _LAZY = {
     "ScriptedDrafts": "running.scripted_drafts",
     "ScriptedSpeculator": "running.scripted_drafts",
     "ServerAnswer": "running.serving",
-    "PoolerSuite": "pooler_suite",
+    "PoolerSuite": "hidden_states.pooler_suite",
     "SpeculatorSuite": "speculator_suite",
-    "ActivationTapSuite": "tap_suite",
+    "ActivationTapSuite": "hidden_states.tap_suite",
     "StatSinkSuite": "reporting.sink_suite",
     "StepPartSuite": "running.step_parts.suite",
     "TestServer": "running.serving",

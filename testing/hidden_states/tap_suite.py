@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hardpoint.plugins import ActivationTap, ActivationTapContext, TapRows, TapSite
 from hardpoint.plugins.activation_tap import is_site
 from hardpoint.plugins.component import Component
-
-from .component_suite import ComponentSuite
-from .suite import Rule, Violation, checks, short_repr
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.suite import Rule, Violation, checks, short_repr
 
 SITES = Rule(
     "sites: sites() gives the same TapSites for the same arguments, in every process",

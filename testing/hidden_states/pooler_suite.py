@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import Pooler, PoolerContext, PromptPooler
 from hardpoint.plugins.component import Component
+from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.suite import Rule, short_repr
 from hardpoint.typed.read_only import ReadOnlyList
-
-from .component_suite import ComponentSuite
-from .suite import Rule, short_repr
 
 SHAPE = Rule(
     "shape: start() gives a PromptPooler, and finish() a vector, or several with `per_token`",

@@ -73,6 +73,19 @@ def _score(
     return (logits.double() - best) - noise.masked_fill_(greedy[:, None], 0)
 
 
+def token_noise(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the exponential numbers of the race, float64: a token wins whose E / p is the least.
+
+    Args:
+        tokens: int32 [n].
+        seeds: as `mixed_seed` gives them, int64 [n].
+        positions: output positions, int64 [n].
+    """
+    key = _mix_64(_mix_64(seeds) + positions)
+    bits = _noise(tokens[:, None], key.int(), (key >> 32).int())[:, 0]
+    return -(-(bits.double() + 0.5) * 2.0**-31).log1p()
+
+
 def _noise(tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return hashes of 31 bits, int32 [rows, columns].
 

@@ -19,6 +19,7 @@ PACKAGES = {
     "acme_spans": 0.1,
     "acme_taps": 0.2,
     "acme_tiny_scheduler": 0.02,
+    "acme_watermark": 0.1,
 }
 """By package: the share of what conformance suites try otherwise."""
 

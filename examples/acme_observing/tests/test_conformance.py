@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from acme_observing import EventLines, RequestTable
+from acme_observing import EventLines, JsonLines, RequestTable
 
 from hardpoint.testing import KVEventPublisherSuite, StatSinkSuite
 
@@ -14,6 +14,11 @@ FOLDER = Path(tempfile.mkdtemp())
 class TestRequestTable(StatSinkSuite):
     sink = RequestTable
     options = {"path": str(FOLDER / "requests.csv")}
+
+
+class TestJsonLines(StatSinkSuite):
+    sink = JsonLines
+    options = {"path": str(FOLDER / "requests.jsonl")}
 
 
 class TestEventLines(KVEventPublisherSuite):

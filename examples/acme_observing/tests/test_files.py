@@ -11,9 +11,13 @@ def test_an_engine_writes_both(tmp_path):
     table, events = tmp_path / "requests.csv", tmp_path / "events-{rank}.jsonl"
     config = {
         "kv_cache": {"block_size": 8},
-        "stats": {"sinks": ["request_table"]},
+        "stats": {"sinks": ["request_table", "json_lines"]},
         "kv_events": {"publishers": ["event_lines"]},
-        "plugin": {"request_table": {"path": str(table)}, "event_lines": {"path": str(events)}},
+        "plugin": {
+            "request_table": {"path": str(table)},
+            "json_lines": {"path": str(tmp_path / "requests.jsonl")},
+            "event_lines": {"path": str(events)},
+        },
     }
     folder = write_scripted_model(tmp_path / "model")
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -23,6 +27,10 @@ def test_an_engine_writes_both(tmp_path):
     assert header == ["tenant", "finish_reason", "prompt_tokens", "output_tokens", "seconds"]
     assert row[:4] == ["acme", "length", "24", "2"]
     assert float(row[4]) >= 0
+    (request,) = map(json.loads, (tmp_path / "requests.jsonl").read_text().splitlines())
+    assert request["finish_reason"] == "length"
+    assert request["tags"] == {"tenant": "acme"}
+    assert request["num_prompt_tokens"] == 24
     lines = [json.loads(line) for line in (tmp_path / "events-0.jsonl").read_text().splitlines()]
     stored = [event for _, batch, _ in lines for event in batch if event[0] == "BlockStored"]
     assert sum(len(event[1]) for event in stored) == 3  # of 8 tokens each

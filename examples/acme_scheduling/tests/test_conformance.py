@@ -1,10 +1,14 @@
 """The package's policies pass the conformance kit."""
 
-from acme_scheduling import EarliestDeadline, TenantCap
+from acme_scheduling import AgeingShortestFirst, EarliestDeadline, TenantCap
 
 from hardpoint.testing import SchedulingPolicySuite
 
 pytest_plugins = ["hardpoint.testing"]
+
+
+class TestAgeingShortestFirst(SchedulingPolicySuite):
+    policy = AgeingShortestFirst
 
 
 class TestEarliestDeadline(SchedulingPolicySuite):

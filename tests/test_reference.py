@@ -16,7 +16,7 @@ from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.registry.kinds import KINDS
 from hardpoint.typed.describing import struct_fields
 
-PAGES = ("kinds.md", "types.md", "hooks.md", "config.md", "server.md")
+PAGES = ("kinds.md", "types.md", "hooks.md", "config.md", "server.md", "gallery.md")
 
 
 def reference(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -137,3 +137,13 @@ def test_every_field_of_a_request_to_the_server_is_described(pages):
             names = getattr(struct, treated, {})
             assert not names or f"| known and {treated} | because |" in section
             assert [n for n, why in names.items() if f"| `{n}` | {why} |" not in section] == []
+
+
+def test_the_gallery_has_all_plugins_of_the_repository(pages):
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| (.+?) \| (.+?) \| (\d+) \|$", pages["gallery.md"], re.MULTILINE
+    )
+    assert len(rows) > 150
+    assert [name for name, text, _, _ in rows if len(text) < 10] == []
+    names = {(name, where.split("]")[0].strip("[")) for name, _, where, _ in rows}
+    assert {("min_p", "built in"), ("watermark", "acme_watermark"), ("steer", "acme_taps")} <= names

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from hardpoint.core.engine.step_cost import work_of
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput, StepCost
 
+from .step_costs import CostFile
+
 _IDLE_S = 0.001  # an engine whose requests wait for something outside looks again after so long
 
 
@@ -18,7 +20,7 @@ class SimulatedDevice:
         num_tokens: tokens that were computed.
     """
 
-    def __init__(self, cost: StepCost, first_token: Callable[[str], int]) -> None:
+    def __init__(self, cost: StepCost | CostFile, first_token: Callable[[str], int]) -> None:
         """Begin with nothing to do.
 
         Args:

@@ -8,6 +8,7 @@ of a single row, and then longer with each.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -252,8 +253,7 @@ class _Fitted(NamedTuple):
     def terms(self) -> dict[str, float]:
         names = ("single_query", "context_token", "prompt", "prompt_pair")
         return {
-            name: float(x)
-            for name, x in zip(names, self.found[len(self.knots) :], strict=True)
+            name: float(x) for name, x in zip(names, self.found[len(self.knots) :], strict=True)
         }
 
 
@@ -292,7 +292,7 @@ def _features(step: TimedStep, knots: Sequence[int]) -> list[float]:
     """
     shares = [
         min(max((step.tokens - low) / (high - low), 0.0), 1.0)
-        for low, high in zip(knots, knots[1:], strict=False)
+        for low, high in itertools.pairwise(knots)
     ]
     terms = (step.single_queries, step.context, step.prompts, step.prompt_pairs)
     return [1.0, *shares, *map(float, terms)]

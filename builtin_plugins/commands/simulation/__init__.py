@@ -1,0 +1,1 @@
+"""`hardpoint calibrate`, what steps take, and `hardpoint simulate`, what follows for requests."""

@@ -2,6 +2,7 @@
 
 from .calibration import calibrate
 from .fleet import Fleet
+from .pace import PacedExecutor
 from .reports import DecisionTimes, FleetReport, Objective, Percentiles
 from .runs import Load, simulate
 from .step_costs import CostFile, read_cost, write_cost
@@ -18,6 +19,7 @@ __all__ = [
     "Lengths",
     "Load",
     "Objective",
+    "PacedExecutor",
     "Percentiles",
     "Segment",
     "SimulatedRequest",

@@ -26,7 +26,7 @@ _DISTURBED = 0.1  # share of the steps from which it is worth a remark
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run a model with batches of many sizes, measure each step, and write what a step takes, "
-        "by what it computes, for `hardpoint simulate`. The machine should do nothing else meanwhile."
+        "by what it computes, for `hardpoint simulate`. The machine should do nothing else then."
     )
     parser.add_argument("measured", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(

@@ -116,13 +116,13 @@ def _complete() -> int:
 def _loader(given: argparse.Namespace) -> _Load:
     """Return a function that loads the configuration that a command line asks for.
 
-    It takes further settings, which come after those of the command line.
+    It takes further settings, and another model, which come after those of the command line.
     """
 
-    def load(*further: str) -> tuple[EngineConfig, ConfigSources]:
+    def load(*further: str, model: str | None = None) -> tuple[EngineConfig, ConfigSources]:
         settings = [*getattr(given, "set", []), *further]
-        path, model = getattr(given, "config", None), getattr(given, "model", None)
-        return load_config(path, settings=settings, model=model)
+        path, usual = getattr(given, "config", None), getattr(given, "model", None)
+        return load_config(path, settings=settings, model=model or usual)
 
     return load
 

@@ -390,7 +390,7 @@ class CommandContext:
     Attributes:
         load_config: returns the configuration and the source of each value, as the command line,
             environment and file give it. Settings that it is given, such as
-            "scheduler.policy=fair", come after those of the command line.
+            "scheduler.policy=fair", and its `model` come after those of the command line.
         load_catalog: resolves a configuration's plugins; returns what is installed and enabled.
         open_model: loads the configured model; shows progress on a terminal.
         version: version of Hardpoint.

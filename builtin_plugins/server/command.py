@@ -83,7 +83,9 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .serving import loop_factory  # noqa: PLC0415
 
     manager = ServiceManager.of_environment(os.environ)
-    config, sources = _config(options, *context.load_config())
+    model = options.served_model
+    loaded = context.load_config(model=model) if model else context.load_config()
+    config, sources = _config(options, *loaded)
     settings = config.table(ServerConfig)
     if options.on == "ray":
         return _serve_on_ray(options, context, config, sources)
@@ -246,10 +248,7 @@ def _config(
     }
     table = msgspec.structs.replace(config.table(ServerConfig), **given)
     by_path = {**sources.by_path, **{f"server.{name}": "the command line" for name in given}}
-    model = options.served_model or config.model
-    if options.served_model is not None:
-        by_path["model"] = "the command line"
-    changes: dict[str, Any] = {"server": _checked(table), "model": model}
+    changes: dict[str, Any] = {"server": _checked(table)}
     if sources.of("stats.sinks") == "default":
         changes["stats"] = msgspec.structs.replace(config.stats, sinks=["prometheus"])
     if sources.of("scheduler.max_waiting") == "default":

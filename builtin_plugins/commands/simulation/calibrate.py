@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import Command, CommandContext
-from hardpoint.plugins.commands import ConfigSources
 
 from .progress import Progress
 
@@ -41,10 +38,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    config, sources = context.load_config()
-    if options.measured is not None:
-        config = msgspec.structs.replace(config, model=options.measured)
-        sources = ConfigSources({**sources.by_path, "model": "MODEL"})
+    model = options.measured
+    config, sources = context.load_config(model=model) if model else context.load_config()
     path = Path(options.output)
     if not path.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {str(path.parent)!r}")

@@ -74,13 +74,17 @@ GOALS = {"p50": 0.05, "p95": 0.10}
 
 def config_of(policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration of an engine."""
-    return {
+    config: dict[str, Any] = {
         "scheduler": {"policy": policy, "max_num_seqs": 8, "step_milliseconds": 150.0},
         "kv_cache": {"num_blocks": 2048},
         "max_model_len": 4096,
         "executor": {"threads": arguments.threads},
         "stats": {"sinks": []},
     }
+    if arguments.paced:
+        config["executor"]["use"] = "hardpoint.simulation:PacedExecutor"
+        config["plugin"] = {"paced_executor": {"cost": str(arguments.cost)}}
+    return config
 
 
 def text_of(segments: tuple[Segment, ...]) -> list[int]:
@@ -88,7 +92,7 @@ def text_of(segments: tuple[Segment, ...]) -> list[int]:
     return [
         token
         for segment in segments
-        for token in random.Random(segment.id).choices(range(1000, 40_000), k=segment.length)
+        for token in random.Random(segment.id).choices(range(256), k=segment.length)
     ]
 
 
@@ -102,16 +106,16 @@ async def measure(
         prompt = {"prompt_token_ids": text_of(request.prompt)}
         params = SamplingParams(max_tokens=request.output.length, ignore_eos=True, temperature=0.0)
         await asyncio.sleep(start + request.at - time.perf_counter())
+        priority = request.priority if policy == "priority" else 0
         sent, first = time.perf_counter(), 0.0
-        async for _ in llm.generate(
-            prompt, params, tags=dict(request.tags), priority=request.priority
-        ):
+        async for _ in llm.generate(prompt, params, tags=dict(request.tags), priority=priority):
             first = first or time.perf_counter()
         last = time.perf_counter()
         further = request.output.length - 1
         times.append((first - sent, (last - first) / further if further else np.nan, last - sent))
 
-    llm = AsyncLLM(arguments.model, config=config_of(policy, arguments))
+    model = "scripted" if arguments.paced else arguments.model
+    llm = AsyncLLM(model, config=config_of(policy, arguments))
     try:
         warm = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
         for _ in range(3):
@@ -133,10 +137,12 @@ def simulated(load: SyntheticLoad, arguments: argparse.Namespace) -> dict[str, d
     """Return the same figures of simulations, by policy."""
     from hardpoint.plugins import EngineConfig
 
-    variants = {
-        policy: convert(config_of(policy, arguments), EngineConfig, path="")
-        for policy in arguments.policies
-    }
+    variants = {}
+    for policy in arguments.policies:
+        config = config_of(policy, arguments)
+        del config["executor"]
+        config.pop("plugin", None)
+        variants[policy] = convert(config, EngineConfig, path="")
     found = {}
     for record in simulate(variants, Load(synthetic=load), cost=arguments.cost):
         if record["record"] == "result":
@@ -200,6 +206,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of each load, instead of its own number")
     parser.add_argument("--speed", type=float, default=1.0, help="of arrivals")
     parser.add_argument("--threads", type=int, default=1, help="of the engine, as calibrated")
+    parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="measure the scripted model with the pace of the cost: the error of all but the cost",
+    )
     parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args()
     rows = []

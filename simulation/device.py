@@ -44,9 +44,10 @@ class SimulatedDevice:
         for request_id, computed in zip(
             cached.request_ids, cached.num_computed_tokens, strict=True
         ):
-            if computed + scheduled[request_id] == known[request_id]:
-                known[request_id] += 1
-                sampled[request_id] = [first.pop(request_id, 0)]
+            end = computed + scheduled[request_id]
+            if end == known[request_id]:
+                known[request_id] = end + 1
+                sampled[request_id] = [first.pop(request_id, 0) if first else 0]
         for new in plan.new_requests:
             request_id = new.source.request_id
             length = len(new.source.prompt_token_ids) + len(new.output_token_ids)

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 _MOST_SHOWN = 10  # conversations
-_PIECES = 60  # of the time in plots
+_PIECES = 60  # of the time in plots, at most
+_IN_PIECE = 10  # requests of one, in the mean
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -274,11 +275,12 @@ class Ended:
             name: np.percentile(values, percents).tolist() if len(values) else []
             for name, values in (("ttft", self.ttft), ("tpot", tpot), ("e2e", self.e2e))
         }
-        ends = np.linspace(0, max(float(self.at.max()), 1e-9), _PIECES + 1)[1:]
+        pieces = max(1, min(_PIECES, len(self.at) // _IN_PIECE))
+        ends = np.linspace(0, max(float(self.at.max()), 1e-9), pieces + 1)[1:]
         piece = np.searchsorted(ends, self.at)
-        count = np.bincount(piece, minlength=_PIECES)
+        count = np.bincount(piece, minlength=pieces)
         filled = count > 0
         for name, values in (("good", self.is_good), ("wait", self.ttft)):
-            sums = np.bincount(piece, weights=values, minlength=_PIECES)
+            sums = np.bincount(piece, weights=values, minlength=pieces)
             found[name] = (sums[filled] / count[filled]).tolist()
         return {**found, "time": ends[filled].tolist()}

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from hardpoint.errors import ConfigError, HardpointError
-from hardpoint.plugins import EngineConfig
+from hardpoint.plugins import EngineConfig, StepCost
 from hardpoint.plugins.config_tables import STREAMING_STEP_MILLISECONDS
 from hardpoint.typed import Strict, convert
 
@@ -71,7 +71,7 @@ class _Job:
     variant: str
     config: Mapping[str, Any]
     load: Load
-    cost: CostFile
+    cost: CostFile | StepCost
     objective: Objective
 
 
@@ -79,7 +79,7 @@ def simulate(
     variants: Mapping[str, EngineConfig],
     load: Load | Mapping[str, Any],
     *,
-    cost: CostFile | str | Path,
+    cost: CostFile | StepCost | str | Path,
     objective: Objective | Mapping[str, Any] | None = None,
     processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
@@ -91,7 +91,8 @@ def simulate(
     Args:
         variants: configurations by names, of which the first one is what others are compared with.
         load: the requests, or the fields of `Load`.
-        cost: of steps, or a file of `hardpoint calibrate`.
+        cost: of steps, or a file of `hardpoint calibrate`; a `StepCost` has no engine, so that the
+            configurations have to state the size of the KV cache.
         objective: the service level objective, or its fields.
         processes: how many run at the same time; with 1, in this process.
 
@@ -112,7 +113,7 @@ def simulate(
         raise ConfigError(f"processes: expected at least 1, got {processes}")
     made = load if isinstance(load, Load) else convert(dict(load), Load, path="load")
     wanted = convert(msgspec.to_builtins(objective or {}), Objective, path="objective")
-    costs = cost if isinstance(cost, CostFile) else read_cost(cost)
+    costs = read_cost(cost) if isinstance(cost, str | Path) else cost
     made.requests()  # what is wrong is said before a process starts
     jobs = [
         _Job(name, _plain(config, costs), made, costs, wanted) for name, config in variants.items()
@@ -126,21 +127,19 @@ def simulate(
     yield {"record": "comparison", **_compared({name: reports[name] for name in variants})}
 
 
-def _plain(config: EngineConfig, cost: CostFile) -> Mapping[str, Any]:
+def _plain(config: EngineConfig, cost: CostFile | StepCost) -> Mapping[str, Any]:
     """Return a configuration as plain data, with what the calibrated engine had."""
-    cache, scheduler = config.kv_cache, config.scheduler
-    if cache.num_blocks is None:
+    cache, scheduler, length = config.kv_cache, config.scheduler, config.max_model_len
+    if isinstance(cost, CostFile) and not isinstance(length, int):
+        length = cost.max_model_len
+    if isinstance(cost, CostFile) and cache.num_blocks is None:
         blocks = cost.num_blocks * cost.block_size // cache.block_size
         cache = msgspec.structs.replace(cache, num_blocks=max(blocks, 1))
     if scheduler.step_milliseconds is None:
         limit = STREAMING_STEP_MILLISECONDS
         scheduler = msgspec.structs.replace(scheduler, step_milliseconds=limit)
-    length = config.max_model_len
     changed = msgspec.structs.replace(
-        config,
-        kv_cache=cache,
-        scheduler=scheduler,
-        max_model_len=length if isinstance(length, int) else cost.max_model_len,
+        config, kv_cache=cache, scheduler=scheduler, max_model_len=length
     )
     found: Mapping[str, Any] = msgspec.to_builtins(changed)
     return found

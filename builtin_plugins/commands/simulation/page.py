@@ -100,9 +100,11 @@ def _about(results: Mapping[str, Any]) -> str:
     if load["speed"] != 1:
         text += f", {load['speed']:g} times as fast"
     first = next(iter(results["variants"].values()))["report"]
+    objective = first["objective"]
     return (
         f"{text}: {first['requests']} requests in {first['virtual_seconds']:.0f} s; times of steps "
-        f"from {results['cost']}."
+        f"from {results['cost']}. Objective: first token within {1e3 * objective['ttft']:g} ms, "
+        f"further ones in {1e3 * objective['tpot']:g} ms each."
     )
 
 

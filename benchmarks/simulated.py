@@ -2,7 +2,11 @@
 
     hardpoint calibrate --output cost.json --set executor.threads=1
     python benchmarks/simulated.py --cost cost.json --runs 3 --json simulated.json
+    python benchmarks/simulated.py --cost cost.json --runs 1 --paced
     python benchmarks/simulated.py --cost cost.json --loads chat --policies fcfs fair --requests 20
+
+With --paced, the real engine runs the scripted model with the pace of the cost, which neighbours on
+the machine hardly change: what is left is the error of scheduling, messages and clocks.
 
 Each request is sent at its time to an AsyncLLM with an engine process, whether or not those before
 it have ended, and the same requests are simulated with the cost of a file. Runs of the variants
@@ -189,7 +193,8 @@ def compare(
         said = sorted(runs, key=lambda p: told[p][figure])
         agree = "agree" if real == said else "differ"
         print(
-            f"{name:10} by {figure}: measured {', '.join(real)}; simulated {', '.join(said)}: {agree}"
+            f"{name:10} by {figure}: measured {', '.join(real)}; simulated {', '.join(said)}: "
+            f"{agree}"
         )
         rows.append({"load": name, "ranking": figure, "measured": real, "simulated": said})
     return rows

@@ -40,6 +40,7 @@ EOS = 256
 
 HISTORY_MODULUS = 2**31 - 1
 HISTORY_BASE = 1_000_003
+_SHORT = 64  # tokens of a history that is hashed one by one
 
 
 def history_hash(tokens: Iterable[int]) -> int:
@@ -89,7 +90,8 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
             blocks = plan.block_table[index, : -(-length // plan.block_size)]
             history = cache[blocks].view(-1)[:length].numpy()
             before = length - (starts[index + 1] - starts[index])
-            value = _hash_of(history[:before])
+            first = history[:before]
+            value = history_hash(first.tolist()) if before < _SHORT else _hash_of(first)
             for token in history[before:].tolist():
                 value = (value * HISTORY_BASE + token + 1) % HISTORY_MODULUS
                 found.append((value >> 16, value & 0xFFFF))

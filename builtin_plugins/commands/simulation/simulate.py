@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.errors import ConfigError
-from hardpoint.plugins import Command, CommandContext
-from hardpoint.plugins.config import EngineConfig
+from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.typed import parse_value, split_setting
 
 from .calibrate import DEFAULT_FILE

@@ -1,4 +1,4 @@
-"""Simulated requests beside measured ones: three loads under four policies, on a real model.
+"""Simulated requests next to measured ones: three loads under four policies, on a real model.
 
     hardpoint calibrate --output cost.json --set executor.threads=1
     python benchmarks/simulated.py --cost cost.json --runs 3 --json simulated.json
@@ -160,7 +160,7 @@ def simulated(load: SyntheticLoad, arguments: argparse.Namespace) -> dict[str, d
 
 
 def compare(
-    name: str, told: dict[str, dict[str, float]], runs: dict[str, list[dict[str, float]]]
+    name: str, predicted: dict[str, dict[str, float]], runs: dict[str, list[dict[str, float]]]
 ) -> list[dict[str, Any]]:
     """Print measured and simulated figures of a load; return them."""
     rows = []
@@ -169,7 +169,7 @@ def compare(
             values = [one[figure] for one in found]
             median = statistics.median(values)
             spread = (max(values) - min(values)) / median
-            error = told[policy][figure] / median - 1
+            error = predicted[policy][figure] / median - 1
             goal = max(GOALS[figure.rpartition(".")[2]], spread if len(values) > 1 else 0.0)
             rows.append(
                 {
@@ -178,25 +178,26 @@ def compare(
                     "figure": figure,
                     "measured": median,
                     "spread": spread,
-                    "simulated": told[policy][figure],
+                    "simulated": predicted[policy][figure],
                     "error": error,
                     "within": abs(error) <= goal,
                 }
             )
             print(
                 f"{name:10} {policy:15} {figure:9} measured {1e3 * median:8.1f} ms, spread "
-                f"{100 * spread:5.1f} %; simulated {1e3 * told[policy][figure]:8.1f} ms, error "
+                f"{100 * spread:5.1f} %; simulated {1e3 * predicted[policy][figure]:8.1f} ms, "
+                "error "
                 f"{100 * error:+6.1f} %{'' if abs(error) <= goal else '  outside'}"
             )
     for figure in ("ttft.mean", "e2e.mean"):
         real = sorted(runs, key=lambda p: statistics.median(one[figure] for one in runs[p]))
-        said = sorted(runs, key=lambda p: told[p][figure])
-        agree = "agree" if real == said else "differ"
+        ranked = sorted(runs, key=lambda p: predicted[p][figure])
+        agree = "agree" if real == ranked else "differ"
         print(
-            f"{name:10} by {figure}: measured {', '.join(real)}; simulated {', '.join(said)}: "
+            f"{name:10} by {figure}: measured {', '.join(real)}; simulated {', '.join(ranked)}: "
             f"{agree}"
         )
-        rows.append({"load": name, "ranking": figure, "measured": real, "simulated": said})
+        rows.append({"load": name, "ranking": figure, "measured": real, "simulated": ranked})
     return rows
 
 
@@ -226,7 +227,7 @@ def main() -> None:
             rate=load.rate * arguments.speed,
             requests=arguments.requests or load.requests,
         )
-        told = simulated(load, arguments)
+        predicted = simulated(load, arguments)
         runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in arguments.policies}
         for number in range(arguments.runs):
             for policy in arguments.policies:
@@ -237,7 +238,7 @@ def main() -> None:
                     f"load of the machine {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
-        rows += compare(name, told, runs)
+        rows += compare(name, predicted, runs)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

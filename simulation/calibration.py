@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hardpoint.plugins import ConfigError, EngineConfig, Options, SamplingParams, hookimpl
+from hardpoint import plugins
+from hardpoint.plugins import ConfigError, EngineConfig, SamplingParams, hookimpl
 from hardpoint.plugins.commands import ConfigSources, Generator
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.step_record import StepRecord
@@ -39,7 +40,7 @@ class StepWatch:
 
     contract = 1
 
-    class Options(Options):
+    class Options(plugins.Options):
         """Options of `StepWatch`.
 
         Attributes:
@@ -72,7 +73,7 @@ class _Line(msgspec.Struct, array_like=True):
 class _Batch(NamedTuple):
     """Requests that are sent together."""
 
-    count: int
+    size: int
     prompt: int
     output: int
 
@@ -96,7 +97,7 @@ def calibrate(
         config: the configuration of the engine.
         config_sources: sources of its values.
         seconds: for how long; each batch runs at least once.
-        seed: of the order, and of the tokens of prompts.
+        seed: seed of the order, and of the tokens of prompts.
 
     Yields:
         `{"record": "progress", "seconds": ..., "of": ..., "steps": ...}`, and at last
@@ -179,8 +180,8 @@ def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
     found = []
     for count in dict.fromkeys(counts):
         found.append(_Batch(count, min(_SMALLEST, longest), _OUTPUTS))
-        if (most := min(_BATCH_TOKENS // count, longest)) > 2 * _SMALLEST:
-            found.append(_Batch(count, most, _OUTPUTS))
+        if (longer := min(_BATCH_TOKENS // count, longest)) > 2 * _SMALLEST:
+            found.append(_Batch(count, longer, _OUTPUTS))
     for length in dict.fromkeys([*_powers(_SMALLEST, longest), longest]):
         found += [_Batch(1, length, 2), _Batch(1, max(1, 3 * length // 4), 2)]
     return found
@@ -196,7 +197,7 @@ def _run(model: Generator, batch: _Batch, chance: random.Random) -> None:
     """Run requests of one length, whose outputs end one after the other."""
 
     def requests() -> Iterable[tuple[Any, SamplingParams]]:
-        for number in range(batch.count):
+        for number in range(batch.size):
             # Other ends than all at once: otherwise no step has a number between powers of two.
             output = max(2, batch.output - number % max(1, batch.output // 2))
             prompt = [chance.randrange(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(batch.prompt)]

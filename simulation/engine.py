@@ -156,7 +156,7 @@ class SimulatedEngine:
         self._policy = PolicySlot(plugins, faults, _VOCABULARY)
         length = config.max_model_len
         cost = settings.step_cost
-        told = cost.step_cost if isinstance(cost, CostFile) else cost
+        linear = cost.step_cost if isinstance(cost, CostFile) else cost
         if not isinstance(length, int):
             length = num_blocks * cache.block_size
         self._scheduler = plugins.create(
@@ -168,7 +168,7 @@ class SimulatedEngine:
             policy_fault=self._policy.report_fault,
             clock=clock,
             watermark=cache.watermark,
-            step_cost=lambda: told,
+            step_cost=lambda: linear,
         )
 
     def stats(self) -> SchedulerStats:

@@ -111,10 +111,18 @@ class Measures:
 
     @property
     def ended(self) -> Ended:
-        """What is known of the finished requests."""
-        arrays = (self._at, self._ttft, self._tpot, self._e2e, self._tenant, self._session)
-        names = [sorted(known, key=known.__getitem__) for known in (self._tenants, self._sessions)]
-        return Ended(*map(np.array, arrays), *names, self.objective)
+        """Times of the finished requests."""
+        return Ended(
+            at=np.array(self._at),
+            ttft=np.array(self._ttft),
+            tpot=np.array(self._tpot),
+            e2e=np.array(self._e2e),
+            tenant=np.array(self._tenant),
+            session=np.array(self._session),
+            tenants=list(self._tenants),
+            sessions=list(self._sessions),
+            objective=self.objective,
+        )
 
     def load_variation(self, now: float) -> float:
         """Return `FleetReport.load_variation`."""

@@ -17,8 +17,6 @@ from .step_costs import read_cost
 
 _CAUGHT_UP = 0.01  # seconds between two steps that count as part of the second one
 
-Result = Future[ModelRunnerOutput | None]
-
 
 class PacedExecutor(Wrapper[Executor], Executor):
     """Runs steps with another executor, and returns their results once their time is over.
@@ -46,14 +44,14 @@ class PacedExecutor(Wrapper[Executor], Executor):
         """Read the file.
 
         Raises:
-            ConfigError: it cannot be read, or is none.
+            ConfigError: it cannot be read, or has another format.
         """
         super().__init__(context)
         self._cost = read_cost(self.options.cost)
         self._ends = float("-inf")  # when the last step was to end
         self._due: dict[int, float] = {}  # the same of steps that are not sampled, by their numbers
 
-    def execute_model(self, plan: SchedulerOutput) -> Result:
+    def execute_model(self, plan: SchedulerOutput) -> Future[ModelRunnerOutput | None]:
         """Run a step."""
         began = time.monotonic()
         due = began
@@ -68,7 +66,9 @@ class PacedExecutor(Wrapper[Executor], Executor):
         _wait_until(due)
         return result
 
-    def sample_tokens(self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None) -> Result:
+    def sample_tokens(
+        self, plan: SchedulerOutput, bitmask: GrammarBitmask | None = None
+    ) -> Future[ModelRunnerOutput]:
         """Sample the tokens of a step, which then takes as long as it has to."""
         result = self.wrapped.sample_tokens(plan, bitmask)
         result.result()

@@ -261,7 +261,7 @@ class Ended:
         )
 
     def curves(self) -> dict[str, list[float]]:
-        """Return what plots show, as lists.
+        """Return the curves of plots, as lists.
 
         The percentiles 0 to 100 of the times, and by the second in which requests were sent, in
         pieces of equal length: `time` (their ends), `good` (share that met the objective) and

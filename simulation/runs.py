@@ -91,8 +91,8 @@ def simulate(
     Args:
         variants: configurations by names, of which the first one is what others are compared with.
         load: the requests, or the fields of `Load`.
-        cost: of steps, or a file of `hardpoint calibrate`; a `StepCost` has no engine, so that the
-            configurations have to state the size of the KV cache.
+        cost: cost of steps, or a file of `hardpoint calibrate`; with a `StepCost`, configurations
+            have to state the size of the KV cache.
         objective: the service level objective, or its fields.
         processes: how many run at the same time; with 1, in this process.
 
@@ -114,13 +114,13 @@ def simulate(
     made = load if isinstance(load, Load) else convert(dict(load), Load, path="load")
     wanted = convert(msgspec.to_builtins(objective or {}), Objective, path="objective")
     costs = read_cost(cost) if isinstance(cost, str | Path) else cost
-    made.requests()  # what is wrong is said before a process starts
+    made.requests()  # refuses what is wrong before a process starts
     jobs = [
         _Job(name, _plain(config, costs), made, costs, wanted) for name, config in variants.items()
     ]
     reports: dict[str, dict[str, Any]] = {}
-    apart = processes > 1 and len(jobs) > 1
-    for record in _run_apart(jobs, processes) if apart else _run_here(jobs):
+    in_processes = processes > 1 and len(jobs) > 1
+    for record in _run_in_processes(jobs, processes) if in_processes else _run_here(jobs):
         if record["record"] == "result":
             reports[record["variant"]] = record["report"]
         yield record
@@ -153,10 +153,10 @@ def _run(job: _Job) -> Iterator[dict[str, Any]]:
         began = time.perf_counter()
 
         def watched() -> Iterator[SimulatedRequest]:
-            said = began
+            reported = began
             for number, request in enumerate(requests):
-                if (now := time.perf_counter()) - said > _PROGRESS_SECONDS:
-                    said = now
+                if (now := time.perf_counter()) - reported > _PROGRESS_SECONDS:
+                    reported = now
                     progress.append(
                         {
                             "record": "progress",
@@ -185,7 +185,7 @@ def _run_here(jobs: Sequence[_Job]) -> Iterator[dict[str, Any]]:
         yield from _run(job)
 
 
-def _run_apart(jobs: Sequence[_Job], processes: int) -> Iterator[dict[str, Any]]:
+def _run_in_processes(jobs: Sequence[_Job], processes: int) -> Iterator[dict[str, Any]]:
     """Run each simulation in a process of its own, so many at the same time."""
     context = get_context("spawn")
     waiting = deque(jobs)
@@ -194,11 +194,11 @@ def _run_apart(jobs: Sequence[_Job], processes: int) -> Iterator[dict[str, Any]]
         while waiting or running:
             while waiting and len(running) < processes:
                 job = waiting.popleft()
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(job, there), daemon=True)
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_child, args=(job, sender), daemon=True)
                 process.start()
-                there.close()
-                running[here] = job.variant, process
+                sender.close()
+                running[receiver] = job.variant, process
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
                 variant, process = running[ready]

@@ -38,7 +38,7 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class TimedStep(Strict):
-    """What a step computed, and the time until the next one.
+    """Work of a step, and the time until the next one.
 
     Attributes:
         single_queries, context, prompts, prompt_tokens, prompt_pairs: as for
@@ -72,7 +72,7 @@ class Residuals(Strict):
     Attributes:
         steps: number of steps.
         p50, p95: percentiles of the error of a step, 0.1 is 10 %.
-        bias: error of the sum of all times; above 0 if the fit says more.
+        bias: error of the sum of all times; above 0 if that of the fit is greater.
     """
 
     steps: Annotated[int, Meta(ge=0)]
@@ -82,16 +82,16 @@ class Residuals(Strict):
 
 
 class CostFile(Strict):
-    """What `hardpoint calibrate` writes.
+    """Measured cost of steps, as `hardpoint calibrate` writes it.
 
     Attributes:
-        format, version: of the file.
+        format, version: format of the file.
         model, machine, hardpoint, made: what was measured, where, by which version, and when.
-        max_model_len, num_blocks, block_size: of the engine that was measured.
+        max_model_len, num_blocks, block_size: limits of the engine that was measured.
         tokens: milliseconds of a step without the terms below, by the tokens that it computes.
         single_query, context_token, prompt, prompt_pair: terms, as of `StepCost`.
         step_cost: a fit without points, which schedulers get.
-        disturbed: share of the measured steps that took a quarter more or less than the fit says,
+        disturbed: share of the measured steps that took a quarter more or less than the fit,
             for other programs ran, or for another reason; they do not count.
         residuals: errors of the fit: "decode" of steps without prompts, "prompts" of the others,
             and "step_cost" of the other fit over all.
@@ -139,7 +139,7 @@ def read_cost(path: Path | str) -> CostFile:
     """Return a file of `hardpoint calibrate`.
 
     Raises:
-        ConfigError: it cannot be read, or is none; names file and field.
+        ConfigError: it cannot be read, or has another format; names file and field.
     """
     file = Path(path)
     try:
@@ -224,7 +224,10 @@ def fit_cost(steps: Sequence[TimedStep], **facts: Any) -> CostFile:
         format="hardpoint step cost",
         version=1,
         tokens=fitted.points,
-        **fitted.terms,
+        single_query=fitted.terms[0],
+        context_token=fitted.terms[1],
+        prompt=fitted.terms[2],
+        prompt_pair=fitted.terms[3],
         step_cost=step_cost,
         disturbed=1 - len(kept) / len(steps),
         **facts,
@@ -246,29 +249,22 @@ class _Fitted(NamedTuple):
     @property
     def points(self) -> list[tuple[int, float]]:
         base = np.cumsum(self.found[: len(self.knots)])
-        # A time of 0 is none; a thousandth of a millisecond is.
+        # Steps take some time, if only a thousandth of a millisecond.
         return [(k, max(float(t), 1e-3)) for k, t in zip(self.knots, base, strict=True)]
 
     @property
-    def terms(self) -> dict[str, float]:
-        names = ("single_query", "context_token", "prompt", "prompt_pair")
-        return {
-            name: float(x) for name, x in zip(names, self.found[len(self.knots) :], strict=True)
-        }
+    def terms(self) -> list[float]:
+        return [float(term) for term in self.found[len(self.knots) :]]
 
 
 def residuals_of(cost: CostFile | StepCost, steps: Sequence[TimedStep]) -> Residuals:
-    """Return the relative errors of a cost over measured steps.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the relative errors of a cost over measured steps; all 0 without any."""
     if not steps:
-        raise ValueError("steps: expected at least one")
-    told = np.array([cost.milliseconds(**step.work._asdict()) for step in steps])
-    took = np.array([step.milliseconds for step in steps])
-    p50, p95 = np.percentile(np.abs(told / took - 1), (50, 95))
-    bias = float(told.sum() / took.sum() - 1)
+        return Residuals(steps=0, p50=0.0, p95=0.0, bias=0.0)
+    predicted = np.array([cost.milliseconds(**step.work._asdict()) for step in steps])
+    measured = np.array([step.milliseconds for step in steps])
+    p50, p95 = np.percentile(np.abs(predicted / measured - 1), (50, 95))
+    bias = float(predicted.sum() / measured.sum() - 1)
     return Residuals(steps=len(steps), p50=float(p50), p95=float(p95), bias=bias)
 
 
@@ -276,12 +272,12 @@ def _knots(counts: Sequence[int]) -> list[int]:
     """Return the powers of two near which steps were measured; the first and last points are both
     ends.
     """
-    least, most = min(counts), max(counts)
-    inner = [2**n for n in range(40) if least < 2**n < most]
+    low, high = min(counts), max(counts)
+    inner = [2**n for n in range(40) if low < 2**n < high]
     near = [k for k in inner if any(0.7 * k <= count <= 1.4 * k for count in counts)]
-    if most > least and near and most < 1.2 * near[-1]:
+    if high > low and near and high < 1.2 * near[-1]:
         near.pop()
-    return [least, *near, most] if most > least else [least]
+    return [low, *near, high] if high > low else [low]
 
 
 def _features(step: TimedStep, knots: Sequence[int]) -> list[float]:
@@ -310,7 +306,7 @@ def _linear(step: TimedStep) -> list[float]:
     ]
 
 
-def _undisturbed(steps: Sequence[TimedStep]) -> tuple[Vector, _Fitted]:
+def _undisturbed(steps: Sequence[TimedStep]) -> tuple[Sequence[bool], _Fitted]:
     """Fit the steps that nothing else disturbed.
 
     On a machine that others use as well, some steps take several times as long as equal ones: their
@@ -335,7 +331,7 @@ def _undisturbed(steps: Sequence[TimedStep]) -> tuple[Vector, _Fitted]:
         if again.sum() < len(found):
             break
         kept = again
-    return kept, _Fitted(knots, _fit(features[kept], times[kept]))
+    return kept.tolist(), _Fitted(knots, _fit(features[kept], times[kept]))
 
 
 def _fit(features: Vector, times: Vector) -> Vector:

@@ -56,7 +56,7 @@ class SyntheticLoad(Strict):
         turns: requests of a conversation, in the mean of a geometric distribution.
         think_seconds: time between two turns, in the mean of an exponential distribution.
         sessions: whether requests of several turns name their conversation.
-        tenants: number of tenants, each named in the tag `tenant` of its conversations; 0 is none.
+        tenants: number of tenants, each named in the tag `tenant` of its conversations; 0 for no tag.
         tenant_zipf: exponent of the share of the i-th tenant, as `zipf` of the i-th prefix.
         priorities: number of priorities, each conversation has one of them; 1 makes all equal.
         seed: seed of all draws.
@@ -91,7 +91,7 @@ class SyntheticLoad(Strict):
         """Yield requests without end."""
         chance, own = random.Random(self.seed), itertools.count(_OWN_IDS)
         sums = _zipf_sums(self.hot_prefixes, self.zipf)
-        whose = self._whose()
+        owners = self._owners()
         later: list[tuple[float, int, SimulatedRequest]] = []  # turns, by time
         started, at = 0, 0.0
         while True:
@@ -108,13 +108,13 @@ class SyntheticLoad(Strict):
                 prompt=(*prefix, Segment(next(own), self.prompt.draw(chance))),
                 output=Segment(next(own), self.output.draw(chance)),
                 session=f"s{started}" if self.sessions and self.turns > 1 else None,
-                **next(whose),
+                **next(owners),
             )
             started += 1
             self._plan_next(chance, own, first, later)
             yield first
 
-    def _whose(self) -> Iterator[dict[str, Any]]:
+    def _owners(self) -> Iterator[dict[str, Any]]:
         """Yield tags and priority of each conversation."""
         chance = random.Random(f"{self.seed} tenants")  # so that these change nothing else
         sums = _zipf_sums(self.tenants, self.tenant_zipf)

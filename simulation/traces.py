@@ -83,7 +83,7 @@ class MinimalLine(msgspec.Struct):
 
 
 class GuidellmInfo(msgspec.Struct, frozen=True):
-    """What guidellm knows of a request besides its figures; other fields are ignored.
+    """Conversation of a request in guidellm; other fields are ignored.
 
     Attributes:
         conversation_id: name of its conversation.
@@ -122,7 +122,7 @@ def read_trace(
 
     Args:
         path: the file.
-        form: a key of `FORMS`; "auto" tells it by the first line.
+        form: a key of `FORMS`; "auto" finds it by the first line.
         block_size: tokens that each of `hash_ids` stands for; None is 512 in Mooncake's form and
             16 in Bailian's.
 
@@ -158,7 +158,7 @@ def _form_of(path: Path) -> str:
         if name in fields:
             return form
     raise TraceError(
-        f"{path}: its form cannot be told: expected JSON lines with chat_id, hash_ids or "
+        f"{path}: its form is not known: expected JSON lines with chat_id, hash_ids or "
         f"input_length, or a report of guidellm; a form can be named ({', '.join(FORMS)})"
     )
 
@@ -193,8 +193,8 @@ def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
     begins with the prompt and the answer of the turn before it.
 
     Args:
-        path: a file `benchmarks.json`, with all requests (guidellm keeps them unless told
-            otherwise).
+        path: a file `benchmarks.json`, with all requests (guidellm keeps them by
+            default).
 
     Raises:
         TraceError: the report or a request is wrong.

@@ -40,7 +40,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
         output: the tokens that it generates; a later prompt may have them as a segment.
         session: name of its conversation, for balancers; None without one.
         tags: labels such as {"tenant": "acme"}, for policies.
-        priority: of `EngineCoreRequest`, for policies.
+        priority: smaller is more important, for policies.
     """
 
     at: float

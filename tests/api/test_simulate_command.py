@@ -142,7 +142,7 @@ class TestSimulate:
         assert re.search(r"by tenant\nVARIANT.*\nas configured +t0 +\d+", out)
         assert re.search(r"by conversation\nVARIANT.*\nas configured +\d+", out)
 
-    def test_requests_that_are_refused_are_said(self, capsys):
+    def test_requests_that_are_refused_are_reported(self, capsys):
         _, out, _ = run(capsys, *SYNTHETIC, "--set", "max_model_len=64")
         assert re.search(r"as configured: \d+ requests were refused: .*64", out)
 

@@ -293,9 +293,9 @@ class TestForms:
     @pytest.mark.parametrize(
         ("rows", "form", "message"),
         [
-            (["{}"], "auto", "its form cannot be told: expected JSON lines with chat_id, hash_ids"),
-            (["hello"], "auto", "its form cannot be told"),
-            ([""], "auto", "its form cannot be told"),
+            (["{}"], "auto", "its form is not known: expected JSON lines with chat_id, hash_ids"),
+            (["hello"], "auto", "its form is not known"),
+            ([""], "auto", "its form is not known"),
             ([""], "mooncake", "expected at least one request, got none"),
             (["{}"], "other", "form: expected one of auto, mooncake, .*, got 'other'"),
             ([mooncake(), "{"], "auto", "trace.jsonl:2: expected a JSON object"),
@@ -307,7 +307,7 @@ class TestForms:
         ],
         ids=["no_field", "text", "empty", "no_line", "unknown", "cut", "negative"],
     )
-    def test_what_is_wrong_is_said(self, write, rows, form, message):
+    def test_what_is_wrong_is_named(self, write, rows, form, message):
         with pytest.raises(TraceError, match=message):
             read_trace(write(*rows), form)
 

@@ -65,7 +65,7 @@ class TestFit:
         assert fitted.residuals["prompts"].p95 < 0.01
 
     def test_rows_that_cost_nothing_until_there_are_many(self):
-        """A matrix product of one row takes as long as one of eight; a line cannot say that."""
+        """A product of one row takes as long as one of eight; a line cannot describe that."""
 
         def milliseconds(_, *, single_queries, prompt_tokens, context, **rest):
             return 5.0 + 0.5 * max(0, single_queries + prompt_tokens - 8) + 0.001 * context

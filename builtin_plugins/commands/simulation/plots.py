@@ -35,7 +35,7 @@ def line_plot(
 
     Args:
         series: the curves, of which the n-th has the n-th colour.
-        x_label, y_label: of the axes.
+        x_label, y_label: labels of the axes.
         log_x: whether x is logarithmic; values of at most 0 are left out then.
         y_top: greatest value of y; 0 is that of the curves.
     """

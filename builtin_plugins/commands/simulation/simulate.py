@@ -124,7 +124,7 @@ def _variants(options: argparse.Namespace, context: CommandContext) -> dict[str,
             raise ConfigError(f"variants: {name!r} is given twice")
         given = (f"{path}={text}" for path, text in settings.items())
         found[name], sources = context.load_config(*given)
-        context.load_catalog(found[name], sources)  # a name that is unknown is said with its origin
+        context.load_catalog(found[name], sources)  # refuses unknown names, with their origin
     return found
 
 

@@ -24,7 +24,7 @@ Rows = list[list[str]]
 
 
 def print_summary(results: Mapping[str, Any]) -> None:
-    """Print all that results say."""
+    """Print the results as tables, and remarks after them."""
     reports = {name: found["report"] for name, found in results["variants"].items()}
     for title, headers, rows in tables(reports, results["comparison"]):
         if title:
@@ -118,7 +118,7 @@ def remarks(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds, with as many digits as say something."""
+    """Return a time in milliseconds, with the digits that matter."""
     found = 1e3 * seconds
     return f"{found:.0f} ms" if found >= 100 else f"{found:.1f} ms"
 

@@ -56,7 +56,7 @@ class SyntheticLoad(Strict):
         turns: requests of a conversation, in the mean of a geometric distribution.
         think_seconds: time between two turns, in the mean of an exponential distribution.
         sessions: whether requests of several turns name their conversation.
-        tenants: number of tenants, each named in the tag `tenant` of its conversations; 0 for no tag.
+        tenants: number of tenants, named in the tag `tenant` of conversations; 0 for no tag.
         tenant_zipf: exponent of the share of the i-th tenant, as `zipf` of the i-th prefix.
         priorities: number of priorities, each conversation has one of them; 1 makes all equal.
         seed: seed of all draws.

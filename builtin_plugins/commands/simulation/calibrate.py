@@ -12,10 +12,8 @@ from typing import Any
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import Command, CommandContext
 
+from . import DEFAULT_FILE
 from .progress import Progress
-
-DEFAULT_FILE = "calibrated.json"
-"""Where the cost is written, and read by `simulate`."""
 
 _DISTURBED = 0.1  # share of the steps from which it is worth a remark
 

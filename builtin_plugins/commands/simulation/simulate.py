@@ -14,7 +14,7 @@ from hardpoint.errors import ConfigError
 from hardpoint.plugins import Command, CommandContext, EngineConfig
 from hardpoint.typed import parse_value, split_setting
 
-from .calibrate import DEFAULT_FILE
+from . import DEFAULT_FILE
 from .page import page
 from .progress import Progress
 from .summary import print_summary

@@ -57,7 +57,7 @@ All commands: hardpoint --help; one of them: hardpoint COMMAND --help.
 TAB completes after what `hardpoint completion --help` says.
 Guides and reference: docs/ of the source, from docs/command-line.md on."""
 
-_Load = Callable[[], tuple[EngineConfig, ConfigSources]]
+_Load = Callable[..., tuple[EngineConfig, ConfigSources]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,12 +114,15 @@ def _complete() -> int:
 
 
 def _loader(given: argparse.Namespace) -> _Load:
-    """Return a function that loads the configuration that a command line asks for."""
+    """Return a function that loads the configuration that a command line asks for.
 
-    def load() -> tuple[EngineConfig, ConfigSources]:
-        settings = getattr(given, "set", [])
-        path, model = getattr(given, "config", None), getattr(given, "model", None)
-        return load_config(path, settings=settings, model=model)
+    It takes further settings, and another model, which come after those of the command line.
+    """
+
+    def load(*further: str, model: str | None = None) -> tuple[EngineConfig, ConfigSources]:
+        settings = [*getattr(given, "set", []), *further]
+        path, usual = getattr(given, "config", None), getattr(given, "model", None)
+        return load_config(path, settings=settings, model=model or usual)
 
     return load
 
@@ -266,6 +269,8 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         check_plugin=_check_plugin,
         join_engine=_join_engine(problem, messages),
         serve_on_ray=functools.partial(_serve_on_ray, problem, messages),
+        simulate=_simulate,
+        calibrate=functools.partial(_calibrate, open_model),
     )
 
 
@@ -273,6 +278,23 @@ def _check_plugin(*given: Any) -> Iterator[Mapping[str, Any]]:
     from hardpoint.testing.checking.parent import check_plugin  # noqa: PLC0415 - needs torch
 
     return check_plugin(*given)
+
+
+def _simulate(*given: Any, **named: Any) -> Iterator[Mapping[str, Any]]:
+    from hardpoint.simulation import simulate  # noqa: PLC0415 - needs torch
+
+    return simulate(*given, **named)
+
+
+def _calibrate(
+    open_model: Callable[[EngineConfig, ConfigSources], Generator],
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    seconds: float,
+) -> Iterator[Mapping[str, Any]]:
+    from hardpoint.simulation import calibrate  # noqa: PLC0415 - needs torch
+
+    return calibrate(open_model, config, config_sources, seconds=seconds)
 
 
 def _join_engine(problem: HardpointError | None, messages: Messages) -> JoinEngine:

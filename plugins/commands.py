@@ -340,6 +340,26 @@ def _no_joining(*_: object, **__: object) -> None:
     raise NotImplementedError("this CommandContext was made without join_engine")
 
 
+Simulate = Callable[..., Iterator[Mapping[str, Any]]]
+"""Runs a load under several configurations on a virtual clock; yields records, see the page on
+simulations. Configurations by name, the fields of the load, and by name `cost`, a file of
+`hardpoint calibrate`, `objective`, by its fields, and `processes`, how many run at a time.
+"""
+
+Calibrate = Callable[[EngineConfig, ConfigSources, float], Iterator[Mapping[str, Any]]]
+"""Measures the steps of the configured model for so many seconds; yields records, the last one of
+which has `cost`, what `hardpoint simulate --cost` reads.
+"""
+
+
+def _no_simulation(*_: object, **__: object) -> Iterator[Mapping[str, Any]]:
+    raise NotImplementedError("this CommandContext was made without simulate")
+
+
+def _no_calibration(*_: object) -> Iterator[Mapping[str, Any]]:
+    raise NotImplementedError("this CommandContext was made without calibrate")
+
+
 MakeApplication = Callable[["AsyncGenerator", str], Any]
 """Returns an ASGI application that serves an engine; the text is Hardpoint's version."""
 
@@ -369,7 +389,8 @@ class CommandContext:
 
     Attributes:
         load_config: returns the configuration and the source of each value, as the command line,
-            environment and file give it.
+            environment and file give it. Settings that it is given, such as
+            "scheduler.policy=fair", and its `model` come after those of the command line.
         load_catalog: resolves a configuration's plugins; returns what is installed and enabled.
         open_model: loads the configured model; shows progress on a terminal.
         version: version of Hardpoint.
@@ -387,9 +408,11 @@ class CommandContext:
         check_plugin: runs the conformance suites of an installed plugin in a process with limits.
         join_engine: runs engines for a program on another machine, until a signal ends it.
         serve_on_ray: serves the configured model by Ray Serve until a signal.
+        simulate: runs a load under several configurations on a virtual clock.
+        calibrate: measures what steps of the configured model take.
     """
 
-    load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
+    load_config: Callable[..., tuple[EngineConfig, ConfigSources]]
     load_catalog: Callable[[EngineConfig, ConfigSources], PluginCatalog]
     open_model: Callable[[EngineConfig, ConfigSources], Generator]
     version: str
@@ -402,6 +425,8 @@ class CommandContext:
     check_plugin: CheckPlugin = _no_check
     join_engine: JoinEngine = _no_joining
     serve_on_ray: ServeOnRay = _no_ray
+    simulate: Simulate = _no_simulation
+    calibrate: Calibrate = _no_calibration
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

@@ -18,6 +18,7 @@ from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.registry.discovery import InstalledPlugin
+from hardpoint.registry.model_files import ALIASES
 from hardpoint.registry.plugin_options import declarer_of, find_tables
 from hardpoint.registry.references import with_references
 from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
@@ -132,16 +133,26 @@ def _built(
 
     They are given twice: which tables there are depends on the plugins that they enable.
     """
-    first = _Builder(EngineConfig)
-    fill(first)
+    first = _filled(EngineConfig, fill)
     problem = None
     try:
         type_ = EngineConfig.with_tables(find_tables(*first.plugins(), handed))
     except HardpointError as error:  # whatever uses plugins raises it again
         type_, problem = default_config_type(), error
+    return _filled(type_, fill).build(problem)
+
+
+def _filled(type_: type[EngineConfig], fill: Callable[[_Builder], None]) -> _Builder:
+    """Return a builder with all values, those that the model needs before them."""
     builder = _Builder(type_)
     fill(builder)
-    return builder.build(problem)
+    if (alias := ALIASES.get(builder.model)) is None or not alias.config:
+        return builder
+    whole = _Builder(type_)
+    whole.add_table(alias.config, f"model {builder.model!r}")
+    fill(whole)
+    whole.enable_besides(alias.config["plugins"]["enable"])
+    return whole
 
 
 class _Builder:
@@ -175,6 +186,18 @@ class _Builder:
         """Add a nested table, all of it from one place."""
         for key, value in _plain(table, "", origin).items():
             self.put([_name(key, (), origin)], value, origin)
+
+    @property
+    def model(self) -> Any:
+        """The name of the model; None if none is given."""
+        name = self._tree.get("model")
+        return name if isinstance(name, str) else None
+
+    def enable_besides(self, needed: Sequence[Any]) -> None:
+        """Enable components besides those that are enabled, if those are a list."""
+        enabled = self._tree.get("plugins", {}).get("enable")
+        if isinstance(enabled, list):
+            enabled[:0] = [one for one in needed if one not in enabled]
 
     def plugins(self) -> tuple[PluginsConfig, ConfigSources]:
         """Check the table `plugins` and return it."""

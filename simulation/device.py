@@ -7,6 +7,8 @@ from collections.abc import Callable
 from hardpoint.core.engine.step_cost import work_of
 from hardpoint.plugins import ModelRunnerOutput, SchedulerOutput, StepCost
 
+from .step_costs import CostFile
+
 _IDLE_S = 0.001  # an engine whose requests wait for something outside looks again after so long
 
 
@@ -18,7 +20,7 @@ class SimulatedDevice:
         num_tokens: tokens that were computed.
     """
 
-    def __init__(self, cost: StepCost, first_token: Callable[[str], int]) -> None:
+    def __init__(self, cost: StepCost | CostFile, first_token: Callable[[str], int]) -> None:
         """Begin with nothing to do.
 
         Args:
@@ -42,9 +44,10 @@ class SimulatedDevice:
         for request_id, computed in zip(
             cached.request_ids, cached.num_computed_tokens, strict=True
         ):
-            if computed + scheduled[request_id] == known[request_id]:
-                known[request_id] += 1
-                sampled[request_id] = [first.pop(request_id, 0)]
+            end = computed + scheduled[request_id]
+            if end == known[request_id]:
+                known[request_id] = end + 1
+                sampled[request_id] = [first.pop(request_id, 0) if first else 0]
         for new in plan.new_requests:
             request_id = new.source.request_id
             length = len(new.source.prompt_token_ids) + len(new.output_token_ids)

@@ -30,6 +30,7 @@ from hardpoint.plugins.engine_state import EngineLoad, KVCacheChanges
 from hardpoint.registry.plugin_set import PluginSet
 
 from .device import SimulatedDevice
+from .step_costs import CostFile
 from .stepping import SteppedScheduler
 from .timeline import Timeline
 
@@ -51,7 +52,7 @@ class EngineSettings:
 
     config: EngineConfig
     plugins: PluginSet
-    step_cost: StepCost
+    step_cost: StepCost | CostFile
     faults: StepFaults
     first_token: Callable[[str], int]
     reports_cache: bool
@@ -153,7 +154,9 @@ class SimulatedEngine:
             events=settings.reports_cache,
         )
         self._policy = PolicySlot(plugins, faults, _VOCABULARY)
-        cost, length = settings.step_cost, config.max_model_len
+        length = config.max_model_len
+        cost = settings.step_cost
+        linear = cost.step_cost if isinstance(cost, CostFile) else cost
         if not isinstance(length, int):
             length = num_blocks * cache.block_size
         self._scheduler = plugins.create(
@@ -165,7 +168,7 @@ class SimulatedEngine:
             policy_fault=self._policy.report_fault,
             clock=clock,
             watermark=cache.watermark,
-            step_cost=lambda: cost,
+            step_cost=lambda: linear,
         )
 
     def stats(self) -> SchedulerStats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from hardpoint.registry.plugin_set import resolve_plugins
 
 from .client import SimulatedClient
 from .engine import EngineSettings, SimulatedEngine
-from .measures import DecisionTimes, FleetReport, Measures, Objective, Percentiles
+from .measures import Measures
+from .reports import DecisionTimes, FleetReport, Objective
+from .step_costs import CostFile
 from .timeline import Timeline
 from .workload import SimulatedRequest
 
@@ -37,7 +39,7 @@ class Fleet:
         self,
         config: Mapping[str, Any] | EngineConfig | str | Path,
         *,
-        step_cost: StepCost,
+        step_cost: StepCost | CostFile,
         objective: Objective | None = None,
     ) -> None:
         """Build the engines.
@@ -45,7 +47,8 @@ class Fleet:
         Args:
             config: configuration of each engine, as `LLM` takes it: a mapping, or a TOML file.
                 `parallel.data` is their number, `kv_cache.num_blocks` the size of each cache.
-            step_cost: the time of a step, by what it computes.
+            step_cost: the time of a step, by what it computes; a file of `hardpoint calibrate`, as
+                `read_cost` returns it, has it for a model on a machine.
             objective: the service level objective of the report; None is the default one.
 
         Raises:
@@ -117,6 +120,16 @@ class Fleet:
         Raises:
             ValueError: a request comes before the one before it.
         """
+        for _ in self.steps(requests):
+            pass
+        return self.report()
+
+    def steps(self, requests: Iterable[SimulatedRequest]) -> Iterator[None]:
+        """Do the same as `run` in pieces: yield after each request, and at the end.
+
+        Raises:
+            ValueError: a request comes before the one before it.
+        """
         clock = self.clock
         for request in requests:
             if request.at < clock():
@@ -128,15 +141,16 @@ class Fleet:
                 clock.step()
             clock.move_to(request.at)
             self._send(request)
+            yield
         while clock.next_time < math.inf:
             clock.step()
-        return self.report()
+        yield
 
     def _send(self, request: SimulatedRequest) -> None:
         request_id = f"r{self._measures.requests}"
         source = request.for_engine(request_id)
         self._first_tokens[request_id] = request.output.id + 1
-        self._measures.sent(request_id, len(source.prompt_token_ids), self.clock())
+        self._measures.sent(request_id, request, len(source.prompt_token_ids), self.clock())
         self._client.send(source)
 
     def _receive(self, engine: SimulatedEngine, outputs: EngineCoreOutputs) -> None:
@@ -151,7 +165,7 @@ class Fleet:
 
     def report(self) -> FleetReport:
         """Return the measures so far."""
-        measures, engines = self._measures, self._started
+        measures, engines, ended = self._measures, self._started, self._measures.ended
         tokens = [engine.device.num_tokens for engine in engines]
         seconds = measures.last_output
         faults = {**self._faults.report(), **self._client.faults()}
@@ -171,8 +185,9 @@ class Fleet:
             output_tokens=measures.output_tokens,
             computed_tokens=sum(tokens),
             reuse=measures.cached_tokens / max(measures.prompt_tokens, 1),
-            ttft=Percentiles.of(measures.ttft),
-            tpot=Percentiles.of(measures.tpot),
+            **ended.times(),
+            tenants=ended.by_tenant(),
+            conversations=ended.conversations(),
             objective=measures.objective,
             goodput=measures.num_good / seconds if seconds else 0.0,
             goodput_share=measures.num_good / max(measures.requests, 1),
@@ -181,6 +196,10 @@ class Fleet:
             faults={name: fault.count for name, fault in faults.items()},
         )
 
+    def curves(self) -> dict[str, list[float]]:
+        """Return the curves of the times so far, see `Ended.curves`."""
+        return self._measures.ended.curves()
+
     def close(self) -> None:
         """Close all components."""
         self._client.close()
@@ -188,8 +207,10 @@ class Fleet:
             engine.close()
 
 
-def _check_cost(cost: StepCost) -> None:
+def _check_cost(cost: StepCost | CostFile) -> None:
     """Refuse costs with which steps take no time: no request would wait for anything."""
+    if isinstance(cost, CostFile):
+        return  # which was checked when it was read
     if not cost.is_trained:
         raise ConfigError("step_cost.is_trained: expected true, for times are taken from it")
     if cost.step <= 0:

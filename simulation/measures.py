@@ -4,126 +4,30 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-import msgspec
 import numpy as np
 
 from hardpoint.plugins import EngineCoreOutput, FinishReason
 
-
-class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """A service level objective, which a request meets or does not.
-
-    Attributes:
-        ttft: most seconds until its first token.
-        tpot: most seconds per further token, in its mean.
-    """
-
-    ttft: float = 1.0
-    tpot: float = 0.05
-
-
-class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles of a time in seconds; 0 without any request."""
-
-    p50: float = 0.0
-    p90: float = 0.0
-    p99: float = 0.0
-    mean: float = 0.0
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Percentiles:
-        """Return those of values, interpolated between neighbours."""
-        if not len(values):
-            return cls()
-        p50, p90, p99 = np.percentile(np.asarray(values, dtype=np.float64), (50, 90, 99))
-        return cls(p50=float(p50), p90=float(p90), p99=float(p99), mean=float(np.mean(values)))
-
-
-class DecisionTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Real time of the balancer's decisions, which differs from run to run.
-
-    Attributes:
-        count: number of decisions.
-        mean, p50, p99: microseconds of one.
-    """
-
-    count: int
-    mean: float
-    p50: float
-    p99: float
-
-
-class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a simulation: the same for the same requests and settings, byte for byte.
-
-    Attributes:
-        balancer: name of the balancer.
-        engines: number of engines at the start.
-        requests: number of requests.
-        finished: those that got all their tokens.
-        refused: those that an engine refused or ended with an error.
-        unfinished: those that have not ended, because no engine is left.
-        refusals: how often each error came, the text of the first one by its kind.
-        moved: how often a request went on at another engine.
-        virtual_seconds: from the first request to the last output.
-        steps: number of steps, of all engines together.
-        preemptions: number of preemptions, of all engines together.
-        prompt_tokens: tokens of the prompts that were begun.
-        output_tokens: tokens that were generated.
-        computed_tokens: tokens that engines computed.
-        reuse: share of the prompt tokens that a cache had, from 0 to 1.
-        ttft: time to the first token.
-        tpot: mean time per further token of a request, of requests with several.
-        objective: the service level objective.
-        goodput: requests per second that met it.
-        goodput_share: share of all requests that met it.
-        imbalance: tokens computed by the engine that computed the most, over the mean of all.
-        load_variation: standard deviation of the requests in flight at an engine over their mean,
-            in the mean over the time in which there were any.
-        faults: failed decisions, by the name of the component.
-    """
-
-    balancer: str
-    engines: int
-    requests: int
-    finished: int
-    refused: int
-    unfinished: int
-    refusals: dict[str, str]
-    moved: int
-    virtual_seconds: float
-    steps: int
-    preemptions: int
-    prompt_tokens: int
-    output_tokens: int
-    computed_tokens: int
-    reuse: float
-    ttft: Percentiles
-    tpot: Percentiles
-    objective: Objective
-    goodput: float
-    goodput_share: float
-    imbalance: float
-    load_variation: float
-    faults: dict[str, int]
+from .reports import DecisionTimes, Ended, Objective, Percentiles
+from .workload import TENANT, SimulatedRequest
 
 
 class _Progress:
     """A request that has not ended."""
 
-    __slots__ = ("at", "first", "num_cached", "num_outputs", "num_prompt")
+    __slots__ = ("at", "first", "num_cached", "num_outputs", "num_prompt", "session", "tenant")
 
-    def __init__(self, at: float, num_prompt: int) -> None:
-        self.at = at
+    def __init__(self, at: float, num_prompt: int, tenant: int, session: int) -> None:
+        self.at, self.tenant, self.session = at, tenant, session
         self.num_prompt = num_prompt
         self.num_outputs = self.num_cached = 0
         self.first = math.nan
 
 
 class Measures:
-    """Collects what a report is made of; memory for a request that has ended is three numbers.
+    """Collects what a report is made of; memory for a request that has ended is six numbers.
 
     Attributes:
         requests, finished, refused, num_moves: as in `FleetReport`.
@@ -139,15 +43,20 @@ class Measures:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.refusals: dict[str, str] = {}
         self.last_output = 0.0
-        self.ttft, self.tpot = array("d"), array("d")
+        self._at, self._ttft, self._tpot, self._e2e = (array("d") for _ in range(4))
+        self._tenant, self._session = array("l"), array("l")
+        self._tenants: dict[str | None, int] = {None: 0}
+        self._sessions: dict[str | None, int] = {None: 0}
         self._decisions = array("d")
         self._live: dict[str, _Progress] = {}
         self._load = _LoadVariation()
 
-    def sent(self, request_id: str, num_prompt: int, now: float) -> None:
+    def sent(self, request_id: str, request: SimulatedRequest, num_prompt: int, now: float) -> None:
         """Note a request of the trace."""
         self.requests += 1
-        self._live[request_id] = _Progress(now, num_prompt)
+        tenant = self._tenants.setdefault(request.tags.get(TENANT), len(self._tenants))
+        session = self._sessions.setdefault(request.session, len(self._sessions))
+        self._live[request_id] = _Progress(now, num_prompt, tenant, session)
 
     def decided(self, seconds: float) -> None:
         """Note the real time of a decision."""
@@ -192,10 +101,28 @@ class Measures:
         self.finished += 1
         ttft, further = progress.first - progress.at, progress.num_outputs - 1
         tpot = (now - progress.first) / further if further else 0.0
-        self.ttft.append(ttft)
-        if further:
-            self.tpot.append(tpot)
+        self._at.append(progress.at)
+        self._ttft.append(ttft)
+        self._tpot.append(tpot if further else math.nan)
+        self._e2e.append(now - progress.at)
+        self._tenant.append(progress.tenant)
+        self._session.append(progress.session)
         self.num_good += ttft <= self.objective.ttft and tpot <= self.objective.tpot
+
+    @property
+    def ended(self) -> Ended:
+        """Times of the finished requests."""
+        return Ended(
+            at=np.array(self._at),
+            ttft=np.array(self._ttft),
+            tpot=np.array(self._tpot),
+            e2e=np.array(self._e2e),
+            tenant=np.array(self._tenant),
+            session=np.array(self._session),
+            tenants=list(self._tenants),
+            sessions=list(self._sessions),
+            objective=self.objective,
+        )
 
     def load_variation(self, now: float) -> float:
         """Return `FleetReport.load_variation`."""

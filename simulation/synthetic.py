@@ -8,13 +8,13 @@ import math
 import random
 from bisect import bisect
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from hardpoint.typed import Strict, convert
 
-from .workload import Segment, SimulatedRequest
+from .workload import TENANT, Segment, SimulatedRequest
 
 _OWN_IDS = 1_000_000  # the first id of texts that are no hot prefix
 
@@ -56,6 +56,9 @@ class SyntheticLoad(Strict):
         turns: requests of a conversation, in the mean of a geometric distribution.
         think_seconds: time between two turns, in the mean of an exponential distribution.
         sessions: whether requests of several turns name their conversation.
+        tenants: number of tenants, named in the tag `tenant` of conversations; 0 for no tag.
+        tenant_zipf: exponent of the share of the i-th tenant, as `zipf` of the i-th prefix.
+        priorities: number of priorities, each conversation has one of them; 1 makes all equal.
         seed: seed of all draws.
     """
 
@@ -70,6 +73,9 @@ class SyntheticLoad(Strict):
     turns: Annotated[float, Meta(ge=1)] = 1.0
     think_seconds: Annotated[float, Meta(gt=0)] = 10.0
     sessions: bool = True
+    tenants: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    tenant_zipf: Annotated[float, Meta(ge=0)] = 1.0
+    priorities: Annotated[int, Meta(ge=1, le=1000)] = 1
     seed: int = 0
 
     def generate(self) -> Iterator[SimulatedRequest]:
@@ -84,8 +90,8 @@ class SyntheticLoad(Strict):
     def _turns(self) -> Iterator[SimulatedRequest]:
         """Yield requests without end."""
         chance, own = random.Random(self.seed), itertools.count(_OWN_IDS)
-        weights = [1 / (place + 1) ** self.zipf for place in range(self.hot_prefixes)]
-        sums = list(itertools.accumulate(weights))
+        sums = _zipf_sums(self.hot_prefixes, self.zipf)
+        owners = self._owners()
         later: list[tuple[float, int, SimulatedRequest]] = []  # turns, by time
         started, at = 0, 0.0
         while True:
@@ -96,17 +102,25 @@ class SyntheticLoad(Strict):
                 yield turn
             prefix: tuple[Segment, ...] = ()
             if sums and chance.random() < self.hot_share:
-                hot = min(bisect(sums, chance.random() * sums[-1]), len(sums) - 1)
-                prefix = (Segment(hot, self.hot_tokens),)
+                prefix = (Segment(_draw(sums, chance), self.hot_tokens),)
             first = SimulatedRequest(
                 at=at,
                 prompt=(*prefix, Segment(next(own), self.prompt.draw(chance))),
                 output=Segment(next(own), self.output.draw(chance)),
                 session=f"s{started}" if self.sessions and self.turns > 1 else None,
+                **next(owners),
             )
             started += 1
             self._plan_next(chance, own, first, later)
             yield first
+
+    def _owners(self) -> Iterator[dict[str, Any]]:
+        """Yield tags and priority of each conversation."""
+        chance = random.Random(f"{self.seed} tenants")  # so that these change nothing else
+        sums = _zipf_sums(self.tenants, self.tenant_zipf)
+        while True:
+            tags = {TENANT: f"t{_draw(sums, chance)}"} if sums else {}
+            yield {"tags": tags, "priority": chance.randrange(self.priorities)}
 
     def _plan_next(
         self,
@@ -124,5 +138,17 @@ class SyntheticLoad(Strict):
             prompt=(*turn.prompt, turn.output, text),
             output=Segment(next(own), self.output.draw(chance)),
             session=turn.session,
+            tags=turn.tags,
+            priority=turn.priority,
         )
         heapq.heappush(later, (following.at, text.id, following))
+
+
+def _zipf_sums(count: int, exponent: float) -> list[float]:
+    """Return the running sums of 1 / i ** exponent for i from 1 to count."""
+    return list(itertools.accumulate(1 / (place + 1) ** exponent for place in range(count)))
+
+
+def _draw(sums: list[float], chance: random.Random) -> int:
+    """Return a place, with the probability of its part of the sums."""
+    return min(bisect(sums, chance.random() * sums[-1]), len(sums) - 1)

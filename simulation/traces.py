@@ -1,9 +1,9 @@
-"""Readers of traces that others have published: lengths, times, and what prompts have in common."""
+"""Readers of traces in the forms of others: lengths, times, and what prompts have in common."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -15,6 +15,7 @@ from hardpoint.errors import HardpointError
 
 from .workload import Segment, SimulatedRequest, cut
 
+_HEAD = 4096
 _OWN_IDS = 2**31  # of segments that no id of a trace names
 
 HashId = Annotated[int, Meta(ge=0, lt=_OWN_IDS)]
@@ -66,6 +67,183 @@ class BailianLine(msgspec.Struct):
     hash_ids: list[HashId] | None = None
 
 
+class MinimalLine(msgspec.Struct):
+    """A request of which lengths and time alone are known; other fields are ignored.
+
+    Source: guidellm's `trace_synthetic`.
+
+    Attributes:
+        timestamp: seconds, from any time on.
+        input_length, output_length: tokens.
+    """
+
+    timestamp: float
+    input_length: Length
+    output_length: Length
+
+
+class GuidellmInfo(msgspec.Struct, frozen=True):
+    """Conversation of a request in guidellm; other fields are ignored.
+
+    Attributes:
+        conversation_id: name of its conversation.
+        turn_index: its place there.
+    """
+
+    conversation_id: str | None = None
+    turn_index: Annotated[int, Meta(ge=0)] = 0
+
+
+class GuidellmRequest(msgspec.Struct):
+    """A request of a report of guidellm; other fields are ignored.
+
+    Source: `GenerativeRequestStats` of guidellm 0.8.1.
+
+    Attributes:
+        request_start_time: when it was sent, in seconds since 1970.
+        prompt_tokens, output_tokens: tokens.
+        info: what else is known.
+    """
+
+    request_start_time: float
+    prompt_tokens: Length
+    output_tokens: Length
+    info: GuidellmInfo = GuidellmInfo()
+
+
+Reader = Callable[[Path, int | None], list[SimulatedRequest]]
+"""Reads a file; the number is the tokens that each of `hash_ids` stands for, None is usual."""
+
+
+def read_trace(
+    path: Path | str, form: str = "auto", *, block_size: int | None = None
+) -> list[SimulatedRequest]:
+    """Return the requests of a trace, in the order of their times.
+
+    Args:
+        path: the file.
+        form: a key of `FORMS`; "auto" finds it by the first line.
+        block_size: tokens that each of `hash_ids` stands for; None is 512 in Mooncake's form and
+            16 in Bailian's.
+
+    Raises:
+        TraceError: the form is not known, or a line is wrong; names file, line and field.
+    """
+    file = Path(path)
+    try:
+        if form == "auto":
+            form = _form_of(file)
+        if form not in FORMS:
+            raise TraceError(f"form: expected one of auto, {', '.join(FORMS)}, got {form!r}")
+        requests = FORMS[form](file, block_size)
+    except OSError as error:
+        raise TraceError(f"{path}: the trace cannot be read: {error.strerror}") from None
+    if not requests:
+        raise TraceError(f"{path}: expected at least one request, got none")
+    return requests
+
+
+def _form_of(path: Path) -> str:
+    """Return the form of a file by its first line that is not empty."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = next((line for line in file if line.strip()), "")
+        rest = file.read(_HEAD)
+    try:
+        plain = msgspec.json.decode(first)
+    except msgspec.DecodeError:
+        # guidellm's reports are one object over many lines.
+        plain = {"benchmarks": []} if first.lstrip().startswith("{") and '":' in rest else None
+    fields = plain.keys() if isinstance(plain, dict) else ()
+    for name, form in _FORM_OF_FIELD.items():
+        if name in fields:
+            return form
+    raise TraceError(
+        f"{path}: its form is not known: expected JSON lines with chat_id, hash_ids or "
+        f"input_length, or a report of guidellm; a form can be named ({', '.join(FORMS)})"
+    )
+
+
+def read_minimal(path: Path | str) -> list[SimulatedRequest]:
+    """Return the requests of a trace of lengths and times, in the order of their times.
+
+    Times count from the first one; prompts have nothing in common.
+
+    Args:
+        path: a file of JSON lines, see `MinimalLine`.
+
+    Raises:
+        TraceError: a line is wrong.
+        OSError: the file cannot be read.
+    """
+    own = itertools.count(_OWN_IDS)
+    return _from_zero(
+        SimulatedRequest(
+            at=line.timestamp,
+            prompt=(Segment(next(own), line.input_length),),
+            output=Segment(next(own), line.output_length),
+        )
+        for _, line in _lines(path, MinimalLine)
+    )
+
+
+def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
+    """Return the successful requests of a report of guidellm, in the order of their times.
+
+    Those of all its benchmarks, with times from the first one on. A later turn of a conversation
+    begins with the prompt and the answer of the turn before it.
+
+    Args:
+        path: a file `benchmarks.json`, with all requests (guidellm keeps them by
+            default).
+
+    Raises:
+        TraceError: the report or a request is wrong.
+        OSError: the file cannot be read.
+    """
+    try:
+        plain = msgspec.json.decode(Path(path).read_bytes())
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{path}: expected a JSON object, {error}") from None
+    benchmarks = plain.get("benchmarks") if isinstance(plain, dict) else None
+    if not isinstance(benchmarks, list):
+        raise TraceError(f"{path}: benchmarks: expected a list, got {typed.shown(benchmarks)}")
+    found: list[GuidellmRequest] = []
+    for number, benchmark in enumerate(benchmarks):
+        where = f"benchmarks[{number}].requests"
+        requests = benchmark.get("requests") if isinstance(benchmark, dict) else None
+        done = requests.get("successful") if isinstance(requests, dict) else None
+        if not isinstance(done, list):
+            raise TraceError(
+                f"{path}: {where}.successful: expected a list, got {typed.shown(done)}"
+            )
+        for place, one in enumerate(done):
+            inside = f"{where}.successful[{place}]"
+            try:
+                found.append(typed.convert(one, GuidellmRequest, path=inside, error=TraceError))
+            except TraceError as error:
+                raise TraceError(f"{path}: {error}") from None
+    return _guidellm_turns(found)
+
+
+def _guidellm_turns(found: list[GuidellmRequest]) -> list[SimulatedRequest]:
+    own = itertools.count(_OWN_IDS)
+    last: dict[str, SimulatedRequest] = {}
+    turns = []
+    for one in sorted(found, key=lambda one: (one.request_start_time, one.info.turn_index)):
+        session = one.info.conversation_id
+        before = last.get(session) if session is not None else None
+        turn = SimulatedRequest(
+            at=one.request_start_time,
+            prompt=_after(before, one.prompt_tokens, own),
+            output=Segment(next(own), one.output_tokens),
+            session=session,
+        )
+        if session is not None:
+            last[session] = turn
+        turns.append(turn)
+    return _from_zero(turns)
+
+
 def read_mooncake(path: Path | str, *, block_size: int = 512) -> list[SimulatedRequest]:
     """Return the requests of a trace in Mooncake's form, in the order of their times.
 
@@ -108,10 +286,7 @@ def read_bailian(path: Path | str, *, block_size: int = 16) -> list[SimulatedReq
         if line.hash_ids is not None:
             prompt = _blocks(where, line.hash_ids, line.input_length, block_size, own)
         else:
-            known = () if before is None else (*before.prompt, before.output)
-            prompt = cut(known, line.input_length - 1)
-            left = line.input_length - sum(segment.length for segment in prompt)
-            prompt = (*prompt, Segment(next(own), left))
+            prompt = _after(before, line.input_length, own)
         turns[line.chat_id] = SimulatedRequest(
             at=line.timestamp,
             prompt=prompt,
@@ -121,7 +296,7 @@ def read_bailian(path: Path | str, *, block_size: int = 16) -> list[SimulatedReq
     return sorted(turns.values(), key=_time)
 
 
-Line = TypeVar("Line", MooncakeLine, BailianLine)
+Line = TypeVar("Line", MooncakeLine, BailianLine, MinimalLine)
 
 
 def _lines(path: Path | str, form: type[Line]) -> Iterator[tuple[str, Line]]:
@@ -161,5 +336,37 @@ def _blocks(
     return tuple(segments)
 
 
+def _after(before: SimulatedRequest | None, length: int, own: Iterator[int]) -> tuple[Segment, ...]:
+    """Return a prompt that begins with another one and its answer, and has a text of its own."""
+    known = () if before is None else (*before.prompt, before.output)
+    prompt = cut(known, length - 1)
+    left = length - sum(segment.length for segment in prompt)
+    return (*prompt, Segment(next(own), left))
+
+
+def _from_zero(requests: Iterable[SimulatedRequest]) -> list[SimulatedRequest]:
+    """Return requests in the order of their times, the first of which is 0."""
+    found = sorted(requests, key=_time)
+    start = found[0].at if found else 0.0
+    return [msgspec.structs.replace(one, at=one.at - start) for one in found]
+
+
 def _time(request: SimulatedRequest) -> float:
     return request.at
+
+
+FORMS: dict[str, Reader] = {
+    "mooncake": lambda path, size: read_mooncake(path, block_size=size or 512),
+    "bailian": lambda path, size: read_bailian(path, block_size=size or 16),
+    "minimal": lambda path, _: read_minimal(path),
+    "guidellm": lambda path, _: read_guidellm(path),
+}
+"""Readers by form. A further form, such as that of journals, is an entry here, and one below."""
+
+_FORM_OF_FIELD = {
+    "chat_id": "bailian",
+    "hash_ids": "mooncake",
+    "input_length": "minimal",
+    "benchmarks": "guidellm",
+}
+"""Forms by a field of the first line; the first that it has decides."""

@@ -11,6 +11,8 @@ import msgspec
 from hardpoint.plugins import EngineCoreRequest, SamplingParams
 from hardpoint.plugins.requests import Retention
 
+TENANT = "tenant"
+"""The tag by which reports divide requests, and the policy `fair` does by default."""
 _RETENTION_S = 60.0
 _MOST_IDS = 2**32 - 1  # a token is hashed as uint32
 
@@ -38,6 +40,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
         output: the tokens that it generates; a later prompt may have them as a segment.
         session: name of its conversation, for balancers; None without one.
         tags: labels such as {"tenant": "acme"}, for policies.
+        priority: smaller is more important, for policies.
     """
 
     at: float
@@ -45,6 +48,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
     output: Segment
     session: str | None = None
     tags: dict[str, str] = {}
+    priority: int = 0
 
     @property
     def prompt_length(self) -> int:
@@ -60,6 +64,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
             params=_params(self.output.length),
             retention=None if session is None else Retention(session, _RETENTION_S),
             tags=self.tags,
+            priority=self.priority,
         )
 
 

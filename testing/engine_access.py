@@ -641,7 +641,7 @@ def command_context(generator: Generator, **tables: type[typed.Strict]) -> Comma
         return Catalog(resolve_plugins(config, config_sources), config, config_sources)
 
     return CommandContext(
-        load_config=lambda: (config, ConfigSources()),
+        load_config=lambda *_settings, **_model: (config, ConfigSources()),
         load_catalog=load_catalog,
         open_model=lambda _config, _config_sources: generator,
         version=installed_version(),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hardpoint import typed
@@ -39,6 +40,7 @@ EOS = 256
 
 HISTORY_MODULUS = 2**31 - 1
 HISTORY_BASE = 1_000_003
+_SHORT = 64  # tokens of a history that is hashed one by one
 
 
 def history_hash(tokens: Iterable[int]) -> int:
@@ -83,25 +85,45 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
     ) -> torch.Tensor:
         """Store the token ids in `k`, then return each query's history hash as two numbers."""
         cache.view(-1)[plan.slots] = k[:, 0, 0].long()
-        result = torch.empty_like(q)
-        starts = plan.query_starts.tolist()
+        starts, found = plan.query_starts.tolist(), []
         for index, length in enumerate(plan.seq_lens.tolist()):
             blocks = plan.block_table[index, : -(-length // plan.block_size)]
-            history = cache[blocks].view(-1)[:length].tolist()
-            first, end = starts[index], starts[index + 1]
-            value = history_hash(history[: length - (end - first)])
-            for query in range(first, end):
-                token = history[length - (end - query)]
+            history = cache[blocks].view(-1)[:length].numpy()
+            before = length - (starts[index + 1] - starts[index])
+            first = history[:before]
+            value = history_hash(first.tolist()) if before < _SHORT else _hash_of(first)
+            for token in history[before:].tolist():
                 value = (value * HISTORY_BASE + token + 1) % HISTORY_MODULUS
-                result[query, 0, 0], result[query, 0, 1] = value >> 16, value & 0xFFFF
+                found.append((value >> 16, value & 0xFFFF))
+        result = torch.empty_like(q)
+        if found:
+            result[: len(found), 0, :2] = torch.tensor(found, dtype=q.dtype)
         return result
+
+
+def _hash_of(tokens: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    """Return `history_hash`, of long histories in less time."""
+    powers = _powers_up_to(1 << max(len(tokens) - 1, 0).bit_length())[: len(tokens)]
+    # Each product is below 2**62, and so is the sum of 2**31 remainders.
+    products = (tokens + 1) % HISTORY_MODULUS * powers[::-1] % HISTORY_MODULUS
+    return int(products.sum()) % HISTORY_MODULUS
+
+
+@functools.lru_cache(maxsize=32)
+def _powers_up_to(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the first powers of HISTORY_BASE."""
+    powers = np.ones(count, np.int64)
+    for place in range(1, count):
+        powers[place] = int(powers[place - 1]) * HISTORY_BASE % HISTORY_MODULUS
+    return powers
 
 
 class ScriptedModel(Model):
     """Follows `replies` from the checkpoint's configuration, else pseudo-random logits.
 
     A history that starts with a reply's prompt is continued with that reply, then EOS; what
-    follows any other history is a fixed pseudo-random function of it and of `seed`.
+    follows any other history is a fixed pseudo-random function of it and of `seed`, one of the
+    tokens `likely` where the configuration has some.
 
     Ranks that share it give the same logits as one, bit for bit, and others if the parts of one
     rank get lost, or to a wrong rank. Each stage has a layer, which attends to the whole history;
@@ -117,6 +139,7 @@ class ScriptedModel(Model):
         super().__init__(context)
         hf = context.config.hf
         self._seed = int(hf.get("seed", 0))
+        self._likely = torch.tensor(hf.get("likely", []), dtype=torch.int64)
         self._vocab_size = context.config.vocab_size
         self._next: dict[int, int] = {}
         for prompt, reply in hf.get("replies", []):
@@ -163,6 +186,8 @@ class ScriptedModel(Model):
         mixed = (state * 48_271 + tokens * 69_621) % HISTORY_MODULUS
         mixed = (mixed * 16_807 + 11) % HISTORY_MODULUS
         logits = (mixed % 65_536).float() / 8_192
+        likely = self._likely[(self._likely >= share.start) & (self._likely < share.stop)]
+        logits[:, likely - share.start] += 16.0
         for row, value in enumerate(values.view(-1).tolist()):
             token = self._next.get(value)
             if token is not None and token in share:
@@ -233,6 +258,7 @@ def write_scripted_model(
     seed: int = 0,
     max_position_embeddings: int = 512,
     special_tokens: Sequence[str] = (),
+    likely: str = "",
 ) -> Path:
     """Write a checkpoint folder of the scripted model, byte-level tokenizer included.
 
@@ -242,6 +268,8 @@ def write_scripted_model(
         seed: selects the pseudo-random function.
         max_position_embeddings: the longest context.
         special_tokens: texts of further tokens; their ids follow EOS.
+        likely: the characters of which other texts consist, of one byte each; empty is all bytes
+            and EOS.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = ByteTokens(special_tokens)
@@ -257,6 +285,8 @@ def write_scripted_model(
             for prompt, reply in (replies or {}).items()
         ],
     }
+    if likely:
+        config["likely"] = tokens.encode(likely)
     (folder / "config.json").write_text(json.dumps(config))
     tokens.write(folder, _CHAT_TEMPLATE)
     return folder

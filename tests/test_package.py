@@ -97,10 +97,11 @@ def test_the_wheel_holds_every_source_file_and_no_other(wheel):
     for folder, package in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             expected.add(f"{package}/{path.relative_to(ROOT / folder)}")
-    for data in ("server/page", "scaffold/templates"):
+    page, templates = "builtin_plugins/server/page", "builtin_plugins/scaffold/templates"
+    for data in (page, templates, "testing/scripted_model"):
         expected |= {
-            f"hardpoint/builtin_plugins/{path.relative_to(ROOT / 'builtin_plugins')}"
-            for path in (ROOT / "builtin_plugins" / data).rglob("*")
+            f"hardpoint/{path.relative_to(ROOT)}"
+            for path in (ROOT / data).rglob("*")
             if path.is_file()
         }
     paths = PATHS if platform.machine() == "x86_64" else ["plain"]

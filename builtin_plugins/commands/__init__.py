@@ -9,6 +9,7 @@ from hardpoint.plugins import Command, hookimpl
 from . import chat, completion, config, embed, generate, models
 from .plugins import command as plugins
 from .remote import engine, keys
+from .simulation import calibrate, simulate
 
 contract = 1
 
@@ -25,5 +26,7 @@ def cli_commands() -> Sequence[Command]:
         config.COMMAND,
         engine.COMMAND,
         keys.COMMAND,
+        simulate.COMMAND,
+        calibrate.COMMAND,
         completion.COMMAND,
     ]

@@ -9,12 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from hardpoint.plugins import Command, CommandContext, RequestError
 from hardpoint.plugins.commands import (
     ComponentInfo,
-    ConfigSources,
     ContextMemory,
     ModelReport,
     PluginCatalog,
@@ -52,15 +49,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if any(length < 1 for length in options.context):
         raise RequestError(f"--context: expected at least 1, got {min(options.context)}")
-    config, sources = context.load_config()
+    name = options.name
+    config, sources = context.load_config(model=name) if name else context.load_config()
     if options.name is None and getattr(options, "model", None) is None:
         if options.context:
             raise RequestError("--context: expected a MODEL before it")
         _print_known(context.load_catalog(config, sources), as_json=options.json)
         return 0
-    if options.name is not None:
-        config = msgspec.structs.replace(config, model=options.name)
-        sources = ConfigSources({**sources.by_path, "model": "MODEL"})
     report = context.inspect_model(config, sources, options.context)
     if options.json:
         print(json.dumps(_as_json(report), indent=2))

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +31,8 @@ _SIGNAL_CODE = 128
 _MAX_WAITING = 2048
 """Requests that wait in the engine, where the configuration sets no limit."""
 
+_PACED = "hardpoint.simulation:PacedExecutor"
+
 _OPTIONS = ("host", "port", "uds", "workers", "admin", "root_path", "keys_file")
 """Options that are fields of the table `server`."""
 
@@ -48,6 +51,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--admin", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the admin routes")
     add("--root-path", metavar="PATH", help="prefix of the paths at a proxy")
     add("--keys-file", metavar="PATH", help="TOML file of the keys that requests need")
+    add(
+        "--pace",
+        metavar="FILE",
+        help="let each step take the time that `hardpoint calibrate` has measured, as with --model "
+        "scripted; `calibrated` is calibrated.json",
+    )
     add("--on", choices=["ray"], help="let Ray Serve run application and engines")
     add(
         "--ray",
@@ -74,7 +83,9 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     from .serving import loop_factory  # noqa: PLC0415
 
     manager = ServiceManager.of_environment(os.environ)
-    config, sources = _config(options, *context.load_config())
+    model = options.served_model
+    loaded = context.load_config(model=model) if model else context.load_config()
+    config, sources = _config(options, *loaded)
     settings = config.table(ServerConfig)
     if options.on == "ray":
         return _serve_on_ray(options, context, config, sources)
@@ -237,10 +248,7 @@ def _config(
     }
     table = msgspec.structs.replace(config.table(ServerConfig), **given)
     by_path = {**sources.by_path, **{f"server.{name}": "the command line" for name in given}}
-    model = options.served_model or config.model
-    if options.served_model is not None:
-        by_path["model"] = "the command line"
-    changes: dict[str, Any] = {"server": _checked(table), "model": model}
+    changes: dict[str, Any] = {"server": _checked(table)}
     if sources.of("stats.sinks") == "default":
         changes["stats"] = msgspec.structs.replace(config.stats, sinks=["prometheus"])
     if sources.of("scheduler.max_waiting") == "default":
@@ -249,7 +257,25 @@ def _config(
         changes["metrics"] = msgspec.structs.replace(
             config.metrics, model_name=table.served_names[0]
         )
+    if options.pace is not None:
+        changes |= _paced(config, options.pace)
+        by_path["executor.use"] = "--pace"
     return msgspec.structs.replace(config, **changes), ConfigSources(by_path)
+
+
+def _paced(config: EngineConfig, file: str) -> dict[str, Any]:
+    """Return the fields of a configuration whose steps take the times of a file."""
+    cost = "calibrated.json" if file == "calibrated" else file
+    if not Path(cost).is_file():
+        raise ConfigError(
+            f"--pace: there is no file {cost!r}; `hardpoint calibrate MODEL --output {cost}` makes "
+            "one"
+        )
+    options = {"cost": str(Path(cost).resolve()), "wraps": config.executor.use}
+    return {
+        "executor": msgspec.structs.replace(config.executor, use=_PACED),
+        "plugin": {**config.plugin, "paced_executor": options},
+    }
 
 
 def _checked(table: ServerConfig) -> ServerConfig:

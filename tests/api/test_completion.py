@@ -46,7 +46,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
             "hardpoint ",
             {
                 *["generate", "models", "chat", "plugins", "config", "completion", "serve"],
-                *["embed", "engine", "keys", "scale"],
+                *["embed", "engine", "keys", "scale", "simulate", "calibrate"],
             },
         ),
         ("hardpoint --max", set()),
@@ -61,7 +61,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
         ("hardpoint --set scheduler.po", {"scheduler.policy="}),
         ("hardpoint config show --set=scheduler.po", {"--set=scheduler.policy="}),
         ("hardpoint chat --set scheduler.policy=fa", set()),
-        ("hardpoint chat --model ", {"smollm2", "mine.gguf"}),
+        ("hardpoint chat --model ", {"smollm2", "scripted", "mine.gguf"}),
         ("hardpoint --config mi", {"mine.gguf"}),
         ("hardpoint completion ", {"bash", "zsh", "fish"}),
     ],

@@ -17,7 +17,9 @@ from hardpoint.simulation import (
     SyntheticLoad,
     TraceError,
     read_bailian,
+    read_guidellm,
     read_mooncake,
+    read_trace,
     sped_up,
 )
 from hardpoint.simulation.workload import cut, tokens_of
@@ -195,6 +197,123 @@ class TestBailian:
     def test_lines_that_are_wrong(self, write, row, message):
         with pytest.raises(TraceError, match=f"trace.jsonl:2: {message}"):
             read_bailian(write(bailian(1, 1, 10), row))
+
+
+def guidellm(start, prompt, output, conversation=None, turn=0):
+    """Return a request as guidellm 0.8.1 writes it, without most of the fields."""
+    return {
+        "type_": "generative_request_stats",
+        "request_id": f"{start}",
+        "info": {"conversation_id": conversation, "turn_index": turn, "status": "completed"},
+        "input_metrics": {"text_tokens": prompt, "total_tokens": prompt},
+        "request_start_time": start,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "time_to_first_token_ms": 12.5,
+    }
+
+
+def report(*requests, **groups):
+    one = {"config": {}, "requests": {"successful": list(requests), "errored": [], **groups}}
+    return {"metadata": {"version": 2}, "benchmarks": [one]}
+
+
+class TestGuidellm:
+    def test_times_count_from_the_first_request(self, tmp_path):
+        file = tmp_path / "benchmarks.json"
+        failed = guidellm(1790000000.0, 5, 5)
+        found = report(
+            guidellm(1790000002.5, 100, 7), guidellm(1790000001.0, 50, 3), errored=[failed]
+        )
+        file.write_text(json.dumps(found, indent=2))
+        for requests in (read_guidellm(file), read_trace(file)):
+            assert [one.at for one in requests] == [0.0, 1.5]
+            assert [one.prompt_length for one in requests] == [50, 100]
+            assert [one.output.length for one in requests] == [3, 7]
+            assert [one.session for one in requests] == [None, None]
+
+    def test_a_turn_begins_with_the_one_before_and_its_answer(self, tmp_path):
+        file = tmp_path / "benchmarks.json"
+        turns = [guidellm(10.0, 40, 8, "c", 0), guidellm(12.0, 60, 8, "c", 1)]
+        file.write_text(json.dumps(report(*turns, guidellm(11.0, 60, 8, "d", 0))))
+        first, other, second = read_guidellm(file)
+        assert shared(first, second) == 40
+        assert second.prompt[1] == first.output
+        assert shared(first, other) == 0
+        assert (first.session, other.session, second.session) == ("c", "d", "c")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("[1]", r"benchmarks: expected a list, got None"),
+            ('{"benchmarks": 3}', "benchmarks: expected a list, got 3"),
+            ('{"benchmarks": [{}]}', r"benchmarks\[0\].requests.successful: expected a list"),
+            ("{", "expected a JSON object"),
+            (
+                json.dumps(
+                    report(guidellm(1.0, 5, 5), {**guidellm(1.0, 5, 5), "prompt_tokens": 0})
+                ),
+                r"benchmarks\[0\].requests.successful\[1\].prompt_tokens: expected a whole number",
+            ),
+        ],
+        ids=["list", "number", "no_requests", "cut", "no_tokens"],
+    )
+    def test_reports_that_are_wrong(self, tmp_path, content, message):
+        file = tmp_path / "benchmarks.json"
+        file.write_text(content)
+        with pytest.raises(TraceError, match=f"benchmarks.json: {message}"):
+            read_guidellm(file)
+
+
+class TestForms:
+    @pytest.mark.parametrize(
+        ("row", "length"),
+        [
+            (mooncake(), 1000),
+            (bailian(1, 0.0, 32), 32),
+            ({"timestamp": 5.5, "input_length": 7, "output_length": 2}, 7),
+        ],
+        ids=["mooncake", "bailian", "minimal"],
+    )
+    def test_are_told_by_the_first_line(self, write, row, length):
+        (request,) = read_trace(write(row))
+        assert request.prompt_length == length
+        assert request.at == 0
+
+    def test_a_minimal_trace_counts_from_its_first_request(self, write):
+        rows = [{"timestamp": at, "input_length": 7, "output_length": 2} for at in (8.5, 6.0, 7.0)]
+        requests = read_trace(write(*rows), "minimal")
+        assert [one.at for one in requests] == [0.0, 1.0, 2.5]
+        assert shared(*requests[:2]) == 0
+
+    def test_other_blocks(self, write):
+        (request,) = read_trace(write(mooncake(length=20, ids=(1, 2))), block_size=16)
+        assert [segment.length for segment in request.prompt] == [16, 4]
+
+    @pytest.mark.parametrize(
+        ("rows", "form", "message"),
+        [
+            (["{}"], "auto", "its form is not known: expected JSON lines with chat_id, hash_ids"),
+            (["hello"], "auto", "its form is not known"),
+            ([""], "auto", "its form is not known"),
+            ([""], "mooncake", "expected at least one request, got none"),
+            (["{}"], "other", "form: expected one of auto, mooncake, .*, got 'other'"),
+            ([mooncake(), "{"], "auto", "trace.jsonl:2: expected a JSON object"),
+            (
+                [mooncake(), mooncake(length=-1)],
+                "auto",
+                "trace.jsonl:2: input_length: expected a wh",
+            ),
+        ],
+        ids=["no_field", "text", "empty", "no_line", "unknown", "cut", "negative"],
+    )
+    def test_what_is_wrong_is_named(self, write, rows, form, message):
+        with pytest.raises(TraceError, match=message):
+            read_trace(write(*rows), form)
+
+    def test_a_folder_is_no_trace(self, tmp_path):
+        with pytest.raises(TraceError, match="the trace cannot be read: Is a directory"):
+            read_trace(tmp_path)
 
 
 class TestSynthetic:

@@ -1,0 +1,276 @@
+"""Measures what steps of a model take, in an engine as it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hardpoint import plugins
+from hardpoint.plugins import ConfigError, EngineConfig, SamplingParams, hookimpl
+from hardpoint.plugins.commands import ConfigSources, Generator
+from hardpoint.plugins.config_tables import PluginUse
+from hardpoint.plugins.step_record import StepRecord
+from hardpoint.registry.discovery import installed_version
+
+from .step_costs import CostFile, TimedStep, fit_cost
+
+_NAME = "calibration"
+_LONGEST = 2048  # tokens of a prompt; what is beyond is extrapolated
+_SMALLEST = 16
+_BATCH_TOKENS = 2048  # tokens of the prompts of a batch
+_OUTPUTS = 24  # tokens of each request of a batch of many
+_WARM_UP = 2  # batches that are not counted
+
+OpenModel = Callable[[EngineConfig, ConfigSources], Generator]
+
+
+class StepWatch:
+    """Hooks of the engine: write when each step began, and what it was to compute."""
+
+    contract = 1
+
+    class Options(plugins.Options):
+        """Options of `StepWatch`.
+
+        Attributes:
+            file: where to write, a line of JSON per step.
+        """
+
+        file: str
+
+    def __init__(self, context: Any) -> None:
+        """Open the file."""
+        # Written at once: the engine's process may end in any way.
+        self._file = Path(context.options.file).open("ab", buffering=0)  # noqa: SIM115
+        self._encoder = msgspec.json.Encoder()
+
+    @hookimpl
+    def step_planned(self, record: StepRecord) -> None:
+        """Write a step."""
+        line = _Line(record.timestamp, dict(record.scheduled), [*record.preempted])
+        self._file.write(self._encoder.encode(line) + b"\n")
+
+
+class _Line(msgspec.Struct, array_like=True):
+    """A step as it is written."""
+
+    timestamp: float
+    scheduled: dict[str, int]
+    preempted: list[str]
+
+
+class _Batch(NamedTuple):
+    """Requests that are sent together."""
+
+    size: int
+    prompt: int
+    output: int
+
+
+def calibrate(
+    open_model: OpenModel,
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    *,
+    seconds: float = 60.0,
+    seed: int = 0,
+) -> Iterator[Mapping[str, Any]]:
+    """Measure the configured model; yield records.
+
+    The engine has a process of its own, as behind a server. It runs batches of many sizes, with
+    short and long prompts, in a random order, again and again. The time of a step is that until the
+    next one begins, so that planning, sampling and sending are part of it.
+
+    Args:
+        open_model: opens the model.
+        config: the configuration of the engine.
+        config_sources: sources of its values.
+        seconds: for how long; each batch runs at least once.
+        seed: seed of the order, and of the tokens of prompts.
+
+    Yields:
+        `{"record": "progress", "seconds": ..., "of": ..., "steps": ...}`, and at last
+        `{"record": "result", "cost": CostFile as plain data}`.
+
+    Raises:
+        ConfigError: `seconds` is not above 0, or a setting cannot be measured.
+        HardpointError: as for opening the model.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"seconds: expected a number > 0, got {seconds}")
+    _check(config)
+    with tempfile.TemporaryDirectory(prefix="hardpoint-calibrate-") as folder:
+        file = Path(folder) / "steps.jsonl"
+        with contextlib.closing(open_model(_watched(config, file), config_sources)) as model:
+            began = time.perf_counter()
+            for _ in _run_batches(model, seconds, random.Random(seed)):
+                yield {
+                    "record": "progress",
+                    "seconds": min(time.perf_counter() - began, seconds),
+                    "of": seconds,
+                    "steps": _count_lines(file),
+                }
+            opened = model.config
+        steps = timed_steps(file)
+    cost = _cost_of(steps, opened)
+    yield {"record": "result", "cost": msgspec.to_builtins(cost)}
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse what is not measured: steps that overlap, and those of drafts."""
+    for path, value, right in (
+        ("scheduler.asynchronous", config.scheduler.asynchronous, False),
+        ("parallel.pipeline", config.parallel.pipeline, 1),
+        ("parallel.data", config.parallel.data, 1),
+        ("speculation.use", list(config.speculation.use), []),
+    ):
+        if value != right:
+            raise ConfigError(f"{path}: expected {right!r}, which alone is measured, got {value!r}")
+
+
+def _watched(config: EngineConfig, file: Path) -> EngineConfig:
+    """Return the configuration of an engine whose steps are written to a file."""
+    replace = msgspec.structs.replace
+    use = PluginUse(use=f"{__name__}:{StepWatch.__name__}", name=_NAME)
+    return replace(
+        config,
+        plugins=replace(config.plugins, enable=[*config.plugins.enable, use]),
+        plugin={**config.plugin, _NAME: {"file": str(file)}},
+        kv_cache=replace(config.kv_cache, prefix_caching=False),
+        scheduler=replace(config.scheduler, step_milliseconds=0.0),
+        engine=replace(config.engine, in_process=False),
+    )
+
+
+def _run_batches(model: Generator, seconds: float, chance: random.Random) -> Iterator[None]:
+    """Run batches until the time is over, each at least once."""
+    config = model.config
+    longest = config.max_model_len
+    assert isinstance(longest, int), "an engine that runs has a length"
+    batches = _batches(config.scheduler.max_num_seqs, longest - _OUTPUTS)
+    for batch in itertools.islice(itertools.cycle(batches), _WARM_UP):
+        _run(model, batch, chance)
+        yield
+    ends = time.perf_counter() + seconds
+    for number in itertools.count():
+        for batch in chance.sample(batches, len(batches)):
+            if number and time.perf_counter() > ends:
+                return
+            _run(model, batch, chance)
+            yield
+        if time.perf_counter() > ends:
+            return
+
+
+def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
+    """Return the batches, from one request to the most, and from short prompts to long ones."""
+    longest = max(1, min(longest, _LONGEST))
+    counts = [*_powers(1, max_num_seqs), max_num_seqs]
+    found = []
+    for count in dict.fromkeys(counts):
+        found.append(_Batch(count, min(_SMALLEST, longest), _OUTPUTS))
+        if (longer := min(_BATCH_TOKENS // count, longest)) > 2 * _SMALLEST:
+            found.append(_Batch(count, longer, _OUTPUTS))
+    for length in dict.fromkeys([*_powers(_SMALLEST, longest), longest]):
+        found += [_Batch(1, length, 2), _Batch(1, max(1, 3 * length // 4), 2)]
+    return found
+
+
+def _powers(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def _run(model: Generator, batch: _Batch, chance: random.Random) -> None:
+    """Run requests of one length, whose outputs end one after the other."""
+
+    def requests() -> Iterable[tuple[Any, SamplingParams]]:
+        for number in range(batch.size):
+            # Other ends than all at once: otherwise no step has a number between powers of two.
+            output = max(2, batch.output - number % max(1, batch.output // 2))
+            prompt = [chance.randrange(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(batch.prompt)]
+            params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
+            yield {"prompt_token_ids": prompt}, params
+
+    for _, output in model.generate_unordered(requests()):
+        if isinstance(output, Exception):
+            raise output
+
+
+_FIRST_TOKEN, _LAST_TOKEN = 32, 256
+"""Ids that every vocabulary has, and that are rarely special."""
+
+
+def _count_lines(file: Path) -> int:
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def timed_steps(file: Path) -> list[TimedStep]:
+    """Return the steps that `StepWatch` wrote, without those after which nothing was left to do."""
+    with file.open("rb") as lines:
+        records = [msgspec.json.decode(line, type=_Line) for line in lines]
+    computed: dict[str, int] = {}
+    found = []
+    for record, following in itertools.pairwise(records):
+        for name in record.preempted:
+            computed.pop(name, None)
+        milliseconds = 1e3 * (following.timestamp - record.timestamp)
+        # Without a request that goes on, the engine may have waited for one.
+        if milliseconds > 0 and record.scheduled.keys() & following.scheduled.keys():
+            found.append(_timed(record.scheduled, computed, milliseconds))
+        for name, count in record.scheduled.items():
+            computed[name] = computed.get(name, 0) + count
+    return found
+
+
+def _timed(
+    scheduled: Mapping[str, int], computed: Mapping[str, int], milliseconds: float
+) -> TimedStep:
+    single = context = prompts = tokens = 0
+    pairs = 0.0
+    for name, count in scheduled.items():
+        before = computed.get(name, 0)
+        if count == 1:
+            single += 1
+            context += before + 1
+        else:
+            prompts += 1
+            tokens += count
+            pairs += count * (before + count / 2)
+    return TimedStep(
+        single_queries=single,
+        context=context,
+        prompts=prompts,
+        prompt_tokens=tokens,
+        prompt_pairs=pairs,
+        milliseconds=milliseconds,
+    )
+
+
+def _cost_of(steps: Sequence[TimedStep], config: EngineConfig) -> CostFile:
+    num_blocks, length = config.kv_cache.num_blocks, config.max_model_len
+    assert num_blocks is not None
+    assert isinstance(length, int)
+    return fit_cost(
+        steps,
+        model=config.model,
+        machine=f"{platform.machine()}, {os.cpu_count()} processors, {config.device}",
+        hardpoint=installed_version(),
+        made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        max_model_len=length,
+        num_blocks=num_blocks,
+        block_size=config.kv_cache.block_size,
+    )

@@ -1,0 +1,211 @@
+"""One load under several configurations: records, processes, comparison, tenants, conversations."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
+from hardpoint.simulation import (
+    Fleet,
+    Lengths,
+    Segment,
+    SimulatedRequest,
+    SyntheticLoad,
+    TraceError,
+    simulate,
+)
+from hardpoint.simulation.step_costs import CostFile
+from hardpoint.typed import convert
+
+LOAD = {
+    "synthetic": {
+        "requests": 120,
+        "rate": 30.0,
+        "prompt": {"median": 60, "sigma": 0.7},
+        "output": {"median": 12},
+        "tenants": 3,
+        "turns": 2.0,
+        "think_seconds": 0.5,
+    }
+}
+
+
+@pytest.fixture
+def file_cost(cost):
+    return CostFile(
+        format="hardpoint step cost",
+        version=1,
+        model="m",
+        machine="here",
+        hardpoint="1",
+        made="now",
+        max_model_len=4096,
+        num_blocks=512,
+        block_size=16,
+        tokens=[(1, 5.0), (101, 10.0)],
+        single_query=0.1,
+        context_token=0.0,
+        prompt=0.2,
+        prompt_pair=0.0,
+        step_cost=cost,
+    )
+
+
+def config_of(**tables):
+    return convert(tables, EngineConfig, path="")
+
+
+@pytest.fixture
+def variants():
+    return {
+        name: config_of(scheduler={"policy": name, "max_num_seqs": 4})
+        for name in ("fcfs", "shortest_first")
+    }
+
+
+def by_kind(records):
+    found = {"progress": [], "result": [], "comparison": []}
+    for record in records:
+        found[record["record"]].append(record)
+    return found
+
+
+class TestSimulate:
+    def test_each_variant_has_a_result_and_the_first_is_compared_with(self, variants, file_cost):
+        found = by_kind(simulate(variants, LOAD, cost=file_cost))
+        assert [one["variant"] for one in found["result"]] == ["fcfs", "shortest_first"]
+        (comparison,) = found["comparison"]
+        assert comparison["with"] == "fcfs"
+        first, second = (one["report"]["ttft"]["mean"] for one in found["result"])
+        assert second < first
+        changes = comparison["changes"]["shortest_first"]
+        assert changes["ttft.mean"] == pytest.approx(second / first - 1)
+        assert changes["preemptions"] is None  # of 0
+        json.dumps(found)
+
+    def test_processes_give_the_same(self, variants, file_cost):
+        here = by_kind(simulate(variants, LOAD, cost=file_cost))["result"]
+        apart = by_kind(simulate(variants, LOAD, cost=file_cost, processes=2))["result"]
+        assert {one["variant"]: one["report"] for one in apart} == {
+            one["variant"]: one["report"] for one in here
+        }
+
+    def test_an_error_in_a_process_is_that_of_its_variant(self, variants, file_cost):
+        variants["broken"] = config_of(scheduler={"asynchronous": True})
+        with pytest.raises(HardpointError, match="broken: scheduler.asynchronous: expected False"):
+            list(simulate(variants, LOAD, cost=file_cost, processes=2))
+
+    def test_what_is_left_open_is_that_of_the_calibrated_engine(self, file_cost):
+        small = msgspec.structs.replace(file_cost, max_model_len=64)
+        load = {"synthetic": {"requests": 3, "prompt": {"median": 100}, "output": {"median": 2}}}
+        (record,) = by_kind(simulate({"": config_of()}, load, cost=small))["result"]
+        assert record["report"]["refused"] == 3
+        assert "64" in next(iter(record["report"]["refusals"].values()))
+
+    def test_cost_may_be_a_file_and_trace_as_well(self, file_cost, tmp_path):
+        cost, trace = tmp_path / "cost.json", tmp_path / "trace.jsonl"
+        cost.write_bytes(msgspec.json.encode(file_cost))
+        line = {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+        trace.write_text("".join(json.dumps(line) + "\n" for _ in range(4)))
+        load = {"trace": str(trace), "limit": 3, "speed": 2.0}
+        (record,) = by_kind(simulate({"": config_of()}, load, cost=cost))["result"]
+        assert record["report"]["prompt_tokens"] == 1800
+        assert record["curves"]["time"][-1] == pytest.approx(0.5)
+
+    @pytest.mark.parametrize(
+        ("load", "settings", "message"),
+        [
+            ({"speed": 0}, {}, "load.speed: expected a number > 0, got 0"),
+            ({"limit": 0}, {}, "load.limit: expected a whole number >= 1, got 0"),
+            ({"synthetic": {"rate": 0}}, {}, "load.synthetic.rate: expected a number > 0, got 0"),
+            ({"trace": "none.jsonl"}, {}, "none.jsonl: the trace cannot be read: No such file"),
+            ({}, {"processes": 0}, "processes: expected at least 1, got 0"),
+            ({}, {"objective": {"ttft": "x"}}, "objective.ttft: expected a number, got 'x'"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, variants, file_cost, load, settings, message):
+        with pytest.raises((ConfigError, TraceError), match=message):
+            list(simulate(variants, load, cost=file_cost, **settings))
+
+    def test_a_variant_is_needed(self, file_cost):
+        with pytest.raises(ConfigError, match="variants: expected at least one, got none"):
+            list(simulate({}, LOAD, cost=file_cost))
+
+
+class TestReports:
+    def test_tenants_and_conversations(self, open_fleet):
+        def turn(at, number, session, tenant, output=4):
+            return SimulatedRequest(
+                at=at,
+                prompt=(Segment(2 * number, 10),),
+                output=Segment(2 * number + 1, output),
+                session=session,
+                tags={"tenant": tenant},
+            )
+
+        fleet = open_fleet(1)
+        report = fleet.run([turn(0, 0, "x", "a"), turn(1, 1, "y", "b"), turn(10, 2, "x", "a")])
+        # A prompt of 10 tokens takes 5 + 0.2 + 0.5 ms, a further token 5.1 ms.
+        assert {name: one.finished for name, one in report.tenants.items()} == {"a": 2, "b": 1}
+        assert report.tenants["a"].ttft.p99 == pytest.approx(0.0057)
+        assert report.e2e.p50 == pytest.approx(0.0057 + 3 * 0.0051)
+        found = report.conversations
+        assert (found.count, found.turns, found.goodput_share) == (2, 1.5, 1.0)
+        by_name = {one.session: one for one in found.longest}
+        assert by_name["x"].turns == 2
+        assert by_name["x"].seconds == pytest.approx(10 + 0.0057 + 3 * 0.0051)
+        assert by_name["x"].waited == pytest.approx(2 * 0.0057)
+        assert by_name["y"].longest_wait == pytest.approx(0.0057)
+
+    def test_without_tenants_and_sessions_there_are_none(self, open_fleet, request_at):
+        report = open_fleet(1).run([request_at(0, 0)])
+        assert report.tenants == {}
+        assert report.conversations is None
+
+    def test_one_late_turn_is_a_conversation_that_missed_the_objective(self, cost):
+        load = SyntheticLoad(
+            requests=60, rate=200.0, turns=3.0, think_seconds=0.05, prompt=Lengths(median=200)
+        )
+        config = {"kv_cache": {"num_blocks": 256}}
+        with Fleet(config, step_cost=cost) as fleet:
+            report = fleet.run(load.generate())
+        assert report.conversations.goodput_share < report.goodput_share < 1
+
+    def test_curves_are_those_of_the_report(self, open_fleet):
+        load = convert(LOAD["synthetic"], SyntheticLoad, path="")
+        fleet = open_fleet(1)
+        report, curves = fleet.run(load.generate()), fleet.curves()
+        assert len(curves["ttft"]) == 101
+        assert curves["ttft"][50] == pytest.approx(report.ttft.p50)
+        assert curves["e2e"][95] == pytest.approx(report.e2e.p95)
+        assert len(curves["time"]) == len(curves["good"]) == len(curves["wait"])
+
+    def test_without_requests_there_is_nothing_to_show(self, open_fleet):
+        fleet = open_fleet(1)
+        report = fleet.run([])
+        assert report.finished == 0
+        assert set(map(len, fleet.curves().values())) == {0}
+
+
+class TestTenants:
+    def test_they_change_nothing_else(self):
+        plain = SyntheticLoad(requests=50, turns=2.0, hot_prefixes=3)
+        with_some = msgspec.structs.replace(plain, tenants=4, priorities=3)
+        for one, other in zip(plain.generate(), with_some.generate(), strict=True):
+            assert msgspec.structs.replace(other, tags={}, priority=0) == one
+
+    def test_their_shares_are_those_of_zipf(self):
+        load = SyntheticLoad(requests=6000, tenants=3, tenant_zipf=1.0, priorities=2)
+        requests = list(load.generate())
+        counts = [sum(one.tags["tenant"] == f"t{place}" for one in requests) for place in range(3)]
+        assert counts == pytest.approx([6000 * 6 / 11, 6000 * 3 / 11, 6000 * 2 / 11], rel=0.07)
+        assert sum(one.priority for one in requests) == pytest.approx(3000, rel=0.05)
+
+    def test_turns_of_a_conversation_have_one(self):
+        load = SyntheticLoad(requests=200, turns=3.0, tenants=5)
+        tenants = {}
+        for one in load.generate():
+            assert tenants.setdefault(one.session, one.tags) == one.tags

@@ -19,6 +19,7 @@ from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.system.encoding import MOST_BYTES, WireError
 from hardpoint.system.process.launch import Interpreter
+from hardpoint.system.resources import end_context
 from hardpoint.toolkit.curve_keys import KeyFolder
 
 from .admission import Admission, Doorkeeper, key_of
@@ -123,7 +124,7 @@ class JoinListener:
             self._door.stop()
         self._ours.close()
         self._theirs.close()
-        self._context.destroy(0)
+        end_context(self._context, f"the sockets at {self.address}")
 
     # The thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from hardpoint.core.engine_process.process import EngineHost, EngineProcess
@@ -22,6 +23,9 @@ class EngineHosts(Protocol):
             HardpointError: there is none.
         """
 
+    def on_leave(self, leave: Callable[[int], None]) -> None:
+        """Call a function, which returns at once, with the rank of each engine that is to go."""
+
     def close(self) -> None:
         """Release what it has, after all engines have ended."""
 
@@ -37,6 +41,9 @@ class LocalHosts:
         """Return the process that was spawned before, else spawn one."""
         process, self._first = self._first, None
         return process or EngineProcess.spawn(interpreter)
+
+    def on_leave(self, leave: Callable[[int], None]) -> None:
+        """Do nothing: those that end processes of this machine end them here."""
 
     def close(self) -> None:
         """End a process that no engine has got."""

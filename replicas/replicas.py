@@ -356,10 +356,10 @@ class Replicas:
             replica.is_paused = paused
             self._refresh()
 
-    def drain(self, replica: Replica) -> None:
-        """Let an engine accept no more requests."""
+    def drain(self, replica: Replica, *, for_good: bool = True) -> None:
+        """Let an engine accept no more requests; nor, for good, one in its place."""
         with self._changed:
-            replica.is_serving, replica.is_starting, replica.is_draining = False, False, True
+            replica.is_serving, replica.is_starting, replica.is_draining = False, False, for_good
             self._refresh()
 
     def remove(self, replica: Replica) -> None:

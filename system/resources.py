@@ -32,9 +32,9 @@ SOCKET_NAMES = ("input", "output")
 CUT_S = 0.05
 """Seconds from the death of a peer to the close of the socket to it.
 
-If a socket with many unsent messages is closed in the instant in which its connection breaks, libzmq
-4.3.5 may wait for ever for an answer of its own threads: one of 100 such closes did; none of 3900
-after this time.
+If a socket with many unsent messages is closed in the instant in which its connection breaks,
+libzmq 4.3.5 may wait for ever for an answer of its own threads: one of 100 such closes did; none of
+3900 after this time.
 """
 
 _END_S = 5.0

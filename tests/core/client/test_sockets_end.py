@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -58,11 +59,8 @@ def test_a_socket_is_not_closed_while_another_thread_sends_on_it(monkeypatch):
             closed_in_send.append(self.type)
         close(self, linger)
 
-    def refused(self, *args, **options):
-        raise zmq.Again
-
     sockets, engine = connected()
-    monkeypatch.setattr(zmq.Socket, "send_multipart", refused)
+    monkeypatch.setattr(zmq.Socket, "send_multipart", Mock(side_effect=zmq.Again))
     monkeypatch.setattr(EngineSockets, "_wake_reader", late_wake)
     monkeypatch.setattr(zmq.Socket, "send", slow_send)
     monkeypatch.setattr(zmq.Socket, "close", late_close)

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from hardpoint.core.client.process_client import EngineStart
 from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.system.process.launch import Interpreter
+
+
+def start_of(start: EngineStart, rank: int, num_sharing: int = 1) -> EngineStart:
+    """Return the start parameters of the engine of a rank.
+
+    Others of the same settings have the same `kv_connector.engine_id`, so each but that of rank 0
+    gets `-RANK` appended to it.
+
+    Args:
+        start: those of the first engine.
+        rank: number of the engine.
+        num_sharing: as in EngineStart.
+    """
+    config = start.config
+    if rank and config.kv_connector.engine_id is not None:
+        own_id = f"{config.kv_connector.engine_id}-{rank}"
+        connector = msgspec.structs.replace(config.kv_connector, engine_id=own_id)
+        config = msgspec.structs.replace(config, kv_connector=connector)
+    return dataclasses.replace(start, config=config, engine_index=rank, num_sharing=num_sharing)
 
 
 class EngineHosts(Protocol):

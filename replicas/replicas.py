@@ -25,7 +25,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
-from .hosts import EngineHosts
+from .hosts import EngineHosts, start_of
 from .prefix_index import PrefixIndex
 from .statistics import PrefillRate, Totals
 
@@ -405,7 +405,7 @@ class Replicas:
     def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ReplicaClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
-        start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
+        start = start_of(begun, rank, num_sharing)
         process = self._hosts.open(rank, start.interpreter)
         try:
             with self._changed:

@@ -103,7 +103,7 @@ class EngineGroup(UtilityCalls):
         self._calls = JointCalls(choice, self._replicas, budget)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
         self.scale, self.retire, self._succeed = scaling.scale, scaling.retire, scaling.replace
-        hosts.on_leave(leaving(weakref.WeakMethod(self._leave)))
+        hosts.on_leave(leaving(weakref.WeakMethod(self._let_go)))
         self.load = Loads(self._replicas, self._changed).report
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -407,7 +407,7 @@ class EngineGroup(UtilityCalls):
                     self._budget.counts[one.rank] += 1
                 self._send_waiting()
 
-    def _leave(self, rank: int) -> None:
+    def _let_go(self, rank: int) -> None:
         """Let an engine go whose machine wants to end it; another one may take its place."""
         if pair := self._succeed(rank, is_starting=self._budget.enabled):
             with self._lock:

@@ -166,7 +166,7 @@ class KVConnectorConfig(Strict):
         load_seconds: maximum time of a lookup, and of a load.
         lease_seconds: maximum time that blocks are kept for another engine.
         engine_id: name of this engine among others that exchange blocks; without one, it offers
-            none.
+            none. Of several (`parallel.data`), all but the first have `-RANK` appended.
     """
 
     use: Reference | None = None

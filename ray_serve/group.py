@@ -21,7 +21,7 @@ from hardpoint.plugins.engine_set import EngineSet
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup
-from hardpoint.replicas.hosts import EngineHosts, LocalHosts
+from hardpoint.replicas.hosts import EngineHosts, LocalHosts, start_of
 from hardpoint.replicas.replicas import Replica, Replicas, SinkOf
 from hardpoint.replicas.restarts import RestartBudget
 
@@ -63,7 +63,7 @@ class ServeReplicas(Replicas):
     ) -> ServeClient:
         """Return the client of an engine that is ready, in a replica that has none."""
         place = self.fleet.pop_idle(begun.config.engine.start_timeout_seconds)
-        start = dataclasses.replace(begun, engine_index=replica.rank)
+        start = start_of(begun, replica.rank)
         try:
             return ServeClient(self.fleet, place, start, self._sink_of(replica))
         except BaseException:

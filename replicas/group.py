@@ -16,12 +16,7 @@ import msgspec
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
-from hardpoint.core.client.base import (
-    Attempt,
-    Death,
-    DeathWatcher,
-    UtilityCalls,
-)
+from hardpoint.core.client.base import Attempt, Death, DeathWatcher, UtilityCalls
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, Sink
 from hardpoint.errors import EngineClosedError, EngineDeadError
@@ -42,7 +37,7 @@ from .load import Loads
 from .recovery import Recovery
 from .replicas import Receiver, Replica, ReplicaClient, Replicas, ReplicasOf, set_starting
 from .restarts import RestartBudget
-from .scaling import Scaling
+from .scaling import Scaling, leaving
 
 _log = logging.getLogger("hardpoint")
 
@@ -107,7 +102,8 @@ class EngineGroup(UtilityCalls):
         self._replicas = replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
         self._calls = JointCalls(choice, self._replicas, budget)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
-        self.scale, self.retire = scaling.scale, scaling.retire
+        self.scale, self.retire, self._succeed = scaling.scale, scaling.retire, scaling.replace
+        hosts.on_leave(leaving(weakref.WeakMethod(self._let_go)))
         self.load = Loads(self._replicas, self._changed).report
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -411,6 +407,13 @@ class EngineGroup(UtilityCalls):
                     self._budget.counts[one.rank] += 1
                 self._send_waiting()
 
+    def _let_go(self, rank: int) -> None:
+        """Let an engine go whose machine wants to end it; another one may take its place."""
+        if pair := self._succeed(rank, is_starting=self._budget.enabled):
+            with self._lock:
+                self._end_hopeless(EngineDeadError(f"engine {rank} was ended where it runs"))
+            self._replace(pair[:1], pair[1:])
+
     def _move(self, replica: Replica) -> None:
         """Let the requests of an engine that is about to end go on at others."""
         with self._lock:
@@ -492,7 +495,6 @@ class EngineGroup(UtilityCalls):
         """End all engines and release everything. Closing twice does nothing."""
         if not self._replicas.is_closed:
             self._replicas.close()
-            for restart in self._restarts:
-                if restart is not threading.current_thread():
-                    restart.join()
+            for restart in {*self._restarts} - {threading.current_thread()}:
+                restart.join()
             self._choice.close()

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from hardpoint.core.client.process_client import EngineStart
 from hardpoint.core.engine_process.process import EngineHost, EngineProcess
 from hardpoint.system.process.launch import Interpreter
+
+
+def start_of(start: EngineStart, rank: int, num_sharing: int = 1) -> EngineStart:
+    """Return the start parameters of the engine of a rank.
+
+    Others of the same settings have the same `kv_connector.engine_id`, so each but that of rank 0
+    gets `-RANK` appended to it.
+
+    Args:
+        start: those of the first engine.
+        rank: number of the engine.
+        num_sharing: as in EngineStart.
+    """
+    config = start.config
+    if rank and config.kv_connector.engine_id is not None:
+        own_id = f"{config.kv_connector.engine_id}-{rank}"
+        connector = msgspec.structs.replace(config.kv_connector, engine_id=own_id)
+        config = msgspec.structs.replace(config, kv_connector=connector)
+    return dataclasses.replace(start, config=config, engine_index=rank, num_sharing=num_sharing)
 
 
 class EngineHosts(Protocol):
@@ -22,6 +46,9 @@ class EngineHosts(Protocol):
             HardpointError: there is none.
         """
 
+    def on_leave(self, leave: Callable[[int], None]) -> None:
+        """Call a function, which returns at once, with the rank of each engine that is to go."""
+
     def close(self) -> None:
         """Release what it has, after all engines have ended."""
 
@@ -37,6 +64,9 @@ class LocalHosts:
         """Return the process that was spawned before, else spawn one."""
         process, self._first = self._first, None
         return process or EngineProcess.spawn(interpreter)
+
+    def on_leave(self, leave: Callable[[int], None]) -> None:
+        """Do nothing: those that end processes of this machine end them here."""
 
     def close(self) -> None:
         """End a process that no engine has got."""

@@ -25,7 +25,7 @@ from hardpoint.plugins import (
     SchedulerStats,
 )
 
-from .hosts import EngineHosts
+from .hosts import EngineHosts, start_of
 from .prefix_index import PrefixIndex
 from .statistics import PrefillRate, Totals
 
@@ -356,10 +356,10 @@ class Replicas:
             replica.is_paused = paused
             self._refresh()
 
-    def drain(self, replica: Replica) -> None:
-        """Let an engine accept no more requests."""
+    def drain(self, replica: Replica, *, for_good: bool = True) -> None:
+        """Let an engine accept no more requests; nor, for good, one in its place."""
         with self._changed:
-            replica.is_serving, replica.is_starting, replica.is_draining = False, False, True
+            replica.is_serving, replica.is_starting, replica.is_draining = False, False, for_good
             self._refresh()
 
     def remove(self, replica: Replica) -> None:
@@ -405,7 +405,7 @@ class Replicas:
     def _started(self, begun: EngineStart, replica: Replica, num_sharing: int) -> ReplicaClient:
         """Return the client of an engine that is ready."""
         rank = replica.rank
-        start = dataclasses.replace(begun, engine_index=rank, num_sharing=num_sharing)
+        start = start_of(begun, rank, num_sharing)
         process = self._hosts.open(rank, start.interpreter)
         try:
             with self._changed:

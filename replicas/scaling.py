@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from hardpoint.errors import shown
@@ -12,6 +14,8 @@ from hardpoint.plugins.engine_set import EngineSet
 
 from .ledger import Ledger
 from .replicas import Replica, Replicas
+
+_log = logging.getLogger("hardpoint")
 
 _MOST_ENGINES = 1024
 _POLL_S = 0.02
@@ -72,6 +76,36 @@ class Scaling:
             raise RequestError("retire: expected that an engine is left, got all of them")
         return self._change(0, tuple(dict.fromkeys(ranks)), drain_s)
 
+    def replace(self, rank: int, *, is_starting: bool) -> tuple[Replica, Replica] | None:
+        """Put another engine in the place of one, once its requests have ended, or go on elsewhere.
+
+        It waits for a change that is under way.
+
+        Args:
+            rank: number of the engine.
+            is_starting: whether the other one is going to start.
+
+        Returns:
+            The engine, without requests, and the other one; None if it does not serve, or its end
+            is that of others too.
+        """
+        with self._is_busy:
+            with self._changed:
+                serving = {one.rank: one for one in self._replicas.serving}
+                replica = serving.get(rank)
+                if replica is None or self._replicas.ending_with(replica) != [replica]:
+                    return None
+                self._replicas.drain(replica, for_good=False)
+            drain_s = self._replicas.start.config.engine.drain_seconds
+            self._wait_without_requests([replica], drain_s)
+            with self._changed:
+                if not self._replicas.is_current(replica):  # it has died, and its requests go on
+                    return None
+                successor = self._replicas.succeed(replica, is_starting=is_starting)
+                self._report_end(replica)
+            self._move(replica)
+            return replica, successor
+
     def _change(self, num_added: int, retired: Sequence[int], drain_s: float) -> EngineSet:
         if not drain_s >= 0:
             raise RequestError(f"drain_seconds: expected seconds >= 0, got {shown(drain_s)}")
@@ -90,15 +124,30 @@ class Scaling:
     def _retire(self, replicas: Sequence[Replica], drain_s: float) -> None:
         for replica in replicas:
             self._replicas.drain(replica)
-        deadline = time.monotonic() + drain_s
-        with self._changed:
-            while self._has_requests(replicas) and time.monotonic() < deadline:
-                self._changed.wait(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
+        self._wait_without_requests(replicas, drain_s)
         for replica in replicas:
             current = self._replicas.of(replica.rank)  # another one, if it died in the meantime
             self._move(current)
             self._replicas.remove(current)
             self._report_end(current)
 
+    def _wait_without_requests(self, replicas: Sequence[Replica], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._has_requests(replicas) and time.monotonic() < deadline:
+                self._changed.wait(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
+
     def _has_requests(self, replicas: Sequence[Replica]) -> bool:
         return not self._replicas.is_closed and any(map(self._ledger.of, replicas))
+
+
+def leaving(leave: weakref.WeakMethod[Callable[[int], None]]) -> Callable[[int], None]:
+    """Return a function that lets an engine go in a thread, if its client is there."""
+
+    def start(rank: int) -> None:
+        _log.warning("engine %d is to end, as is asked for where it runs", rank)
+        if (method := leave()) is not None:
+            name = "hardpoint-leave"
+            threading.Thread(target=method, args=(rank,), name=name, daemon=True).start()
+
+    return start

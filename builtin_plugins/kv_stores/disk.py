@@ -45,8 +45,7 @@ class DiskStore(KVStore):
 
         Attributes:
             path: path of a folder on a disk of this machine, for this store alone; it is made if it
-                is not there. Only this user may have access to it. No file in it may be cut short
-                while an engine uses it.
+                is not there. Only this user may have access to it.
             size_bytes: size of all files together, those of all engines and ranks that share the
                 path; equal for all of them. Blocks of each size have a file of their own. As one
                 grows, those that no engine uses are removed if there is no other room; those in use
@@ -135,7 +134,7 @@ class DiskStore(KVStore):
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which blocks are there."""
         with self._call() as is_ready:
-            is_there = is_ready and keys and not self._is_deleted()
+            is_there = is_ready and keys and not self._is_gone()
             return self._index.find_all(keys) if is_there else [False] * len(keys)
 
     def load(self, key: bytes, buffer: Sequence[memoryview]) -> bool:
@@ -145,11 +144,14 @@ class DiskStore(KVStore):
             OSError: it cannot be read; it is dropped, so that it is stored again.
         """
         with self._call() as is_ready:
-            if not is_ready or self._is_deleted() or (found := self._index.find(key)) is None:
+            if not is_ready or self._is_gone() or (found := self._index.find(key)) is None:
                 return False
             slot, sequence = found
             try:
-                is_whole = self.slab.read(slot, buffer) and self._is_right(slot, sequence, buffer)
+                is_read = self.slab.read(slot, buffer)
+                if self._is_gone():
+                    return False
+                is_whole = is_read and self._is_right(slot, sequence, buffer)
             except OSError:
                 self._drop(slot, sequence, self._index.reserve)  # the place may be bad for ever
                 raise
@@ -189,7 +191,7 @@ class DiskStore(KVStore):
         try:
             with self._call() as is_ready:
                 is_ready = is_ready or self._open_again()
-                return is_ready and not self._is_deleted() and self._write(key, buffer, evicted)
+                return is_ready and not self._is_gone() and self._write(key, buffer, evicted)
         finally:
             if evicted:
                 self.context.report_evicted(evicted)
@@ -211,14 +213,20 @@ class DiskStore(KVStore):
         finally:
             self._release(slot)
 
-    def _is_deleted(self) -> bool:
-        """Return whether the files are deleted: what is kept in them would be gone unseen."""
-        if not self.slab.is_deleted:
+    def _is_gone(self) -> bool:
+        """Return whether the files are deleted or cut short, so that nothing is to be done there.
+
+        What is kept in deleted files would be gone unseen. A part of the index that is not there
+        must not be touched, so this is asked right before; only a cut in that very moment counts.
+        """
+        slab = self.slab
+        if not (slab.is_deleted or slab.is_cut):
             return False
         self._report(
-            "deleted",
-            f"the files in {str(self._folder_path)!r} were deleted; no block is saved or loaded "
-            f"until the engine is started again",
+            "gone",
+            f"the files in {str(self._folder_path)!r} were "
+            f"{'deleted' if slab.is_deleted else 'cut short'}; no block is saved or loaded until "
+            f"the engine is started again",
         )
         return True
 
@@ -226,7 +234,7 @@ class DiskStore(KVStore):
     def used_bytes(self) -> int:
         """Bytes of the blocks of this size that are there, those of all engines together."""
         with self._call() as is_ready:
-            is_there = is_ready and not self.slab.is_deleted
+            is_there = is_ready and not (self.slab.is_deleted or self.slab.is_cut)
             return self._index.used * self.context.block_bytes if is_there else 0
 
     def drain(self) -> None:
@@ -337,7 +345,7 @@ class DiskStore(KVStore):
             if not may_change:
                 self._store_at = time.monotonic() + _BUSY_SECONDS
                 self._report("lock", "no block is saved: another process keeps the index locked")
-            yield may_change
+            yield may_change and not self._is_gone()
 
     def _drop(self, slot: int, sequence: int, drop: Callable[[int], bytes | None]) -> None:
         """Drop a block that cannot be used, so that it is stored again."""

@@ -121,6 +121,11 @@ class SlabIndex:
         self._map.close()
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the file is as long as what is mapped; to touch more would end the process."""
+        return self._map.size() >= len(self._map)
+
+    @property
     def slots(self) -> int:
         """Number of slots that the slab has."""
         slots: int = self._items[_SLOTS]

@@ -172,6 +172,11 @@ class Slab:
         """Whether somebody has deleted its files, which are gone once they are closed."""
         return not os.fstat(self._file).st_nlink
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether somebody has cut the index short, which must not be used any more."""
+        return not self.index.is_whole
+
     # Slots
 
     def read(self, slot: int, parts: Sequence[memoryview]) -> bool:

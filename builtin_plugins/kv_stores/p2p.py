@@ -63,9 +63,10 @@ class PeerToPeerStore(PeerKVStore):
 
         Attributes:
             listen: address at which other engines ask this one, ipc:///PATH or tcp://HOST:PORT;
-                "{rank}" in it stands for the rank.
-            peers: addresses of other engines by `kv_connector.engine_id`; this engine's own id is
-                passed over, so that all may have the same table.
+                "{rank}" in it stands for the rank, and "{engine_id}" for `kv_connector.engine_id`,
+                which several engines of one program need (`parallel.data`).
+            peers: addresses of other engines by `kv_connector.engine_id`, with the same names in
+                them; this engine's own id is passed over, so that all may have the same table.
             public_keys: public keys of other engines by id; those with tcp addresses need one, and
                 at a tcp address only these may ask.
             secret_key_file: with the secret key of this engine, which tcp needs; owned by the user
@@ -101,9 +102,9 @@ class PeerToPeerStore(PeerKVStore):
         rank_of = functools.partial(
             address_of_rank, rank=context.rank, world_size=context.world_size
         )
-        listen = rank_of(options.listen, f"{table}.listen")
+        listen = rank_of(options.listen, f"{table}.listen", engine_id=context.engine_id)
         addresses = {
-            name: rank_of(address, f"{table}.peers.{name}")
+            name: rank_of(address, f"{table}.peers.{name}", engine_id=name)
             for name, address in options.peers.items()
             if name != context.engine_id
         }

@@ -15,6 +15,7 @@ from hardpoint.builtin_plugins.secret_files import read_secret
 from hardpoint.plugins import ConfigError
 
 _RANK = "{rank}"
+_ENGINE = "{engine_id}"
 _MOST_PATH_BYTES = 107  # of a unix socket
 _KEY_CHARACTERS = 40
 _LOCK_TRIES = 16  # each fails only if another store is closed just then
@@ -32,24 +33,30 @@ class KeyPair:
         return f"<KeyPair {self.public.decode()}>"
 
 
-def address_of_rank(address: str, path: str, rank: int, world_size: int) -> str:
+def address_of_rank(
+    address: str, path: str, rank: int, world_size: int, engine_id: str = ""
+) -> str:
     """Return the address of a rank, checked.
 
     Args:
-        address: ipc:///PATH or tcp://HOST:PORT, in which "{rank}" stands for the rank.
+        address: ipc:///PATH or tcp://HOST:PORT, in which "{rank}" stands for the rank, and
+            "{engine_id}" for the id of the engine.
         path: path of the setting, for messages.
         rank: rank of the worker.
         world_size: number of ranks.
+        engine_id: `kv_connector.engine_id`; empty for none.
 
     Raises:
-        ConfigError: it is no such address, or the same for several ranks.
+        ConfigError: it is no such address, or the same for several ranks, or needs an id.
     """
     if world_size > 1 and _RANK not in address:
         raise ConfigError(
             f"{path}: expected {_RANK} in it, because this engine has {world_size} ranks and each "
             f"has an address of its own, got {address!r}"
         )
-    result = address.replace(_RANK, str(rank))
+    if _ENGINE in address and not engine_id:
+        raise ConfigError(f"kv_connector.engine_id: expected one, for {_ENGINE} in {path}")
+    result = address.replace(_RANK, str(rank)).replace(_ENGINE, engine_id)
     scheme, _, rest = result.partition("://")
     if scheme == "ipc" and rest.startswith("/"):
         if len(os.fsencode(rest)) > _MOST_PATH_BYTES:

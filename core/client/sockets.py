@@ -39,7 +39,7 @@ from hardpoint.system.encoding import (
     WireError,
     to_frames,
 )
-from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
+from hardpoint.system.resources import CUT_S, SOCKET_NAMES, end_context, make_socket_folder
 
 from .base import Attempt
 
@@ -133,8 +133,9 @@ class EngineSockets:
             ]
             self.addresses = EngineAddresses(inputs=addresses[:1], outputs=addresses[1:])
             self._wake_sender = self._context.socket(zmq.PAIR)
-            self._wake_sender.bind(_WAKE_ADDRESS)
             self._wake_receiver = self._context.socket(zmq.PAIR)  # the reader's, as is the PULL
+            self._wake_sender.sndhwm = self._wake_receiver.rcvhwm = 0  # a stop is never refused
+            self._wake_sender.bind(_WAKE_ADDRESS)
             self._wake_receiver.connect(_WAKE_ADDRESS)
             undo.pop_all()
         self._send_lock = threading.Lock()
@@ -282,16 +283,20 @@ class EngineSockets:
 
     def close(self) -> None:
         """Stop the reader; close the sockets and remove their folder. Not in the reader thread."""
+        is_dead = self._error is not None
         self.fail(EngineDeadError("the engine was closed"))
         if self._reader is not None:
             self._wake_reader(_STOP)
             self._reader.join()
         self._check_process, self._failure = _no_check, None
+        time.sleep(CUT_S if is_dead else 0.0)
         with self._send_lock:
             self._input.close(0)
-        for socket in (self._output, self._wake_sender, self._wake_receiver):
+        with self._lock:
+            self._wake_sender.close(0)
+        for socket in (self._output, self._wake_receiver):  # the reader has ended
             socket.close(0)
-        self._context.destroy(0)
+        end_context(self._context, f"the sockets in {self.folder}")
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _bind(self, socket: zmq.Socket[bytes], name: str) -> str:

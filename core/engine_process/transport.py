@@ -19,6 +19,7 @@ from hardpoint.system.encoding import (
     TensorConsumer,
     TensorProvider,
 )
+from hardpoint.system.resources import end_context
 
 from .loop import LoopFailure, LoopQueues
 from .receiver import Check, HashPrompt, MessageReader
@@ -174,7 +175,7 @@ class EngineIO:
             self._stop.send(b"", zmq.NOBLOCK)
         self._reader.join(timeout_s + 1)
         self._stop.close(0)
-        self._context.destroy(linger=0 if self._writer.is_alive() else self._linger_ms)
+        end_context(self._context, f"the sockets of engine {self._index}", timeout_s + 5)
 
     def _read(self) -> None:
         with contextlib.ExitStack() as undo:

@@ -37,6 +37,7 @@ from .session import Frames
 
 _RETRY_MS = 20  # also how often it is checked whether a process has ended that is about to
 _MOST_ACTIVITY_BYTES = 1 << 20
+_LEAVE_S = 5.0  # for the head to end an engine, besides the time for its requests
 _REPORTED_S = 10.0  # for a process that has reported its failure to end
 _LINGER_MS = 1000
 _DRAIN_S = 1.0  # for the rest of its outputs
@@ -110,6 +111,8 @@ class EngineLink:
         self._received_at = time.monotonic()
         self._is_over = False
         self._ending_since: float | None = None
+        self._leave_until: float | None = None
+        self._is_ready = False
         self._reported = False
         self._encoder = Encoder()
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
@@ -122,7 +125,8 @@ class EngineLink:
             own: the configuration of this machine.
             manifest: the plugins that are enabled here; others are refused.
             head: names the head in messages.
-            stop: a descriptor; then the engine drains and ends, the second time at once.
+            stop: a descriptor; then the head is asked to let the engine go, which ends once the
+                head has done so or its time is up, the second time at once.
 
         Raises:
             HardpointError: the engine process cannot be started.
@@ -137,6 +141,8 @@ class EngineLink:
             undo.callback(self._output.close, 0)
             addresses = EngineAddresses(inputs=[input_address], outputs=[output_address])
             launch = launch_of(self._welcome, own, msgspec.json.encode(addresses).decode(), folder)
+            theirs = msgspec.convert(self._welcome.config, EngineConfig)
+            self._drain_seconds = theirs.engine.drain_seconds
             activity = Activity.create(folder)
             undo.callback(activity.close)
             # A process that ends removes the folder.
@@ -170,6 +176,8 @@ class EngineLink:
             elif now >= next_beat:
                 next_beat = now + interval_s
                 self._send_beat()
+                if self._leave_until is not None:
+                    self._leave(now > self._leave_until)
 
     def _turn(self, stop: int, wait_s: float) -> None:
         """Wait for messages and pass them on."""
@@ -188,6 +196,7 @@ class EngineLink:
             self._read_link()
         if self._input in ready:
             _identity, *frames = self._input.recv_multipart(copy=False)
+            self._is_ready = True
             self._send(Kind.READY, *[frame.bytes for frame in frames])
         self._pass_requests()
         if self._output in ready:
@@ -293,11 +302,20 @@ class EngineLink:
     def _stop(self, stop: int) -> None:
         self.was_stopped = True
         for _ in os.read(stop, 64):
-            if self._ending_since is None:
-                self._ending_since = time.monotonic()
-                self._process.terminate()
+            if self._leave_until is None and self._ending_since is None:
+                self._leave_until = time.monotonic() + self._drain_seconds + _LEAVE_S
+                self._leave(is_late=not self._is_ready)
             else:
+                self._ending_since = self._ending_since or time.monotonic()
                 self._process.close(0)
+
+    def _leave(self, is_late: bool) -> None:
+        """Ask the head to let the engine go, again if that was lost; end it here if it is late."""
+        if not is_late:
+            self._send(Kind.LEAVE)
+        elif self._ending_since is None:
+            self._ending_since = time.monotonic()
+            self._process.terminate()
 
     def _end_process(self) -> None:
         """Report the end of the process, once it has ended and its outputs are passed on."""

@@ -19,6 +19,7 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.system.encoding import WireError
+from hardpoint.system.resources import end_context
 from hardpoint.toolkit.curve_keys import KeyPair, client_keys
 
 from .address import check_address
@@ -95,7 +96,7 @@ class _Joining:
         self._logged = -_LOG_INTERVAL_S
 
     def close(self) -> None:
-        self._context.destroy(0)
+        end_context(self._context, "the sockets of joined engines")
 
     def run(self) -> bool:
         """Join once, and run the engine; return whether to go on.

@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -19,6 +20,7 @@ from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.system.encoding import MOST_BYTES, WireError
 from hardpoint.system.process.launch import Interpreter
+from hardpoint.system.resources import end_context
 from hardpoint.toolkit.curve_keys import KeyFolder
 
 from .admission import Admission, Doorkeeper, key_of
@@ -43,6 +45,7 @@ class JoinListener:
 
     Attributes:
         address: where engines join.
+        leave: called with the rank of an engine that its machine wants to end, in the thread.
     """
 
     # All but `order` and `close` runs in the thread. An engine is gone once its session is not in
@@ -63,6 +66,7 @@ class JoinListener:
         """
         assert parallel.join_address is not None
         self.address = parallel.join_address
+        self.leave: Callable[[int], None] = _ignore
         self._limit_s = parallel.heartbeat_seconds
         self._interval_s = min(self._limit_s / 5, 1.0)
         self._admission = admission
@@ -123,7 +127,7 @@ class JoinListener:
             self._door.stop()
         self._ours.close()
         self._theirs.close()
-        self._context.destroy(0)
+        end_context(self._context, f"the sockets at {self.address}")
 
     # The thread
 
@@ -230,15 +234,24 @@ class JoinListener:
                     session.host.record(frames[1].bytes)
             case Kind.READY, count if count and session.is_started:
                 session.ready(frames)
-            case Kind.REPORT, 1 if session.is_started:
-                session.host.failed(decode(frames[0].bytes, Report))
-            case Kind.ENDED, 1 if session.is_started:
-                session.end = decode(frames[0].bytes, Ended)
-                session.host.record(session.end.activity)
+            case (Kind.LEAVE, 0) | ((Kind.REPORT | Kind.ENDED), 1) if session.is_started:
+                self._ends(session, kind, frames)
             case ((Kind.STARTED | Kind.DECLINED), 1) if not session.is_started:
                 self._answered(session, kind, frames[0].bytes)
             case _:
                 raise WireError("its kind is unknown, or does not belong there")
+
+    def _ends(self, session: Session, kind: Kind | None, frames: Frames) -> None:
+        """Note that an engine is to end, why it does, or that it has."""
+        if kind is Kind.LEAVE:
+            if not session.is_leaving:
+                session.is_leaving = True
+                self.leave(session.host.rank)
+        elif kind is Kind.REPORT:
+            session.host.failed(decode(frames[0].bytes, Report))
+        else:
+            session.end = decode(frames[0].bytes, Ended)
+            session.host.record(session.end.activity)
 
     def _answered(self, session: Session, kind: Kind, frame: bytes) -> None:
         """Note the answer of an engine to its welcome."""
@@ -363,6 +376,10 @@ class JoinListener:
         session.close()
 
 
+def _ignore(rank: int) -> None:
+    """Let an engine go before the head is open."""
+
+
 class JoinedHosts:
     """Has the engines of the lowest ranks run on this machine; those of the others join."""
 
@@ -392,6 +409,10 @@ class JoinedHosts:
             return self._local.open(rank, interpreter)
         limit_s = self._parallel.join_seconds
         return JoinedHost(self._listener.order, rank, self._listener.address, limit_s)
+
+    def on_leave(self, leave: Callable[[int], None]) -> None:
+        """Call a function with the rank of each engine that its machine wants to end."""
+        self._listener.leave = leave
 
     def close(self) -> None:
         """Stop listening."""

@@ -16,7 +16,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
 
-LINK_PROTOCOL = 1
+LINK_PROTOCOL = 2
 """Raised with every change of these messages."""
 
 NO_SESSION = b""
@@ -50,6 +50,8 @@ class Kind(bytes, Enum):
     """From an engine: a Report."""
     ENDED = b"E"
     """From an engine: an Ended, the last message of a session."""
+    LEAVE = b"L"
+    """From an engine: its machine wants to end it; the head drains it, and then sends STOP."""
     STOP = b"X"
     """To an engine: end, in order."""
     KILL = b"K"

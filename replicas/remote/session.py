@@ -36,6 +36,7 @@ class Session:
         received_at: when its last message came.
         began: when it was welcomed.
         is_started: whether its process is started.
+        is_leaving: whether its machine wants to end it.
         window: counts of messages.
         to_engine: polled for requests.
         to_client: takes outputs.
@@ -49,7 +50,7 @@ class Session:
         self.id = os.urandom(16)
         self.host, self.routing, self.hello, self.key, self.name = host, routing, hello, key, name
         self.received_at = self.began = time.monotonic()
-        self.is_started = False
+        self.is_started = self.is_leaving = False
         self.window = Window()
         self.end: Ended | None = None
         self.to_engine: zmq.Socket[bytes] | None = None

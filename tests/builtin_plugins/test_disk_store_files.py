@@ -385,3 +385,63 @@ def test_files_that_are_deleted_while_they_are_open_are_reported_and_not_used(pa
     ]
     store.close()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("size", [0, 4096, 5000])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_an_index_that_is_cut_short_while_it_is_open_is_not_touched(
+    filled: Path, size: int, is_written: bool
+) -> None:
+    """It is mapped: to touch what is not there would end the process."""
+    faults: list[str] = []
+    store = open_disk(filled, faults=faults)
+    assert kept(store, range(8)) == list(range(8))
+    os.truncate(filled / NAME / "index", size)
+    if is_written:
+        assert not keep(store, 9)
+    assert not has(store, 1)
+    assert store.lookup([key(1), key(2)]) == [False, False]
+    assert store.used_bytes == 0
+    store.drain()
+    assert faults == [
+        f"plugin.disk.path: the files in {str(filled)!r} were cut short; no block is saved or "
+        f"loaded until the engine is started again"
+    ]
+    store.close()
+    store = open_disk(filled)
+    assert keep(store, 9)
+    assert has(store, 9)
+    store.close()
+
+
+def test_an_index_that_is_cut_short_during_a_call_is_not_touched(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a block is read or written, which takes longest."""
+    store = open_disk(filled)
+
+    def cut(move):
+        def then(*given):
+            os.truncate(filled / NAME / "index", 4096)
+            return move(*given)
+
+        return then
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.slab, "read", cut(store.slab.read))
+        assert not has(store, 1)
+    store.close()
+    store = open_disk(filled)
+    monkeypatch.setattr(store.slab, "write", cut(store.slab.write))
+    assert not keep(store, 9)
+    store.close()
+
+
+def test_slots_that_are_cut_off_while_they_are_open_are_misses(filled: Path) -> None:
+    faults: list[str] = []
+    store = open_disk(filled, faults=faults)
+    os.truncate(filled / NAME / "slab", 3 * SLOT)
+    assert [number for number in range(8) if has(store, number)] == [0, 1, 2]
+    assert len(faults) == 1
+    assert "a block was damaged" in faults[0]
+    store.close()

@@ -363,3 +363,15 @@ class TestOverTcp:
         with pytest.raises(ConfigError, match=r"\.listen: cannot listen at 'tcp:.*in use"):
             tcp("a")
         assert a.lookup([key(1)]) == [False]
+
+
+def test_an_engine_of_several_has_an_address_of_its_own():
+    address = "ipc:///tmp/kv/{engine_id}-{rank}"
+    found = [
+        p2p_addresses.address_of_rank(address, "plugin.p2p.listen", rank, 2, engine_id)
+        for engine_id in ("a", "a-1")
+        for rank in (0, 1)
+    ]
+    assert found == [f"ipc:///tmp/kv/{name}" for name in ("a-0", "a-1", "a-1-0", "a-1-1")]
+    with pytest.raises(ConfigError, match="^kv_connector.engine_id: expected one, for .engine_id"):
+        p2p_addresses.address_of_rank(address, "plugin.p2p.listen", 0, 1)

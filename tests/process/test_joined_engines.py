@@ -26,9 +26,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 
 
-def head(scripted, address, **parallel) -> LLM:
+def head(scripted, address, settings=None, **parallel) -> LLM:
     table = {"join_address": address, "heartbeat_seconds": 3.0, "balancer": "round_robin"}
-    engine = {"restart": "on_failure", "max_resumes": 9}
+    engine = {"restart": "on_failure", "max_resumes": 9} | (settings or {})
     extra = {"parallel": table | parallel, "engine": engine} | PLUGINS
     return LLM(config=process_config(scripted, extra))
 
@@ -48,14 +48,17 @@ def engine(tmp_path, scripted):
         one.close()
 
 
-def results(llm, **more) -> list:
+def results(llm, resumes=None, **more) -> list:
     """Run requests of many kinds; return all that a user sees of each."""
     jobs = [job for job in varied_jobs(30) if job[2].n <= 2][:JOBS]
     prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
     params = [msgspec.structs.replace(job[2], plugin_args=SLOW) for job in jobs]
+    outputs = llm.generate(prompts, params, **more)
+    if resumes is not None:
+        resumes += [output.num_resumes for output in outputs]
     return [
         [(c.token_ids, c.text, c.finish_reason, c.error, c.logprobs) for c in output.outputs]
-        for output in llm.generate(prompts, params, **more)
+        for output in outputs
     ]
 
 
@@ -65,12 +68,12 @@ def back(llm, rank=1, before=None) -> int:
     return llm.engines[rank].pid
 
 
-def after(llm, moment, do) -> list:
+def after(llm, moment, do, **more) -> list:
     """Run the requests; do something to their engines once some have tokens."""
     import threading
 
     found = []
-    thread = threading.Thread(target=lambda: found.append(results(llm)))
+    thread = threading.Thread(target=lambda: found.append(results(llm, **more)))
     thread.start()
 
     def running() -> int:
@@ -125,6 +128,28 @@ def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, tmp_path):
         assert f"error: --keys: the head at {address} refuses the key" in log
         assert "engine 1 has ended: the head has given the engine up" in log
         assert not alive(third)
+
+
+@pytest.mark.parametrize("drain_seconds", [0.0, 60.0], ids=["at_once", "with_time"])
+def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, drain_seconds):
+    """Its requests end there, or elsewhere; with `max_resumes` 0, as nothing has died."""
+    address = free_address()
+    first = engine(address)
+    settings = {"max_resumes": 0, "drain_seconds": drain_seconds}
+    resumes: list[int] = []
+    with head(scripted, address, settings, data=2, local=1) as llm:
+        local = results(llm, data_parallel_rank=0)
+        left = llm.engines[1].pid
+        assert after(llm, 10, first.process.terminate, resumes=resumes) == local
+        assert (max(resumes) > 0) == (drain_seconds == 0)
+        code, log = first.ended()
+        assert code == 0, log
+        assert not alive(left)
+        assert llm.engines[1].pid is None
+        assert results(llm) == local
+        engine(address)
+        assert back(llm, before=left)  # its rank was offered again
+        assert results(llm, data_parallel_rank=1) == local
 
 
 def test_what_is_swallowed_ends_on_both_sides(scripted, engine):

@@ -8,6 +8,7 @@ import pytest
 from support.core.played_engines import loads, names, request
 from support.waiting import wait_until
 
+from hardpoint import EngineDeadError
 from hardpoint.plugins import FinishReason, HardpointError, ModelError, RequestError
 from hardpoint.plugins.engine_set import EngineSet
 
@@ -108,3 +109,34 @@ def test_wrong_changes_change_nothing(world, change, error):
     with pytest.raises(RequestError, match=error):
         change(group)
     assert tuple(group.ranks) == (0, 1)
+
+
+def test_an_engine_that_is_ended_where_it_runs_is_drained_and_started_again(world):
+    group = world.group(2, restarts=1, drain_seconds=20.0)
+    group.add_requests(names("r", 2))
+    going = world.of(1)
+    world.leaving[-1](1)
+    wait_until(lambda: set(group.pids) == {0}, 10, "the draining")
+    group.add_requests(names("s", 2))
+    assert not going.closed
+    going.give("r1", 7, finish=FinishReason.STOP)
+    wait_until(lambda: set(group.pids) == {0, 1}, 10, "another one")
+    assert going.closed
+    assert world.of(1) is not going
+    assert world.tokens("r1") == [7]
+    assert loads(group)[0][0] == 3
+    assert group.retire([0], 0.0).ranks == (1,)  # it is drained no more
+
+
+def test_what_has_not_ended_in_time_goes_on_elsewhere(world):
+    group = world.group(2)
+    group.add_requests(names("r", 2))
+    world.leaving[-1](1)
+    wait_until(lambda: "r1" in world.of(0).ids, 10, "the request")
+    assert set(group.pids) == {0}
+    world.of(0).give("r1", 8, finish=FinishReason.STOP)
+    assert world.tokens("r1") == [8]
+    world.leaving[-1](1)  # it is not there any more
+    world.leaving[-1](0)
+    wait_until(lambda: isinstance(world.received[-1], EngineDeadError), 10, "the end of all")
+    assert str(world.received[-1]) == "engine 0 was ended where it runs"

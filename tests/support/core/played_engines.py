@@ -126,7 +126,10 @@ class World:
         self.received, self.groups, self.num_spawned = [], [], 0
         Engine.world = self
         monkeypatch.setattr(replicas, "ProcessClient", Engine)
-        self.hosts = SimpleNamespace(open=Spawned.spawn, close=lambda: None)
+        self.leaving = []  # of each group, what is called for an engine that is to go
+        self.hosts = SimpleNamespace(
+            open=Spawned.spawn, on_leave=self.leaving.append, close=lambda: None
+        )
 
     def group(self, data=2, *, restarts=0, balancer="round_robin", **engine):
         config = EngineConfig(

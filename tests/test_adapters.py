@@ -63,6 +63,8 @@ def plain(scripted):
     ("target", "arguments_of", "options"),
     [
         ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
+        ("SlotToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
+        ("Echo", lambda i: {}, None),
         ("forcing", lambda i: {"extra_args": {"token": 60 + i}}, None),
         ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, None),
         ("Repetition", lambda i: {}, {"args": {"penalty": 0.1}}),

@@ -25,12 +25,12 @@ from hardpoint.typed import Arguments as BaseArguments
 from .base import (
     Adapter,
     AdapterArguments,
-    ExternalParams,
     ExternalProcessor,
     parameter_names,
     signature_text,
 )
 from .tensor_checks import HandedOver
+from .vllm_objects import ExternalParams
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,6 @@ from support.plugins import foreign_processors as foreign
 from hardpoint.errors import PluginContractError, PluginLoadError
 from hardpoint.plugins import (
     Added,
-    BatchLogitsProcessor,
     BatchUpdate,
     ConfigError,
     LogitsContext,
@@ -30,9 +29,10 @@ from hardpoint.plugins import (
     SamplingParams,
     hookimpl,
 )
+from hardpoint.plugins.logits import FollowsBatch
 from hardpoint.registry.adapt import adapter_of
-from hardpoint.registry.adapters.base import ExternalParams
-from hardpoint.registry.adapters.vllm import MoveDirectionality
+from hardpoint.registry.adapters.vllm_objects import ExternalParams
+from hardpoint.registry.adapters.vllm_v1 import MoveDirectionality
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -71,9 +71,12 @@ def built(plugins, **fields):
 @pytest.mark.parametrize(
     ("target", "form", "adapter", "phase", "invariant"),
     [
-        (foreign.MinP, BatchLogitsProcessor, "vLLM V1 class", Phase.TRUNCATE, True),
-        (foreign.OneToken, BatchLogitsProcessor, "vLLM V1 class", Phase.BIAS, False),
-        (foreign.Shy, BatchLogitsProcessor, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.MinP, FollowsBatch, "vLLM V1 class", Phase.TRUNCATE, True),
+        (foreign.OneToken, FollowsBatch, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.Shy, FollowsBatch, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.SlotToken, FollowsBatch, "vLLM V2 class", Phase.PENALTY, False),
+        (foreign.Echo, FollowsBatch, "vLLM V2 class", Phase.PENALTY, False),
+        (foreign.BothForms, FollowsBatch, "vLLM V2 class", Phase.PENALTY, False),
         (foreign.Counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.repetition, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
@@ -119,14 +122,17 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
     [
         (
             foreign.TwoArguments,
-            "another generation of vLLM's interface: the constructor of a class in vLLM V1's form "
-            "takes (vllm_config, device, is_pin_memory), this one is TwoArguments(vllm_config, "
-            "device)",
+            "a logits processor for vLLM, but of no form that is known: its constructor is "
+            "TwoArguments(vllm_config, device); a V1 class has is_argmax_invariant, update_state, "
+            "apply and the constructor (vllm_config, device, is_pin_memory), a V2 class has "
+            "apply(logits, ctx) and the constructor (vllm_config, req_states)",
         ),
         (
-            foreign.NewGeneration,
-            "another generation of vLLM's interface: it lacks is_argmax_invariant, update_state",
+            foreign.OldApply,
+            "of no form that is known: it lacks is_argmax_invariant, update_state, and its "
+            "constructor is OldApply(vllm_config, req_states); a V1 class has",
         ),
+        (foreign.SlotValidation, "its validate_params must be a classmethod or staticmethod"),
         (foreign.InstanceValidation, "its validate_params must be a classmethod or staticmethod"),
         (
             foreign.PerRequestClass,
@@ -163,7 +169,7 @@ class Unreadable(foreign.OneToken, metaclass=Raising):
 
 
 def test_a_class_that_cannot_be_looked_at_is_named(refused):
-    assert "looking at it failed: LookupError: __abstractmethods__" in refused(Unreadable)
+    assert "looking at it failed: LookupError: __wrapped__" in refused(Unreadable)
 
 
 class Uncopied:
@@ -238,7 +244,12 @@ def test_a_batch_update_in_vllms_shape(loaded):
     assert (seen.batch_size, seen.removed) == (3, (4, 3))
     (row, params, prompt, live), (_, blank, none, _) = seen.added
     assert (row, params.min_p, params.extra_args, prompt) == (0, 0.3, {"x": 1}, [1, 2])
-    assert live is outputs
+    assert live == []
+    outputs.append(7)
+    processor.update_state(None)
+    assert live == [7]
+    processor.update_state(update)
+    seen = processor._inner.seen
     assert (blank.min_p, blank.extra_args, none) == (0.0, None, None)
     assert [m[:2] for m in seen.moved] == [(5, 2), (0, 1)]
     assert seen.moved[0][2] == foreign.MoveDirectionality.UNIDIRECTIONAL
@@ -246,6 +257,13 @@ def test_a_batch_update_in_vllms_shape(loaded):
     assert seen.moved[0][2] != foreign.MoveDirectionality.SWAP
     processor.update_state(None)
     assert processor._inner.seen is None
+
+
+@dataclass
+class SeveralRows:
+    """The rows of a step."""
+
+    requests: list[LogitsRequest]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -277,7 +295,11 @@ def test_the_rows_stay_true_through_any_history(loaded, seed):
         removed = tuple(sorted(set(leaving) - {a.row for a in added}, reverse=True))
         processor.update_state(BatchUpdate(6, removed, tuple(added), tuple(moved)))
         before = torch.rand(6, 11)
-        after = processor.apply(before.clone())
+        users = [row for row, target in enumerate(standing) if target is not None]
+        views = [LogitsRequest("r", [1], [], SamplingParams(), [], row=row) for row in users]
+        after = before.clone()
+        if users:
+            after[users] = processor.apply(before[users], SeveralRows(views))
         for row, target in enumerate(standing):
             if target is None:
                 assert after[row].equal(before[row])

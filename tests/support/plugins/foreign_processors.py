@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor as TransformersLogitsProcessor
 from transformers import LogitsProcessorList
@@ -133,15 +134,108 @@ class TwoArguments(OneToken):
         pass
 
 
-class NewGeneration:
-    def __init__(self, vllm_config, device):
+class OldApply:
+    """Of neither form: a V2 constructor, and `apply` without the layout of the step."""
+
+    def __init__(self, vllm_config, req_states):
         pass
 
-    def validate_params(self, params):
-        pass
-
-    def apply(self, logits, mapping):
+    def apply(self, logits):
         return logits
+
+
+class SlotToken:
+    """In the form of vLLM V2, with neither base class nor drafts in mind.
+
+    Only `target_token` plus the number of outputs may be produced. It reads lengths from the host,
+    and tokens from the shared buffers.
+    """
+
+    def __init__(self, vllm_config, req_states):
+        assert vllm_config.speculative_config is None
+        self.states = req_states
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self.targets = np.full(req_states.max_num_reqs, -1, dtype=np.int64)
+        self.staged = torch.full((req_states.max_num_reqs,), -1)
+
+    @classmethod
+    def validate_params(cls, sampling_params):
+        target = (sampling_params.extra_args or {}).get("target_token")
+        if target is not None and not isinstance(target, int):
+            raise ValueError(f"target_token value {target} is not int")
+
+    def add_request(self, req_idx, sampling_params):
+        target = (sampling_params.extra_args or {}).get("target_token")
+        if target == 13:
+            raise KeyError("thirteen")
+        self.targets[req_idx] = -1 if target is None else target
+        return target is not None
+
+    def apply_staged_writes(self):
+        self.staged = torch.from_numpy(self.targets.copy())
+
+    def apply(self, logits, ctx):
+        assert len(logits) == len(ctx.expanded_idx_mapping) == len(ctx.idx_mapping_np)
+        assert (ctx.pos + 1).tolist() == ctx.seq_lens_upper_bound_np.tolist()
+        for row, slot in enumerate(ctx.idx_mapping_np):
+            length = int(ctx.seq_lens_upper_bound_np[row])
+            assert length == self.states.total_len.gpu[slot]
+            assert self.states.all_token_ids.gpu[slot, length - 1] == ctx.input_ids[row]
+            outputs = length - self.states.prompt_len.np[slot]
+            token = (self.staged[slot] + outputs) % self.vocab_size
+            kept = logits[row, token].clone()
+            logits[row] = -torch.inf
+            logits[row, token] = kept
+        return logits
+
+
+class Echo:
+    """In the form of vLLM V2: tokens of the sequence come again; a new tensor is returned."""
+
+    def __init__(self, vllm_config, req_states):
+        self.states = req_states
+
+    def apply(self, logits, ctx):
+        ids = self.states.all_token_ids.gpu[ctx.expanded_idx_mapping].long()
+        lengths = self.states.total_len.gpu[ctx.expanded_idx_mapping].unsqueeze(1)
+        known = torch.arange(ids.shape[1], device=ids.device) < lengths
+        seen = torch.zeros_like(logits).scatter_add_(1, ids, known.to(logits.dtype))
+        return logits + 50.0 * (seen > 0)
+
+
+class BothForms(SlotToken):
+    """With V2's constructor, and methods of V1 for older engines."""
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        raise AssertionError("it runs in V2's form")
+
+    def apply(self, logits, ctx=None):
+        return super().apply(logits, ctx)
+
+
+class SlotReads(SlotToken):
+    """Reads a field, with a default, in the method that its request names."""
+
+    def __init__(self, vllm_config, req_states):
+        super().__init__(vllm_config, req_states)
+        self.config = vllm_config
+
+    def add_request(self, req_idx, sampling_params):
+        where, name = sampling_params.extra_args["read"].split(".")
+        objects = {"params": sampling_params, "states": self.states, "config": self.config}
+        getattr(objects[where], name, None)
+        return True
+
+    def apply(self, logits, ctx):
+        return logits
+
+
+class SlotValidation(SlotToken):
+    def validate_params(self, sampling_params):
+        pass
 
 
 class InstanceValidation(OneToken):

@@ -12,7 +12,7 @@ from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
 from hardpoint.registry.adapters.contract_1 import adapt_earlier
 from hardpoint.registry.adapters.per_request import (
     TransformersProcessor,
-    adapt_factory,
+    adapt_callable,
     is_transformers_form,
 )
 from hardpoint.registry.adapters.vllm import adapt_class, seems_from_vllm
@@ -35,7 +35,7 @@ def adapt(target: Any, source: Source) -> Any:
         return _adapt_class(external)
     if is_transformers_form(target):
         return TransformersProcessor.of(external)
-    return adapt_factory(external) if callable(target) else target
+    return adapt_callable(external) if callable(target) else target
 
 
 def configured(target: Any, options: Any) -> Any:
@@ -80,7 +80,7 @@ def _adapt_class(external: ExternalProcessor) -> Any:
         return TransformersProcessor.of(external)
     if seems_from_vllm(target):
         return adapt_class(external)
-    return adapt_factory(external) if _makes_callables(target) else target
+    return adapt_callable(external) if _makes_callables(target) else target
 
 
 def _makes_callables(target: type) -> bool:

@@ -1,12 +1,12 @@
-"""What the adapters for vLLM's classes share: arguments of requests, and rows of draft tokens."""
+"""What the adapters for vLLM's classes share: arguments of requests, and calls on some rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.plugins.arguments import PrepareContext
-from hardpoint.plugins.logits import FollowsBatch, LogitsContext, LogitsProcessor, LogitsRequest
+from hardpoint.plugins.logits import FollowsBatch, LogitsContext, LogitsProcessor
 from hardpoint.plugins.params import SamplingParams
 
 from .base import Adapter, AdapterArguments
@@ -38,31 +38,6 @@ class VLLMClass(Adapter, FollowsBatch, LogitsProcessor):
         """Return the parameters of a request in the batch; None if it does not use the plugin."""
         given = params.plugin_args.get(self.name)
         return None if given is None else ExternalParams(params, given.extra_args)
-
-
-def base_of(request: LogitsRequest) -> LogitsRequest:
-    """Return the request in the batch for which a row stands."""
-    return request.draft_of or request
-
-
-def drafts_of(request: LogitsRequest) -> Sequence[int]:
-    """Return the draft tokens before the position of a row; none for a row without drafts."""
-    if request.draft_of is None:
-        return ()
-    return request.output_token_ids[len(request.draft_of.output_token_ids) :]
-
-
-def by_depth(requests: Sequence[LogitsRequest]) -> list[list[int]]:
-    """Group the positions of rows by the number of draft tokens before them, ascending from 0.
-
-    Groups may be empty: the rows of a step that runs again after a fault are some of the step's.
-    """
-    groups: list[list[int]] = [[]]
-    for index, request in enumerate(requests):
-        depth = len(drafts_of(request))
-        groups.extend([] for _ in range(depth + 1 - len(groups)))
-        groups[depth].append(index)
-    return groups
 
 
 def run_on(

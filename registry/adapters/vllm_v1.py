@@ -21,8 +21,9 @@ from hardpoint.plugins.logits import (
 )
 from hardpoint.plugins.params import SamplingParams
 
+from .drafts import base_of, by_depth, drafts_of
 from .vllm_objects import ConfigFields, ExternalParams
-from .vllm_rows import VLLMClass, base_of, by_depth, drafts_of, run_on
+from .vllm_rows import VLLMClass, run_on
 
 if TYPE_CHECKING:
     import torch
@@ -132,13 +133,18 @@ class VLLMV1Class(VLLMClass):
         groups = by_depth(requests)
         logits = self._applied(self._inner, logits, requests, groups[0])
         if len(groups) > 1:
-            inner, seen = self._copied()
+            inner = self._copied()
+            lengths = {row: len(self._rows[row].seen) for row in self._rows}
             deepest = {base_of(r).row: drafts_of(r) for r in sorted(requests, key=_num_drafts)}
-            for depth, group in enumerate(groups[1:], 1):
-                for row, drafts in deepest.items():
-                    seen[row].extend(drafts[depth - 1 : depth])
-                inner.update_state(None)
-                logits = self._applied(inner, logits, requests, group)
+            try:
+                for depth, group in enumerate(groups[1:], 1):
+                    for row, drafts in deepest.items():
+                        self._rows[row].seen.extend(drafts[depth - 1 : depth])
+                    inner.update_state(None)
+                    logits = self._applied(inner, logits, requests, group)
+            finally:
+                for row, length in lengths.items():
+                    del self._rows[row].seen[length:]
         return logits
 
     def _applied(
@@ -153,22 +159,19 @@ class VLLMV1Class(VLLMClass):
         place = [base_of(requests[index]).row for index in source]
         return run_on(logits, source, inner.apply, (place, self._batch_size))
 
-    def _copied(self) -> tuple[Any, dict[int, list[int]]]:
-        """Return a copy of the external object, and the output lists that it has, by row.
+    def _copied(self) -> Any:
+        """Return a copy of the external object, which has the same lists of tokens.
 
         Raises:
             TypeError: it cannot be copied.
         """
         shared: list[Any] = [self._config]
-        seen: dict[int, list[int]] = {}
-        memo: dict[int, Any] = {}
         for row in self._rows:
             handed = self._rows[row]
-            shared += (handed.params, handed.prompt)
-            seen[row] = memo[id(handed.seen)] = list(handed.seen)
-        memo |= {id(each): each for each in shared if each is not None}
+            shared += (handed.params, handed.prompt, handed.seen)
+        memo = {id(each): each for each in shared if each is not None}
         try:
-            return copy.deepcopy(self._inner, memo), seen
+            return copy.deepcopy(self._inner, memo)
         except Exception as cause:
             raise TypeError(
                 f"it cannot be copied, which draft tokens need: {type(cause).__name__}: {cause}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from hardpoint.plugins.logits import (
 from hardpoint.registry.blame import raise_unless_fault
 
 from .base import AdapterArguments
+from .drafts import base_of, by_depth, drafts_of
 from .vllm_objects import ConfigFields, KeptFields
-from .vllm_rows import VLLMClass, base_of, by_depth, drafts_of, run_on
+from .vllm_rows import VLLMClass, run_on
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,11 +38,13 @@ class DeviceField(KeptFields):
     described = "this field of req_states"
     kept = "gpu"
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Allocate zeros, int32."""
+    def __init__(
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        """Allocate zeros, int32 by default."""
         import torch  # noqa: PLC0415 - the contract imports no torch until it is used
 
-        self.gpu = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.gpu = torch.zeros(shape, dtype=dtype or torch.int32, device=device)
 
 
 class HostField(KeptFields):
@@ -55,11 +58,14 @@ class HostField(KeptFields):
     described = "this field of req_states"
     kept = "cpu, np and gpu"
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        """Allocate zeros, int32."""
+    def __init__(
+        self, size: int | Iterable[int], device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        """Allocate zeros, int32 by default."""
         import torch  # noqa: PLC0415 - the contract imports no torch until it is used
 
-        self.cpu = torch.zeros(size, dtype=torch.int32)
+        shape = (size,) if isinstance(size, int) else tuple(size)
+        self.cpu = torch.zeros(shape, dtype=dtype or torch.int32)
         self.np: np.ndarray[Any, Any] = self.cpu.numpy()
         self.gpu = self.cpu if device.type == "cpu" else self.cpu.to(device)
 

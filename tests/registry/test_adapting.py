@@ -6,7 +6,7 @@ import abc
 import enum
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -83,6 +83,9 @@ def built(plugins, **fields):
         (foreign.both, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.forcing, LogitsProcessor, "per-request callables", Phase.BIAS, False),
         (foreign.Stepping, LogitsProcessor, "per-request callables", Phase.BIAS, False),
+        (foreign.two_parameters, LogitsProcessor, "vLLM V0 callable", Phase.BIAS, False),
+        (foreign.Boost, LogitsProcessor, "vLLM V0 callable", Phase.BIAS, False),
+        (foreign.boost, LogitsProcessor, "vLLM V0 callable", Phase.BIAS, False),
     ],
 )
 def test_accepted_forms(loaded, target, form, adapter, phase, invariant):
@@ -115,6 +118,11 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
     assert "'penalty'" in refused(foreign.Repetition, None, ConfigError)
     message = refused(foreign.repetition, {"args": {"penalty": 2}}, ConfigError)
     assert message.startswith("plugin.thing.args: elsewhere:Thing is built already")
+    message = refused(foreign.PerRequestClass, None, ConfigError)
+    assert message.startswith(
+        "plugin.thing.args: they do not fit PerRequestClass(tokenizer, boost=1.0): missing a "
+        "required argument: 'tokenizer'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,14 +143,10 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
         (foreign.SlotValidation, "its validate_params must be a classmethod or staticmethod"),
         (foreign.InstanceValidation, "its validate_params must be a classmethod or staticmethod"),
         (
-            foreign.PerRequestClass,
-            "this is PerRequestClass(tokenizer, boost=1.0): 'boost' has a default; it seems to be "
-            "such a callable itself, or a class of them",
-        ),
-        (
-            foreign.two_parameters,
+            foreign.four_parameters,
             "it must take exactly one positional parameter, (params), this is "
-            "two_parameters(output_ids, logits); it seems to be such a callable itself",
+            "four_parameters(prompt_ids, output_ids, logits, scale); it seems to be such a "
+            "callable itself, or a class of them",
         ),
         (foreign.with_default, "with_default(params, scale=1.0): 'scale' has a default"),
         (lambda *params: None, "<lambda>(*params): 'params' is variadic"),
@@ -375,14 +379,25 @@ def test_an_object_is_called_once_per_position(loaded):
     assert chosen(first) == 67  # other logits are another question
 
 
-def test_draft_rows_have_copies(loaded):
+def test_an_object_is_called_as_without_drafts(loaded):
     plugins, _ = loaded(foreign.Counting)
     processor = built(plugins, vocab_size=80)
-    state = processor.start(LogitsRequest("r", [1, 2], [], SamplingParams(), []))
-    draft = processor.advance(processor.fork(state), 9)
-    view = LogitsRequest("r", [1, 2], [9], SamplingParams(), [])
-    assert processor.apply(torch.rand(1, 80), OneRow(view, draft)).argmax() == 65
-    assert (draft.call.calls, state.call.calls) == (1, 0)
+    request = LogitsRequest("r", [1, 2], [], SamplingParams(), [])
+    state = processor.start(request)
+
+    def chosen(*drafts):
+        view = request
+        if drafts:
+            view = replace(request, output_token_ids=[*request.output_token_ids, *drafts])
+            view = replace(view, draft_of=request)
+        return processor.apply(torch.rand(1, 80), OneRow(view, processor.fork(state))).argmax()
+
+    assert [chosen(), chosen(9), chosen(9, 8), chosen(7)] == [65, 66, 67, 66]
+    assert state.call.calls == 1
+    request.output_token_ids.extend([9, 5])  # one draft is kept, and a token in place of the next
+    assert [chosen(), chosen(6)] == [67, 68]
+    request.output_token_ids.append(4)
+    assert chosen() == 68
 
 
 def foreign_point(installed, monkeypatch, value):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from enum import Enum, auto
 
 import numpy as np
@@ -107,6 +109,60 @@ class ReadsConfig(OneToken):
         self.ranks = vllm_config.parallel_config.world_size
 
 
+class Sums:
+    """In the form of vLLM V1, with state that `update_state` carries on by one token per call."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.rows = {}
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        for row, (outputs, known, total) in self.rows.items():
+            if len(outputs) > known:
+                self.rows[row] = (outputs, known + 1, total * 3 + outputs[-1])
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self.rows.pop(row, None)
+        for row, params, prompt_ids, output_ids in batch_update.added:
+            self.rows.pop(row, None)
+            if params.extra_args:
+                total = functools.reduce(
+                    lambda t, token: t * 3 + token, output_ids, sum(prompt_ids)
+                )
+                self.rows[row] = (output_ids, len(output_ids), total)
+        for a, b, direction in batch_update.moved:
+            pair = {a: self.rows.pop(a, None), b: self.rows.pop(b, None)}
+            back = pair[b] if direction == MoveDirectionality.SWAP else None
+            self.rows |= {r: s for r, s in ((b, pair[a]), (a, back)) if s is not None}
+
+    def apply(self, logits):
+        for row, (outputs, known, total) in self.rows.items():
+            assert len(outputs) == known
+            logits[row, total % logits.shape[1]] += 20.0
+        return logits
+
+
+class Locked(Sums):
+    """Cannot be copied."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+
+class CountsCalls(Sums):
+    """Broken: `apply` changes the state."""
+
+    def apply(self, logits):
+        for row, (outputs, known, total) in self.rows.items():
+            logits[row, total % logits.shape[1]] += 20.0
+            self.rows[row] = (outputs, known, total + 1)
+        return logits
+
+
 class Fickle(OneToken):
     """Changes its mind once it is built."""
 
@@ -201,6 +257,24 @@ class Echo:
         known = torch.arange(ids.shape[1], device=ids.device) < lengths
         seen = torch.zeros_like(logits).scatter_add_(1, ids, known.to(logits.dtype))
         return logits + 50.0 * (seen > 0)
+
+
+class OldSlots(SlotToken):
+    """Broken: keeps what the last request of a slot had."""
+
+    def add_request(self, req_idx, sampling_params):
+        if self.targets[req_idx] < 0:
+            return super().add_request(req_idx, sampling_params)
+        return True
+
+
+class RowsAsSlots(SlotToken):
+    """Broken: takes rows for slots."""
+
+    def apply(self, logits, ctx):
+        for row in range(len(logits)):
+            logits[row, self.targets[row] % self.vocab_size] += 20.0
+        return logits
 
 
 class BothForms(SlotToken):
@@ -393,7 +467,27 @@ def lengths(params):
 
 
 def two_parameters(output_ids, logits):
+    logits[len(output_ids) * 3 % len(logits)] += 20.0
     return logits
+
+
+def four_parameters(prompt_ids, output_ids, logits, scale):
+    return logits
+
+
+class Boost:
+    """A callable of vLLM V0 that keeps state between its calls; it is no factory."""
+
+    def __init__(self, token=65, verbose=False):
+        self.token = token
+
+    def __call__(self, token_ids, logits):
+        logits[(self.token + len(token_ids)) % len(logits)] += 20.0
+        self.token += 1
+        return logits
+
+
+boost = Boost()
 
 
 def with_default(params, scale=1.0):

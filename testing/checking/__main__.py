@@ -82,6 +82,7 @@ def _check(request: CheckRequest, send: Send) -> None:
             "package": source.package,
             "contract": target.contract,
             "accepted_contracts": _accepted(kind),
+            "deprecated": "".join(warn_of_earlier([(kind, source, target)])),
             "suite": kind.suite,
             "hardpoint": installed_version(),
         }

@@ -17,6 +17,7 @@ from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapt import adapt, load_component
+from hardpoint.registry.adapters.contract_1 import warn_of_earlier
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.kinds import KINDS, Kind

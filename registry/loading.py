@@ -32,7 +32,7 @@ from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
 
-from .adapters.vllm_interface import lacks_vllm, standing_in
+from .adapters.vllm_interface import lacks_vllm, stand_ins
 from .blame import faults_as
 from .discovery import advise, may_lack
 from .kinds import KINDS, Kind
@@ -111,7 +111,7 @@ def import_object(source: Source) -> Any:
                 target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as cause:
             if lacks_vllm(cause):
-                with standing_in():
+                with stand_ins():
                     return _attribute(source, importlib.import_module(module_name))
             if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
                 lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
@@ -122,7 +122,7 @@ def import_object(source: Source) -> Any:
 
 
 def _attribute(source: Source, target: Any) -> Any:
-    """Return what `source.value` names in an imported module."""
+    """Return the object that `source.value` names in an imported module."""
     module_name, _, qualname = source.value.partition(":")
     with inspecting(source):
         for part in qualname.split(".") if qualname else ():

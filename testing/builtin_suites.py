@@ -23,6 +23,7 @@ class TwoChoicesSuite(LoadBalancerSuite):
 
 
 class SuffixSuite(SpeculatorSuite):
-    """Drafts depend on the outputs of requests before."""
+    """Drafts depend on the outputs of a few requests before."""
 
     learns = True
+    options = {"max_cached_requests": 8}

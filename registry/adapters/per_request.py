@@ -96,9 +96,9 @@ class ResultCache:
         """Apply the callable of a row [vocab] in place.
 
         Args:
-            processor: that of the request, also for the row of one of its draft tokens.
-            request: of the row.
-            row: its logits.
+            processor: state of the request, also for the row of one of its draft tokens.
+            request: request of the row.
+            row: logits of the row.
         """
         drafts = tuple(drafts_of(request))
         if drafts:
@@ -315,7 +315,7 @@ class RequestCallables(LogitsProcessor):
 def adapt_callable(external: ExternalProcessor) -> type[Adapter]:
     """Return the component for a callable of vLLM V0, or for a factory of such callables.
 
-    They are told apart by the number of parameters: one of a factory, two or three of a callable.
+    The number of parameters distinguishes them: one of a factory, two or three of a callable.
 
     Raises:
         PluginContractError: it is neither.

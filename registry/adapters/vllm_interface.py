@@ -192,7 +192,8 @@ class UvaBackedTensor(HostField):
         """Allocate zeros, on the device of this worker."""
         import torch  # noqa: PLC0415 - the contract imports no torch until it is used
 
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = "cuda" if has_cuda else "cpu"
         super().__init__(size, torch.device(device), dtype)
         self.dtype = dtype
 
@@ -269,8 +270,8 @@ def lacks_vllm(error: ModuleNotFoundError) -> bool:
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[None]:
-    """Have the modules in the body.
+def stand_ins() -> Iterator[None]:
+    """Provide the modules in the body.
 
     Raises:
         ImportError: the body imported another module or name of vLLM's.
@@ -315,7 +316,7 @@ class _Module(ModuleType):
 def _lacking(what: str) -> str:
     return (
         f"there is no {what}: vLLM is not installed, and only what logits processors need stands "
-        f"in for it; install vLLM beside this"
+        f"in for it; install vLLM, too"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the adapters for vLLM's classes share: arguments of requests, and calls on some rows."""
+"""Base of the adapters for vLLM's classes: arguments of requests, and calls on some rows."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ExternalBatchUpdate:
 
 @dataclass(eq=False)
 class _Handed:
-    """What the class has of a request.
+    """A request as the class has it.
 
     Attributes:
         outputs: the request's live output tokens.
@@ -117,14 +117,16 @@ class VLLMV1Class(VLLMClass):
 
     def update_state(self, update: BatchUpdate | None) -> None:
         """Translate a batch update to vLLM's shape and pass it on, after the tokens before it."""
-        gone = set() if update is None else {*update.removed, *(a.row for a in update.added)}
+        gone = (
+            set() if update is None else {*update.removed, *(added.row for added in update.added)}
+        )
         staying = [self._rows[row] for row in self._rows if row not in gone]
-        while any(len(each.seen) + 1 < len(each.outputs) for each in staying):
-            for each in staying:
-                each.grow()
+        while any(len(handed.seen) + 1 < len(handed.outputs) for handed in staying):
+            for handed in staying:
+                handed.grow()
             self._inner.update_state(None)
-        for each in staying:
-            each.grow()
+        for handed in staying:
+            handed.grow()
         self._inner.update_state(None if update is None else self._translated(update))
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -169,7 +171,7 @@ class VLLMV1Class(VLLMClass):
         for row in self._rows:
             handed = self._rows[row]
             shared += (handed.params, handed.prompt, handed.seen)
-        memo = {id(each): each for each in shared if each is not None}
+        memo = {id(item): item for item in shared if item is not None}
         try:
             return copy.deepcopy(self._inner, memo)
         except Exception as cause:
@@ -179,7 +181,7 @@ class VLLMV1Class(VLLMClass):
             ) from cause
 
     def _handed(self, added: Added) -> _Handed:
-        """Return what the class gets of a request; default parameters if it is not a user."""
+        """Return a request for the class; with default parameters if it does not use the plugin."""
         params = self.params_of(added.params) or ExternalParams(SamplingParams(), {})
         outputs = added.output_token_ids
         return _Handed(params, added.prompt_token_ids, outputs, list(outputs))

@@ -13,7 +13,7 @@ from hardpoint.errors import PluginConflictError, PluginNotFoundError
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.kinds import KINDS
-from hardpoint.testing.checking.made_suite import subject_of
+from hardpoint.testing.checking.made_suite import subject_of, suite_of
 from hardpoint.testing.checking.parent import check_plugin
 
 LIMITS = {"seconds": 300, "memory_bytes": 16 << 30, "file_bytes": 1 << 30, "num_files": 1024}
@@ -140,9 +140,19 @@ def test_builtins(name, site):
     assert is_unset or is_lacking or result["exit_code"] == 0, records
 
 
-@pytest.mark.parametrize("name", ["balancers/round_robin"])
-def test_builtins_that_promise_something_else(name, site):
-    assert check(name)["result"]["exit_code"] == 0
+def test_suites_that_builtins_name_exist():
+    named = {}
+    for kind in KINDS.values():
+        for point in entry_points(group=kind.group):
+            if point.value.startswith("hardpoint."):
+                target = point.load()
+                if getattr(target, "conformance_suite", None) is not None:
+                    named[point.name] = suite_of(kind, target).__name__
+    assert named == {
+        "round_robin": "RoundRobinSuite",
+        "suffix": "SuffixSuite",
+        "two_choices": "TwoChoicesSuite",
+    }
 
 
 def test_another_contract():

@@ -34,7 +34,7 @@ class Suffix(Speculator):
     """
 
     contract = 1
-    conformance_suite = "hardpoint.testing.builtin_suites:SuffixSuite"
+    conformance_suite = "hardpoint.testing.checking.builtin_suites:SuffixSuite"
 
     class Options(plugins.Options):
         """Options.

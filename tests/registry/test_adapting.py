@@ -252,8 +252,6 @@ def test_a_batch_update_in_vllms_shape(loaded):
     outputs.append(7)
     processor.update_state(None)
     assert live == [7]
-    processor.update_state(update)
-    seen = processor._inner.seen
     assert (blank.min_p, blank.extra_args, none) == (0.0, None, None)
     assert [m[:2] for m in seen.moved] == [(5, 2), (0, 1)]
     assert seen.moved[0][2] == foreign.MoveDirectionality.UNIDIRECTIONAL

@@ -6,8 +6,8 @@ promises.
 
 from __future__ import annotations
 
-from .balancing.balancer_suite import LoadBalancerSuite
-from .speculator_suite import SpeculatorSuite
+from hardpoint.testing.balancing.balancer_suite import LoadBalancerSuite
+from hardpoint.testing.speculator_suite import SpeculatorSuite
 
 
 class RoundRobinSuite(LoadBalancerSuite):

@@ -25,6 +25,7 @@ __all__ = [
     "BatchLogitsProcessor",
     "BatchUpdate",
     "Edits",
+    "FollowsBatch",
     "LogitsContext",
     "LogitsPlugin",
     "LogitsProcessor",
@@ -198,12 +199,18 @@ class LogitsContext(Context["LogitsPlugin"]):
         vocab_size: width of a row.
         max_num_seqs: maximum number of rows in a step.
         ops: operations on logits, quick ones on this device.
+        max_model_len: most tokens of a prompt and its output; 0 if the context was made by hand.
+        model: folder or file of the model; empty if the context was made by hand.
+        tokenizer: folder of its tokenizer; empty if that is the model's.
     """
 
     device: torch.device
     vocab_size: int
     max_num_seqs: int
     ops: LogitsOps = field(default_factory=LogitsOps)
+    max_model_len: int = 0
+    model: str = ""
+    tokenizer: str = ""
 
 
 @dataclass(slots=True, eq=False, frozen=True)
@@ -441,7 +448,22 @@ class SparseLogitsProcessor(LogitsPlugin):
         """
 
 
-class BatchLogitsProcessor(LogitsPlugin):
+class FollowsBatch(LogitsPlugin):
+    """Base of processors that follow which request is in which row; of the batch form, or another.
+
+    For adapters. One of another form gets its rows as that form does, with their requests, whose
+    `row` is the row of the batch.
+    """
+
+    @abstractmethod
+    def update_state(self, update: BatchUpdate | None) -> None:
+        """Apply the batch's changes of a step, before the model runs; None is no change.
+
+        Called in every step, since output lists also grow without a change.
+        """
+
+
+class BatchLogitsProcessor(FollowsBatch):
     """The batch form: all rows of the batch, with updates of which request is in which row.
 
     For classes of other engines, and for work across rows. Most authors should use one of the other
@@ -455,13 +477,6 @@ class BatchLogitsProcessor(LogitsPlugin):
     def uses(cls, params: SamplingParams) -> bool:  # noqa: ARG003
         """Return whether a request without arguments uses it; by default every request does."""
         return True
-
-    @abstractmethod
-    def update_state(self, update: BatchUpdate | None) -> None:
-        """Apply the batch's changes of a step, before the model runs; None is no change.
-
-        Called in every step, since output lists also grow without a change.
-        """
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,13 @@ from hardpoint.registry.adapters.base import Adapter, ExternalProcessor
 from hardpoint.registry.adapters.contract_1 import adapt_earlier
 from hardpoint.registry.adapters.per_request import (
     TransformersProcessor,
-    adapt_factory,
+    adapt_callable,
     is_transformers_form,
 )
-from hardpoint.registry.adapters.vllm import adapt_class
+from hardpoint.registry.adapters.vllm import adapt_class, seems_from_vllm
 
 from .kinds import Kind
 from .loading import check_component, import_object, inspecting, marks_hooks
-
-_VLLM_METHODS = {"update_state", "is_argmax_invariant", "validate_params"}
 
 
 def adapt(target: Any, source: Source) -> Any:
@@ -37,7 +35,7 @@ def adapt(target: Any, source: Source) -> Any:
         return _adapt_class(external)
     if is_transformers_form(target):
         return TransformersProcessor.of(external)
-    return adapt_factory(external) if callable(target) else target
+    return adapt_callable(external) if callable(target) else target
 
 
 def configured(target: Any, options: Any) -> Any:
@@ -80,16 +78,9 @@ def _adapt_class(external: ExternalProcessor) -> Any:
     target = external.target
     if is_transformers_form(target):
         return TransformersProcessor.of(external)
-    if _from_vllm(target) or (hasattr(target, "apply") and _VLLM_METHODS & set(dir(target))):
+    if seems_from_vllm(target):
         return adapt_class(external)
-    return adapt_factory(external) if _makes_callables(target) else target
-
-
-def _from_vllm(target: type) -> bool:
-    return any(
-        base.__module__.startswith("vllm.") and base.__name__ == "LogitsProcessor"
-        for base in target.__mro__
-    )
+    return adapt_callable(external) if _makes_callables(target) else target
 
 
 def _makes_callables(target: type) -> bool:

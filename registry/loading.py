@@ -32,6 +32,7 @@ from hardpoint.plugins.output_parser import OutputParser, Role
 from hardpoint.plugins.params import SamplingParams
 from hardpoint.plugins.wrapper import Wrapper
 
+from .adapters.vllm_interface import lacks_vllm, stand_ins
 from .blame import faults_as
 from .discovery import advise, may_lack
 from .kinds import KINDS, Kind
@@ -103,17 +104,26 @@ def import_object(source: Source) -> Any:
         PluginLoadError: the module fails to import; the cause is chained.
         PluginNotFoundError: the module has no such attribute.
     """
-    module_name, _, qualname = source.value.partition(":")
+    module_name = source.value.partition(":")[0]
     with faults_as(PluginLoadError, f"{source}: its import", passing=(PluginNotFoundError,)):
         try:
             with keeping_torch(source, "import"):
                 target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as cause:
+            if lacks_vllm(cause):
+                with stand_ins():
+                    return _attribute(source, importlib.import_module(module_name))
             if cause.name and f"{module_name}.".startswith(f"{cause.name}."):
                 lacking = f"; {advise(cause.name)}" if may_lack(cause.name) else ""
                 missing = f"{source}: there is no module {cause.name!r}{lacking}"
                 raise PluginNotFoundError(missing) from cause
             raise
+    return _attribute(source, target)
+
+
+def _attribute(source: Source, target: Any) -> Any:
+    """Return the object that `source.value` names in an imported module."""
+    module_name, _, qualname = source.value.partition(":")
     with inspecting(source):
         for part in qualname.split(".") if qualname else ():
             if not hasattr(target, part):

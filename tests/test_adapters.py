@@ -18,12 +18,15 @@ HERE = "support.plugins.foreign_processors"
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 
 
-def engine_with(scripted, target, options=None, name="thing", **extra):
+def engine_with(scripted, target, options=None, name="thing", replies=None, **extra):
+    options = {name: options} if options else {}
+    if replies is not None:
+        options["scripted_speculator"] = {"right": 0.7, "replies": replies}
     return scripted_engine(
         scripted,
         {
             "plugins": {"enable": [{"use": f"{HERE}:{target}", "name": name}]},
-            "plugin": {name: options} if options else {},
+            "plugin": options,
             "scheduler": {"max_num_seqs": 5},
             **extra,
         },
@@ -63,6 +66,9 @@ def plain(scripted):
     ("target", "arguments_of", "options"),
     [
         ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
+        ("Sums", lambda i: {"extra_args": {"on": True}}, None),
+        ("SlotToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
+        ("Echo", lambda i: {}, None),
         ("forcing", lambda i: {"extra_args": {"token": 60 + i}}, None),
         ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, None),
         ("Repetition", lambda i: {}, {"args": {"penalty": 0.1}}),
@@ -85,6 +91,40 @@ def test_a_changing_batch_gives_what_each_request_gets_alone(
     changed = {i for i, _, params in jobs if params.plugin_args}
     assert all(together[i] == without[i] for i, _, _ in jobs if i not in changed)
     assert sum(together[i] != without[i] for i in changed) > len(changed) / 2
+
+
+GENERATIONS = [
+    ("two_parameters", lambda i: {}),
+    ("Boost", lambda i: {}),
+    ("forcing", lambda i: {"extra_args": {"token": 60 + i}}),
+    ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}),
+    ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}),
+    ("Sums", lambda i: {"extra_args": {"on": True}}),
+    ("SlotToken", lambda i: {"extra_args": {"target_token": 60 + i}}),
+    ("Echo", lambda i: {}),
+]
+"""One or two of each of the three forms that vLLM has had."""
+
+
+@pytest.mark.parametrize(("target", "arguments_of"), GENERATIONS)
+def test_drafts_and_chunks_give_what_one_by_one_gives(scripted, target, arguments_of):
+    jobs = [
+        (name, prompt * 4, params)
+        for name, prompt, params in mixed_jobs(arguments_of, max_tokens=9)
+    ]
+    engine = engine_with(scripted, target)
+    expected = alone(engine, jobs)
+    engine.close()
+    replies = [[prompt, tokens] for name, prompt, _ in jobs for _, tokens, *_ in expected[name][0]]
+    extra = {
+        "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"], "adaptive": False},
+        "scheduler": {"max_num_seqs": 5, "max_num_batched_tokens": 24},
+    }
+    engine = engine_with(scripted, target, **extra, replies=replies)
+    assert run(engine, jobs, per_step=2) == expected
+    stats = engine.call_utility("scheduler_stats")
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
+    engine.close()
 
 
 def _bare(params):
@@ -202,6 +242,36 @@ def test_an_unsuitable_callable_ends_its_request_alone(scripted, plain, what, me
     assert message in failed.error
     assert {request_id: [summary(final)] for request_id, final in finals.items()} == wanted
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        ("config.lora_config", "the engine configuration given to classes in vLLM's form has no"),
+        ("states.draft_tokens", "has no 'draft_tokens'; it has device, max_num_reqs, vocab_size"),
+        ("params.structured_outputs", "these sampling parameters have no 'structured_outputs'"),
+    ],
+)
+def test_a_field_that_is_not_kept_ends_the_request_that_reads_it(scripted, plain, read, message):
+    engine = engine_with(scripted, "SlotReads")
+    failing = SamplingParams(**GREEDY, plugin_args={"thing": {"extra_args": {"read": read}}})
+    fine = {"thing": {"extra_args": {"read": "params.temperature"}}}
+    jobs = [("r0", "xy", SamplingParams(**GREEDY, plugin_args=fine))]
+    for request_id, prompt, params in [("failing", "say abc", failing), *jobs]:
+        engine.add_request(request_id, prompt, params)
+    finals = {}
+    while engine.has_unfinished_requests():
+        finals.update((o.request_id, o) for o in engine.step() if o.finished)
+    (failed,) = finals.pop("failing").outputs
+    assert failed.finish_reason == "error"
+    assert "plugin 'thing'" in failed.error
+    assert message in failed.error
+    assert [summary(finals["r0"])] == run(plain, _without(jobs))["r0"]
+    engine.close()
+
+
+def _without(jobs):
+    return [(name, prompt, SamplingParams(**GREEDY)) for name, prompt, _ in jobs]
 
 
 def test_a_factory_reads_what_vllms_parameters_have(scripted):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
+import subprocess
 import sys
 import zipfile
 
@@ -132,6 +134,61 @@ def test_frozen_wheels_of_every_kind_run_together(program, tmp_path):
     site = install(tmp_path / "site", sorted(set(WHEELS) - set(STABLE)))
     (tmp_path / "work").mkdir()
     run(sys.executable, "-c", program.read_text(), "work", path=site, cwd=tmp_path)
+
+
+QUICK = ("reasoning_parsers/compat_brackets",)
+"""Frozen plugins whose suites run in each run of the tests; those of the others, with --all."""
+
+NARROW = ("grammars/compat_digits",)
+"""Those that are made for the programs here: the regex of the suite is none that it compiles."""
+
+GIVEN = {
+    "kv_event_publishers/compat_publisher": ("--option", 'path="events"'),
+    "kv_stores/sqlite": ("--option", 'path="store.db"'),
+    "stat_sinks/compat_sink": ("--option", 'path="figures"'),
+}
+"""Options that have no default."""
+
+SLOW = {"eviction_policies/compat_eviction": ["test_speed"]}
+"""Checks that a frozen plugin does not pass since it was built: this one sorts all candidates."""
+
+
+def frozen_plugins():
+    """Return a parameter for each plugin of the frozen wheels, as `kind/name`."""
+    names = {
+        f"{group.removeprefix('hardpoint.')}/{name}"
+        for wheel in WHEELS
+        for group, name in entry_points(wheel)
+    }
+    nightly = pytest.mark.nightly
+    return [
+        pytest.param(name, id=name, marks=() if name in QUICK else nightly)
+        for name in sorted(names - set(NARROW))
+    ]
+
+
+@pytest.mark.parametrize("name", frozen_plugins())
+def test_a_frozen_plugin_passes_its_suite(name, tmp_path):
+    site = install(tmp_path / "site", WHEELS)
+    command = [sys.executable, "-m", "hardpoint", "plugins", "check", name, "--json"]
+    command += GIVEN.get(name, ())
+    given = os.environ | {"PYTHONPATH": str(site), "HARDPOINT_EXAMPLES": "0.05"}
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    failed = [r["check"] for r in records if r["record"] == "check" and r["outcome"] == "failed"]
+    assert failed == SLOW.get(name, []), done.stdout + done.stderr
+    assert records[-1]["record"] == "result", done.stderr
+    assert done.returncode == (1 if failed else 0), records[-1]
+    (plugin,) = [record for record in records if record["record"] == "plugin"]
+    kind = KINDS[name.partition("/")[0]]
+    is_earlier = plugin["contract"] < kind.contract
+    assert plugin["deprecated"].endswith(
+        f"it states contract 1 of {kind.name}, and runs as before until hardpoint 0.3; the current "
+        f"one is 2: see CHANGELOG.md"
+        if is_earlier
+        else ""
+    )
+    assert bool(plugin["deprecated"]) == is_earlier
 
 
 def test_every_kind_has_a_frozen_plugin():

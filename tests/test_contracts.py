@@ -5,7 +5,18 @@ from __future__ import annotations
 import copy
 
 import pytest
-from support.interfaces import DATA, NAMES, USED_BY, breaking, data, interfaces, recorded, updated
+from support.interfaces import (
+    DATA,
+    NAMES,
+    USED_BY,
+    breaking,
+    changelog,
+    data,
+    interfaces,
+    recorded,
+    unexplained,
+    updated,
+)
 
 from hardpoint.registry.kinds import KINDS
 
@@ -81,11 +92,43 @@ def test_a_member_of_a_real_kind_that_goes_is_found():
     record = recorded()
     record["eviction_policies"]["2"]["EvictionPolicy"]["replaced"] = "method () -> None"
     record[NAMES]["NoSuchName"] = ""
+    unsaid = "eviction_policies: EvictionPolicy.replaced changed, and its section of CHANGELOG.md "
     assert updated(record)[1] == [
         "eviction_policies, contract 2: EvictionPolicy.replaced is gone",
+        f"{unsaid}has neither name",
         "hardpoint.plugins.NoSuchName is gone",
     ]
-    assert updated(record, ["eviction_policies"])[1] == ["hardpoint.plugins.NoSuchName is gone"]
+    said = {"eviction_policies": "### `eviction_policies`\n\n- `replaced(block_id)` is gone.\n"}
+    assert updated(record, ["eviction_policies"], said)[1] == [
+        "hardpoint.plugins.NoSuchName is gone"
+    ]
+
+
+ADDED = {"Policy": BEFORE["Policy"] | {"admit": "method () -> None"}, "Context": BEFORE["Context"]}
+
+
+@pytest.mark.parametrize(
+    ("before", "section", "expected"),
+    [
+        (BEFORE, "### `ops`: contract 1\n\n- New: `admit`.\n", []),
+        (BEFORE, "### `ops`: contract 1\n\n- `Policy` has more.\n", []),
+        (BEFORE, "### `ops`: contract 1\n\n- They admit requests.\n", ["Policy.admit changed"]),
+        (BEFORE, "", ["Policy.admit changed"]),
+        (None, "", []),
+    ],
+)
+def test_an_addition_needs_a_line_under_its_kind(before, section, expected):
+    found = unexplained("ops", before, ADDED, {"ops": section})
+    assert [text.partition(",")[0] for text in found] == expected
+
+
+def test_a_new_number_needs_a_heading():
+    sections = changelog()
+    for kind in KINDS.values():
+        assert unexplained(kind.name, None, {}, sections) == []
+    assert unexplained("executors", None, {}, {"executors": "### `executors`: contract 1\n"}) == [
+        "CHANGELOG.md has no heading with `executors`, contract 2"
+    ]
 
 
 def test_interfaces_have_methods_and_contexts():

@@ -279,5 +279,15 @@ def length(class_name: str, method: str | None = None) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-EXAMPLES = {"EngineCore_DP3", "LlamaForCausalLM", "MyProcessor"}
-"""A process, an architecture, and a reader's own class."""
+EXAMPLES = {"EngineCore_DP3", "LlamaForCausalLM", "MyProcessor"} | {
+    "AdapterLogitsProcessor",
+    "AutoTokenizer",
+    "LogitsProcRequestState",
+    "NGramPerReqLogitsProcessor",
+    "NGramPerReqLogitsProcessorV2",
+    "NoRepeatNGramLogitsProcessor",
+    "RedTiltLogitsProcessor",
+    "RequestLogitsProcessor",
+    "VllmConfig",
+}
+"""A process, an architecture, a reader's own class; and classes of others."""

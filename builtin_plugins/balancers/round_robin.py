@@ -17,6 +17,7 @@ class RoundRobin(LoadBalancer):
     """
 
     contract = 1
+    conformance_suite = "hardpoint.testing.checking.builtin_suites:RoundRobinSuite"
 
     def __init__(self, context: BalancerContext) -> None:
         """Begin with the first engine."""

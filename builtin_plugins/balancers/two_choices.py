@@ -35,6 +35,7 @@ class TwoChoices(LoadBalancer):
     """
 
     contract = 1
+    conformance_suite = "hardpoint.testing.checking.builtin_suites:TwoChoicesSuite"
 
     class Options(LoadOptions):
         """Weights of the load, and the size of the memory.

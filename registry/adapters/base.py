@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -97,40 +97,6 @@ class Adapter(LogitsPlugin):
         return type(
             cls.__name__, (cls,), {"contract": 1, "__module__": cls.__module__, **attributes}
         )
-
-
-class ExternalParams:
-    """Sampling parameters with the attributes that other engines add.
-
-    Attributes:
-        extra_args: arguments of the request for this plugin; None if it gave none.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        extra_args: Mapping[str, Any],
-        stop_token_ids: Sequence[int] | None = None,
-    ) -> None:
-        """`stop_token_ids` holds every token id that ends the request, if known."""
-        self._params = params
-        self.extra_args = dict(extra_args) or None
-        if stop_token_ids is not None:
-            self.all_stop_token_ids = set(stop_token_ids)
-
-    @property
-    def stop(self) -> list[str]:
-        """The stop strings, always as a list."""
-        return self._params.stop_strings
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a field of SamplingParams."""
-        if name.startswith("_") or not hasattr(self._params, name):
-            raise AttributeError(
-                f"these sampling parameters have no {name!r}; arguments of a plugin's own are in "
-                f"extra_args"
-            )
-        return getattr(self._params, name)
 
 
 def parameter_names(call: Callable[..., Any]) -> list[str]:

@@ -25,12 +25,13 @@ from hardpoint.typed import Arguments as BaseArguments
 from .base import (
     Adapter,
     AdapterArguments,
-    ExternalParams,
     ExternalProcessor,
     parameter_names,
     signature_text,
 )
+from .drafts import drafts_of
 from .tensor_checks import HandedOver
+from .vllm_objects import ExternalParams
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,10 @@ class CallSignature(Enum):
     PROMPT_AND_OUTPUT = "(prompt_ids, output_ids, logits [vocab])"
 
 
+_CALLS = {2: CallSignature.OUTPUT, 3: CallSignature.PROMPT_AND_OUTPUT}
+"""Forms of callables, by the number of their parameters."""
+
+
 @dataclass(eq=False)
 class RequestProcessor:
     """The callable of one request.
@@ -60,12 +65,18 @@ class RequestProcessor:
     call: Callable[..., Any] | None = None
     form: CallSignature = CallSignature.TRANSFORMERS
 
+    def copy(self) -> RequestProcessor:
+        """Return one with a copy of the callable."""
+        return RequestProcessor(self.prompt, copy.deepcopy(self.call), self.form)
+
 
 class ResultCache:
-    """The last result of each processor.
+    """The last result of each processor, and copies for the rows of draft tokens.
 
-    A step may run a second time, to find the plugin responsible for an error. Callables may count
-    their calls, so each is called once per position and its result is kept.
+    Callables may count their calls. So each is called once per position, as without drafts: a step
+    that runs a second time, to find the plugin responsible for an error, gets the result of before;
+    the copy for the row of a draft token continues that of the row before; and the copy of the last
+    draft that was kept takes the callable's place.
     """
 
     def __init__(self) -> None:
@@ -74,6 +85,34 @@ class ResultCache:
             RequestProcessor, tuple[int, torch.Tensor, torch.Tensor]
         ]
         self._last = weakref.WeakKeyDictionary()
+        self._copies: weakref.WeakKeyDictionary[
+            RequestProcessor, dict[tuple[int, ...], RequestProcessor]
+        ]
+        self._copies = weakref.WeakKeyDictionary()
+
+    def run_for(
+        self, processor: RequestProcessor, request: LogitsRequest, row: torch.Tensor
+    ) -> None:
+        """Apply the callable of a row [vocab] in place.
+
+        Args:
+            processor: state of the request, also for the row of one of its draft tokens.
+            request: request of the row.
+            row: logits of the row.
+        """
+        drafts = tuple(drafts_of(request))
+        if drafts:
+            copies = self._copies.setdefault(processor, {})
+            if drafts not in copies:
+                copies[drafts] = copies.get(drafts[:-1], processor).copy()
+            self.run(copies[drafts], request, row)
+            return
+        outputs, last = request.output_token_ids, self._last.get(processor)
+        if last is not None and last[0] != len(outputs):
+            kept = self._copies.pop(processor, {}).get(tuple(outputs[last[0] : -1]))
+            if kept is not None:
+                processor.call = kept.call
+        self.run(processor, request, row)
 
     def run(self, processor: RequestProcessor, request: LogitsRequest, row: torch.Tensor) -> None:
         """Apply a processor's callable to a row [vocab] in place."""
@@ -107,26 +146,22 @@ class RowwiseAdapter(Adapter, LogitsProcessor):
         return state  # defined because only states that advance are forked
 
     def fork(self, state: RequestProcessor) -> RequestProcessor:
-        """Return a copy for draft rows."""
-        return RequestProcessor(state.prompt, copy.deepcopy(state.call), state.form)
+        """Return the state unchanged: `apply` makes the copies for draft rows."""
+        return state
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the logits [rows, vocab], edited in the rows that have a callable."""
         for row, request, processor in zip(logits, rows.requests, rows.states(), strict=True):
             if processor.call is not None:
-                self._results.run(processor, request, row)
+                self._results.run_for(processor, request, row)
         return logits
 
 
-class TransformersProcessor(RowwiseAdapter):
-    """Runs a processor in transformers' form; each request has an object of its own."""
-
-    contract = 1
-    phase = Phase.PENALTY
-    adapter = "transformers LogitsProcessor"
+class OwnObjects(RowwiseAdapter):
+    """Base of the adapters that give each request an object of its own, since some keep state."""
 
     class Options(Adapter.Options):
-        """Options of a processor in transformers' form.
+        """Options of a processor that each request has one of.
 
         Attributes:
             args: its constructor's arguments, by name.
@@ -153,6 +188,24 @@ class TransformersProcessor(RowwiseAdapter):
                 ) from None
         return super().configured(options)
 
+    def start(self, request: LogitsRequest) -> RequestProcessor:
+        """Return the processor of a request."""
+        target: Any = self.external.target
+        built = inspect.isclass(target)
+        call = target(**self.options.args) if built else copy.deepcopy(target)
+        if not callable(call):
+            what = "its constructor made" if built else "its __deepcopy__ returned"
+            raise TypeError(f"{what} a {type(call).__name__}, expected a processor")
+        return RequestProcessor(_prompt_of(request), call, call_signature(call))
+
+
+class TransformersProcessor(OwnObjects):
+    """Runs a processor in transformers' form."""
+
+    contract = 1
+    phase = Phase.PENALTY
+    adapter = "transformers LogitsProcessor"
+
     @classmethod
     def prepare(cls, arguments: Any, context: PrepareContext) -> Any:
         """Check that the prompt has ids everywhere.
@@ -163,15 +216,13 @@ class TransformersProcessor(RowwiseAdapter):
         _with_ids(CallSignature.TRANSFORMERS, context.prompt_token_ids)
         return arguments
 
-    def start(self, request: LogitsRequest) -> RequestProcessor:
-        """Return a processor of its own for the request, since some keep state between calls."""
-        target: Any = self.external.target
-        built = inspect.isclass(target)
-        call = target(**self.options.args) if built else copy.deepcopy(target)
-        if not callable(call):
-            what = "its constructor made" if built else "its __deepcopy__ returned"
-            raise TypeError(f"{what} a {type(call).__name__}, expected a processor")
-        return RequestProcessor(_prompt_of(request), call)
+
+class VLLMV0Callable(OwnObjects):
+    """Runs a per-request callable of vLLM V0: `(output_ids, logits)`, or with the prompt's ids."""
+
+    contract = 1
+    phase = Phase.BIAS
+    adapter = "vLLM V0 callable"
 
 
 class PerRequestFactory(RowwiseAdapter):
@@ -261,6 +312,25 @@ class RequestCallables(LogitsProcessor):
         return logits
 
 
+def adapt_callable(external: ExternalProcessor) -> type[Adapter]:
+    """Return the component for a callable of vLLM V0, or for a factory of such callables.
+
+    The number of parameters distinguishes them: one of a factory, two or three of a callable.
+
+    Raises:
+        PluginContractError: it is neither.
+    """
+    target = external.target
+    call = target
+    if inspect.isclass(target):
+        if _num_parameters(target) == 1:
+            return adapt_factory(external)
+        call = target.__call__.__get__(object())
+    if not inspect.isbuiltin(target) and _num_parameters(call) in _CALLS:
+        return VLLMV0Callable.of(external)
+    return adapt_factory(external)
+
+
 def adapt_factory(external: ExternalProcessor) -> type[Adapter]:
     """Return the component for a factory of per-request callables.
 
@@ -324,10 +394,17 @@ def call_signature(call: Any) -> CallSignature:
         names = parameter_names(call)
     except TypeError as cause:
         raise TypeError(f"{wanted}, got {cause}") from None
-    forms = {2: CallSignature.OUTPUT, 3: CallSignature.PROMPT_AND_OUTPUT}
-    if len(names) not in forms:
+    if len(names) not in _CALLS:
         raise TypeError(f"{wanted}, got {signature_text(call)}")
-    return forms[len(names)]
+    return _CALLS[len(names)]
+
+
+def _num_parameters(call: Any) -> int | None:
+    """Return the number of parameters, None if one is not plain and positional."""
+    try:
+        return len(parameter_names(call))
+    except TypeError:
+        return None
 
 
 def _prompt_of(request: LogitsRequest) -> list[int | None] | None:

@@ -17,6 +17,7 @@ from hardpoint.plugins.commands import ComponentInfo
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapt import adapt, load_component
+from hardpoint.registry.adapters.contract_1 import warn_of_earlier
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.kinds import KINDS, Kind
@@ -82,6 +83,7 @@ def _check(request: CheckRequest, send: Send) -> None:
             "package": source.package,
             "contract": target.contract,
             "accepted_contracts": _accepted(kind),
+            "deprecated": "".join(warn_of_earlier([(kind, source, target)])),
             "suite": kind.suite,
             "hardpoint": installed_version(),
         }

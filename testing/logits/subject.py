@@ -30,6 +30,9 @@ from hardpoint.testing.suite import Violation, short_repr
 MAX_ROWS = 8
 """Maximum number of rows in a test batch."""
 
+MAX_LENGTH = 512
+"""Maximum number of tokens of a request in a test."""
+
 _CPU = torch.device("cpu")
 _MOST_IDS = 8  # of a request's arguments that are drawn into its prompt and outputs
 _GREEDY, _RANDOM = 0.0, 1.0
@@ -147,6 +150,7 @@ class Subject:
             vocab_size=vocab_size or self.vocab_size,
             max_num_seqs=MAX_ROWS,
             ops=logits_ops(device),
+            max_model_len=MAX_LENGTH,
         )
         try:
             return ProcessorPipeline(self.cls(context), self.name, device, MAX_ROWS)

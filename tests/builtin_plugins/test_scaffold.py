@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.frozen_templates import changes, digests, recorded
 from support.processes import run
 
 from hardpoint.builtin_plugins.scaffold.names import PackageSpec
@@ -54,6 +55,27 @@ def write_packages(folder: Path, kinds) -> str:
         (info / "entry_points.txt").write_text(f"[hardpoint.{kind}]\n{point}\n")
         paths.append(str(source))
     return os.pathsep.join(paths)
+
+
+def test_published_templates_do_not_change():
+    now = digests()
+    assert changes(recorded(), now) == [], "make a new version, in a folder of its own"
+    assert now == recorded(), "run PYTHONPATH=tests python -m support.frozen_templates"
+
+
+@pytest.mark.parametrize(
+    ("path", "digest", "expected"),
+    [
+        ("1/common/README.md.txt", "other", ["1/common/README.md.txt changed"]),
+        ("1/common/README.md.txt", None, ["1/common/README.md.txt is gone"]),
+        ("1/common/MANIFEST.in.txt", "new", ["1/common/MANIFEST.in.txt is new"]),
+        ("1/kinds/new_kind.txt", "new", []),
+        ("2/common/README.md.txt", "new", []),
+    ],
+)
+def test_a_change_of_published_templates_is_found(path, digest, expected):
+    now = digests() | {path: digest}
+    assert changes(digests(), {p: text for p, text in now.items() if text}) == expected
 
 
 def test_every_kind_has_a_template():
@@ -233,6 +255,26 @@ def test_a_conflict_leaves_both_and_is_to_be_decided_first(tmp_path, second):
     assert ">>>>>>> template 2\n" in readme.read_text()
     with pytest.raises(RequestError, match=r"README.md, line \d+: decide this conflict first"):
         updated(package, second)
+
+
+def test_the_command_ends_with_1_if_there_are_conflicts(folder, capsys, second, monkeypatch):
+    assert main(["plugins", "new", "hooks", "acme-a", "--into", "a"]) == 0
+    readme = folder / "a" / "README.md"
+    written = readme.read_text()
+    readme.write_text(written.replace("enables nothing.", "is enough."))
+    monkeypatch.setattr("hardpoint.builtin_plugins.scaffold.command.Templates", lambda: second)
+    capsys.readouterr()
+    assert main(["plugins", "new", "--update", "--dry-run", "--into", "a"]) == 1
+    assert "<<<<<<<" not in readme.read_text()
+    assert main(["plugins", "new", "--update", "--into", "a"]) == 1
+    printed = capsys.readouterr().out
+    assert "a/README.md: in conflict" in printed
+    assert printed.endswith("Templates: version 1 to 2; 1 conflicts.\n")
+    assert "<<<<<<< yours" in readme.read_text()
+    assert main(["plugins", "new", "--update", "--into", "a"]) == 2
+    assert "decide this conflict first" in capsys.readouterr().err
+    readme.write_text(written)
+    assert main(["plugins", "new", "--update", "--into", "a"]) == 0
 
 
 @pytest.mark.parametrize(

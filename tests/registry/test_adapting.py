@@ -6,7 +6,7 @@ import abc
 import enum
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,6 @@ from support.plugins import foreign_processors as foreign
 from hardpoint.errors import PluginContractError, PluginLoadError
 from hardpoint.plugins import (
     Added,
-    BatchLogitsProcessor,
     BatchUpdate,
     ConfigError,
     LogitsContext,
@@ -30,9 +29,10 @@ from hardpoint.plugins import (
     SamplingParams,
     hookimpl,
 )
+from hardpoint.plugins.logits import FollowsBatch
 from hardpoint.registry.adapt import adapter_of
-from hardpoint.registry.adapters.base import ExternalParams
-from hardpoint.registry.adapters.vllm import MoveDirectionality
+from hardpoint.registry.adapters.vllm_objects import ExternalParams
+from hardpoint.registry.adapters.vllm_v1 import MoveDirectionality
 from hardpoint.registry.plugin_set import PluginSet
 
 
@@ -71,15 +71,21 @@ def built(plugins, **fields):
 @pytest.mark.parametrize(
     ("target", "form", "adapter", "phase", "invariant"),
     [
-        (foreign.MinP, BatchLogitsProcessor, "vLLM V1 class", Phase.TRUNCATE, True),
-        (foreign.OneToken, BatchLogitsProcessor, "vLLM V1 class", Phase.BIAS, False),
-        (foreign.Shy, BatchLogitsProcessor, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.MinP, FollowsBatch, "vLLM V1 class", Phase.TRUNCATE, True),
+        (foreign.OneToken, FollowsBatch, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.Shy, FollowsBatch, "vLLM V1 class", Phase.BIAS, False),
+        (foreign.SlotToken, FollowsBatch, "vLLM V2 class", Phase.PENALTY, False),
+        (foreign.Echo, FollowsBatch, "vLLM V2 class", Phase.PENALTY, False),
+        (foreign.BothForms, FollowsBatch, "vLLM V2 class", Phase.PENALTY, False),
         (foreign.Counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.counting, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.repetition, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.both, LogitsProcessor, "transformers LogitsProcessor", Phase.PENALTY, False),
         (foreign.forcing, LogitsProcessor, "per-request callables", Phase.BIAS, False),
         (foreign.Stepping, LogitsProcessor, "per-request callables", Phase.BIAS, False),
+        (foreign.two_parameters, LogitsProcessor, "vLLM V0 callable", Phase.BIAS, False),
+        (foreign.Boost, LogitsProcessor, "vLLM V0 callable", Phase.BIAS, False),
+        (foreign.boost, LogitsProcessor, "vLLM V0 callable", Phase.BIAS, False),
     ],
 )
 def test_accepted_forms(loaded, target, form, adapter, phase, invariant):
@@ -112,6 +118,11 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
     assert "'penalty'" in refused(foreign.Repetition, None, ConfigError)
     message = refused(foreign.repetition, {"args": {"penalty": 2}}, ConfigError)
     assert message.startswith("plugin.thing.args: elsewhere:Thing is built already")
+    message = refused(foreign.PerRequestClass, None, ConfigError)
+    assert message.startswith(
+        "plugin.thing.args: they do not fit PerRequestClass(tokenizer, boost=1.0): missing a "
+        "required argument: 'tokenizer'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,24 +130,23 @@ def test_constructor_arguments_come_from_the_options(loaded, refused):
     [
         (
             foreign.TwoArguments,
-            "another generation of vLLM's interface: the constructor of a class in vLLM V1's form "
-            "takes (vllm_config, device, is_pin_memory), this one is TwoArguments(vllm_config, "
-            "device)",
+            "a logits processor for vLLM, but of no form that is known: its constructor is "
+            "TwoArguments(vllm_config, device); a V1 class has is_argmax_invariant, update_state, "
+            "apply and the constructor (vllm_config, device, is_pin_memory), a V2 class has "
+            "apply(logits, ctx) and the constructor (vllm_config, req_states)",
         ),
         (
-            foreign.NewGeneration,
-            "another generation of vLLM's interface: it lacks is_argmax_invariant, update_state",
+            foreign.OldApply,
+            "of no form that is known: it lacks is_argmax_invariant, update_state, and its "
+            "constructor is OldApply(vllm_config, req_states); a V1 class has",
         ),
+        (foreign.SlotValidation, "its validate_params must be a classmethod or staticmethod"),
         (foreign.InstanceValidation, "its validate_params must be a classmethod or staticmethod"),
         (
-            foreign.PerRequestClass,
-            "this is PerRequestClass(tokenizer, boost=1.0): 'boost' has a default; it seems to be "
-            "such a callable itself, or a class of them",
-        ),
-        (
-            foreign.two_parameters,
+            foreign.four_parameters,
             "it must take exactly one positional parameter, (params), this is "
-            "two_parameters(output_ids, logits); it seems to be such a callable itself",
+            "four_parameters(prompt_ids, output_ids, logits, scale); it seems to be such a "
+            "callable itself, or a class of them",
         ),
         (foreign.with_default, "with_default(params, scale=1.0): 'scale' has a default"),
         (lambda *params: None, "<lambda>(*params): 'params' is variadic"),
@@ -163,7 +173,7 @@ class Unreadable(foreign.OneToken, metaclass=Raising):
 
 
 def test_a_class_that_cannot_be_looked_at_is_named(refused):
-    assert "looking at it failed: LookupError: __abstractmethods__" in refused(Unreadable)
+    assert "looking at it failed: LookupError: __wrapped__" in refused(Unreadable)
 
 
 class Uncopied:
@@ -238,7 +248,10 @@ def test_a_batch_update_in_vllms_shape(loaded):
     assert (seen.batch_size, seen.removed) == (3, (4, 3))
     (row, params, prompt, live), (_, blank, none, _) = seen.added
     assert (row, params.min_p, params.extra_args, prompt) == (0, 0.3, {"x": 1}, [1, 2])
-    assert live is outputs
+    assert live == []
+    outputs.append(7)
+    processor.update_state(None)
+    assert live == [7]
     assert (blank.min_p, blank.extra_args, none) == (0.0, None, None)
     assert [m[:2] for m in seen.moved] == [(5, 2), (0, 1)]
     assert seen.moved[0][2] == foreign.MoveDirectionality.UNIDIRECTIONAL
@@ -246,6 +259,13 @@ def test_a_batch_update_in_vllms_shape(loaded):
     assert seen.moved[0][2] != foreign.MoveDirectionality.SWAP
     processor.update_state(None)
     assert processor._inner.seen is None
+
+
+@dataclass
+class SeveralRows:
+    """The rows of a step."""
+
+    requests: list[LogitsRequest]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -277,7 +297,11 @@ def test_the_rows_stay_true_through_any_history(loaded, seed):
         removed = tuple(sorted(set(leaving) - {a.row for a in added}, reverse=True))
         processor.update_state(BatchUpdate(6, removed, tuple(added), tuple(moved)))
         before = torch.rand(6, 11)
-        after = processor.apply(before.clone())
+        users = [row for row, target in enumerate(standing) if target is not None]
+        views = [LogitsRequest("r", [1], [], SamplingParams(), [], row=row) for row in users]
+        after = before.clone()
+        if users:
+            after[users] = processor.apply(before[users], SeveralRows(views))
         for row, target in enumerate(standing):
             if target is None:
                 assert after[row].equal(before[row])
@@ -353,14 +377,25 @@ def test_an_object_is_called_once_per_position(loaded):
     assert chosen(first) == 67  # other logits are another question
 
 
-def test_draft_rows_have_copies(loaded):
+def test_an_object_is_called_as_without_drafts(loaded):
     plugins, _ = loaded(foreign.Counting)
     processor = built(plugins, vocab_size=80)
-    state = processor.start(LogitsRequest("r", [1, 2], [], SamplingParams(), []))
-    draft = processor.advance(processor.fork(state), 9)
-    view = LogitsRequest("r", [1, 2], [9], SamplingParams(), [])
-    assert processor.apply(torch.rand(1, 80), OneRow(view, draft)).argmax() == 65
-    assert (draft.call.calls, state.call.calls) == (1, 0)
+    request = LogitsRequest("r", [1, 2], [], SamplingParams(), [])
+    state = processor.start(request)
+
+    def chosen(*drafts):
+        view = request
+        if drafts:
+            view = replace(request, output_token_ids=[*request.output_token_ids, *drafts])
+            view = replace(view, draft_of=request)
+        return processor.apply(torch.rand(1, 80), OneRow(view, processor.fork(state))).argmax()
+
+    assert [chosen(), chosen(9), chosen(9, 8), chosen(7)] == [65, 66, 67, 66]
+    assert state.call.calls == 1
+    request.output_token_ids.extend([9, 5])  # one draft is kept, and a token in place of the next
+    assert [chosen(), chosen(6)] == [67, 68]
+    request.output_token_ids.append(4)
+    assert chosen() == 68
 
 
 def foreign_point(installed, monkeypatch, value):

@@ -7,7 +7,7 @@ contract; and the classes of the data that their methods take, return and find i
 the kinds and numbers that use each. The record of a number only grows. A change that may break a
 plugin needs a new number in `registry/kinds.py`, and an adapter for the old one in
 `registry/adapters/`. `--compatible` records a change of a kind that breaks nothing, such as a type
-that is written differently.
+that is written differently. A change without a line in CHANGELOG.md under its kind is not recorded.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from hardpoint.registry.kinds import KINDS
 
 RECORD = Path(__file__).parents[1] / "compatibility" / "interfaces.json"
 
+CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
+
 NAMES = "names of hardpoint.plugins"
 """The record's key for the names that authors have been able to import."""
 
@@ -56,22 +58,67 @@ def recorded() -> dict[str, dict[str, Any]]:
     return found
 
 
+def changelog() -> dict[str, str]:
+    """Return the section of each kind in CHANGELOG.md, heading included; all of them, joined."""
+    found: dict[str, str] = defaultdict(str)
+    for section in re.split(r"^(?=##)", CHANGELOG.read_text(), flags=re.MULTILINE):
+        if section.startswith("### "):
+            for kind in re.findall(r"`(\w+)`", section.partition("\n")[0]):
+                found[kind] += section
+    return dict(found)
+
+
+def unexplained(
+    kind: str,
+    before: Mapping[str, Any] | None,
+    now: Mapping[str, Any],
+    sections: Mapping[str, str],
+) -> list[str]:
+    """Return each change of a kind's interface that its section of the changelog does not have.
+
+    A change is there if the section has the name of the member, or of its class. Of an interface
+    that was not recorded before, the heading has to have the number.
+    """
+    section = sections.get(kind, "")
+    if before is None:
+        number = KINDS[kind].contract
+        heading = section.partition("\n")[0]
+        is_there = number == 1 or re.search(rf"contract {number}\b", heading) is not None
+        return [] if is_there else [f"CHANGELOG.md has no heading with `{kind}`, contract {number}"]
+    members = {
+        (owner, name)
+        for owner in before.keys() | now.keys()
+        for name in before.get(owner, {}).keys() | now.get(owner, {}).keys()
+        if before.get(owner, {}).get(name) != now.get(owner, {}).get(name)
+    }
+    return [
+        f"{owner}.{name} changed, and its section of CHANGELOG.md has neither name"
+        for owner, name in sorted(members)
+        if not re.search(rf"`[^`]*\b(?:{owner}|{name})\b[^`]*`", section)
+    ]
+
+
 def updated(
-    record: Mapping[str, dict[str, Any]], compatible: Collection[str] = ()
+    record: Mapping[str, dict[str, Any]],
+    compatible: Collection[str] = (),
+    sections: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the record with the present interfaces, and the changes that keep it from that.
 
     Args:
         record: interfaces by kind and number.
         compatible: kinds whose changes break nothing.
+        sections: those of the changelog by kind; None reads them.
     """
     changes = []
+    sections = changelog() if sections is None else sections
     new = {kind: dict(numbers) for kind, numbers in record.items()}
     for kind, now in interfaces().items():
         number = str(KINDS[kind].contract)
         before = new.setdefault(kind, {}).get(number)
         if before is not None and kind not in compatible:
             changes += [f"{kind}, contract {number}: {c}" for c in breaking(before, now)]
+        changes += [f"{kind}: {c}" for c in unexplained(kind, before, now, sections)]
         new[kind][number] = now
     new[DATA] = data()
     changes += _changes_of_data(record.get(DATA, {}), new[DATA], compatible)

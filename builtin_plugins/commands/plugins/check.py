@@ -113,6 +113,7 @@ def _plugin_lines(record: Mapping[str, Any]) -> list[str]:
         record["component"],
         f"  {record['class']} from {record['package']}",
         f"  contract {record['contract']}; hardpoint {record['hardpoint']} accepts {accepted}",
+        *([f"  deprecated: {record['deprecated']}"] if record["deprecated"] else []),
         f"  checked by {record['suite']}",
         "",
     ]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from hardpoint.errors import PluginContractError
-from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
+from hardpoint.plugins import BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.logits import FollowsBatch
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system import torch_state
@@ -56,7 +57,7 @@ class LogitsPipeline:
         self._batch_followers = [
             runner
             for runner in runners
-            if runner.has_device_state or isinstance(runner.processor, BatchLogitsProcessor)
+            if runner.has_device_state or isinstance(runner.processor, FollowsBatch)
         ]
         self._timed = [runner for runner in runners if runner.slow_seconds]
         # Of the step's rows, derived again when those change.

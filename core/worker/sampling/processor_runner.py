@@ -25,7 +25,7 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.logits import FollowsBatch, LogitsPlugin
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.adapters.tensor_checks import HandedOver
@@ -56,7 +56,7 @@ class ProcessorRunner:
         source: names the plugin in messages.
         max_rows: rows of device state to allocate.
         ends_engine: a fault ends the engine instead of the requests that use the plugin.
-        rebuild: builds a new processor when a batch-level one has lost its batch state; without
+        rebuild: builds a new processor when one that follows the batch has lost it; without
             it, the processor stays broken.
         activity: records the method that runs.
         slow_seconds: above which its time in a step is counted; 0 is never.
@@ -151,13 +151,13 @@ class ProcessorRunner:
     def update(
         self, update: BatchUpdate | None, full_update: Callable[[], BatchUpdate] | None = None
     ) -> None:
-        """Pass the changes of the batch to a batch-level processor; move device state along.
+        """Pass the changes of the batch to a processor that follows it; move device state along.
 
         A broken processor, whose users have ended since, is rebuilt from `full_update`.
         """
         if update is not None and self.has_device_state:
             self.device_state.move(update)
-        if not isinstance(self.processor, BatchLogitsProcessor):
+        if not isinstance(self.processor, FollowsBatch):
             return
         try:
             with self.measured("update_state"):
@@ -166,7 +166,7 @@ class ProcessorRunner:
                         return
                     self.processor.close()
                     self.processor, update = self.rebuild(), full_update()
-                assert isinstance(self.processor, BatchLogitsProcessor)  # rebuilt of the same class
+                assert isinstance(self.processor, FollowsBatch)  # rebuilt of the same class
                 self.processor.update_state(update)
                 self.broken = None
         except BaseException as cause:
@@ -239,6 +239,8 @@ class ActiveRows:
     def _dispatch(self, logits: torch.Tensor, batch_size: int) -> torch.Tensor:
         runner = self.runner
         processor: Any = runner.processor
+        if runner.broken is not None:
+            raise runner.broken
         if runner.is_sparse:
             self._apply_edits(processor.edits(self.rows), logits)
             return logits
@@ -247,8 +249,6 @@ class ActiveRows:
             handed_over = HandedOver(part)
             result = handed_over.result(processor.apply(part, self.rows))
             return result if self.index is None else logits.index_copy_(0, self.index, result)
-        if runner.broken is not None:
-            raise runner.broken
         return self._apply_to_batch(processor, logits, batch_size)
 
     def _apply_edits(self, edits: Edits | None, logits: torch.Tensor) -> None:

@@ -389,6 +389,9 @@ def open_stage(
             vocab_size=vocab_size,
             max_num_seqs=spec.config.scheduler.max_num_seqs,
             ops=ops,
+            max_model_len=spec.max_model_len,
+            model=str(spec.loader.context.files.path),
+            tokenizer=spec.config.tokenizer.path or "",
         )
         runners.append(
             ProcessorRunner(

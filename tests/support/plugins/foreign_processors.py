@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from enum import Enum, auto
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor as TransformersLogitsProcessor
 from transformers import LogitsProcessorList
@@ -106,6 +109,60 @@ class ReadsConfig(OneToken):
         self.ranks = vllm_config.parallel_config.world_size
 
 
+class Sums:
+    """In the form of vLLM V1, with state that `update_state` carries on by one token per call."""
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        self.rows = {}
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        for row, (outputs, known, total) in self.rows.items():
+            if len(outputs) > known:
+                self.rows[row] = (outputs, known + 1, total * 3 + outputs[-1])
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self.rows.pop(row, None)
+        for row, params, prompt_ids, output_ids in batch_update.added:
+            self.rows.pop(row, None)
+            if params.extra_args:
+                total = functools.reduce(
+                    lambda t, token: t * 3 + token, output_ids, sum(prompt_ids)
+                )
+                self.rows[row] = (output_ids, len(output_ids), total)
+        for a, b, direction in batch_update.moved:
+            pair = {a: self.rows.pop(a, None), b: self.rows.pop(b, None)}
+            back = pair[b] if direction == MoveDirectionality.SWAP else None
+            self.rows |= {r: s for r, s in ((b, pair[a]), (a, back)) if s is not None}
+
+    def apply(self, logits):
+        for row, (outputs, known, total) in self.rows.items():
+            assert len(outputs) == known
+            logits[row, total % logits.shape[1]] += 20.0
+        return logits
+
+
+class Locked(Sums):
+    """Cannot be copied."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+
+class CountsCalls(Sums):
+    """Broken: `apply` changes the state."""
+
+    def apply(self, logits):
+        for row, (outputs, known, total) in self.rows.items():
+            logits[row, total % logits.shape[1]] += 20.0
+            self.rows[row] = (outputs, known, total + 1)
+        return logits
+
+
 class Fickle(OneToken):
     """Changes its mind once it is built."""
 
@@ -133,15 +190,126 @@ class TwoArguments(OneToken):
         pass
 
 
-class NewGeneration:
-    def __init__(self, vllm_config, device):
+class OldApply:
+    """Of neither form: a V2 constructor, and `apply` without the layout of the step."""
+
+    def __init__(self, vllm_config, req_states):
         pass
 
-    def validate_params(self, params):
-        pass
-
-    def apply(self, logits, mapping):
+    def apply(self, logits):
         return logits
+
+
+class SlotToken:
+    """In the form of vLLM V2, with neither base class nor drafts in mind.
+
+    Only `target_token` plus the number of outputs may be produced. It reads lengths from the host,
+    and tokens from the shared buffers.
+    """
+
+    def __init__(self, vllm_config, req_states):
+        assert vllm_config.speculative_config is None
+        self.states = req_states
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self.targets = np.full(req_states.max_num_reqs, -1, dtype=np.int64)
+        self.staged = torch.full((req_states.max_num_reqs,), -1)
+
+    @classmethod
+    def validate_params(cls, sampling_params):
+        target = (sampling_params.extra_args or {}).get("target_token")
+        if target is not None and not isinstance(target, int):
+            raise ValueError(f"target_token value {target} is not int")
+
+    def add_request(self, req_idx, sampling_params):
+        target = (sampling_params.extra_args or {}).get("target_token")
+        if target == 13:
+            raise KeyError("thirteen")
+        self.targets[req_idx] = -1 if target is None else target
+        return target is not None
+
+    def apply_staged_writes(self):
+        self.staged = torch.from_numpy(self.targets.copy())
+
+    def apply(self, logits, ctx):
+        assert len(logits) == len(ctx.expanded_idx_mapping) == len(ctx.idx_mapping_np)
+        assert (ctx.pos + 1).tolist() == ctx.seq_lens_upper_bound_np.tolist()
+        for row, slot in enumerate(ctx.idx_mapping_np):
+            length = int(ctx.seq_lens_upper_bound_np[row])
+            assert length == self.states.total_len.gpu[slot]
+            assert self.states.all_token_ids.gpu[slot, length - 1] == ctx.input_ids[row]
+            outputs = length - self.states.prompt_len.np[slot]
+            token = (self.staged[slot] + outputs) % self.vocab_size
+            kept = logits[row, token].clone()
+            logits[row] = -torch.inf
+            logits[row, token] = kept
+        return logits
+
+
+class Echo:
+    """In the form of vLLM V2: tokens of the sequence come again; a new tensor is returned."""
+
+    def __init__(self, vllm_config, req_states):
+        self.states = req_states
+
+    def apply(self, logits, ctx):
+        ids = self.states.all_token_ids.gpu[ctx.expanded_idx_mapping].long()
+        lengths = self.states.total_len.gpu[ctx.expanded_idx_mapping].unsqueeze(1)
+        known = torch.arange(ids.shape[1], device=ids.device) < lengths
+        seen = torch.zeros_like(logits).scatter_add_(1, ids, known.to(logits.dtype))
+        return logits + 50.0 * (seen > 0)
+
+
+class OldSlots(SlotToken):
+    """Broken: keeps what the last request of a slot had."""
+
+    def add_request(self, req_idx, sampling_params):
+        if self.targets[req_idx] < 0:
+            return super().add_request(req_idx, sampling_params)
+        return True
+
+
+class RowsAsSlots(SlotToken):
+    """Broken: takes rows for slots."""
+
+    def apply(self, logits, ctx):
+        for row in range(len(logits)):
+            logits[row, self.targets[row] % self.vocab_size] += 20.0
+        return logits
+
+
+class BothForms(SlotToken):
+    """With V2's constructor, and methods of V1 for older engines."""
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        raise AssertionError("it runs in V2's form")
+
+    def apply(self, logits, ctx=None):
+        return super().apply(logits, ctx)
+
+
+class SlotReads(SlotToken):
+    """Reads a field, with a default, in the method that its request names."""
+
+    def __init__(self, vllm_config, req_states):
+        super().__init__(vllm_config, req_states)
+        self.config = vllm_config
+
+    def add_request(self, req_idx, sampling_params):
+        where, name = sampling_params.extra_args["read"].split(".")
+        objects = {"params": sampling_params, "states": self.states, "config": self.config}
+        getattr(objects[where], name, None)
+        return True
+
+    def apply(self, logits, ctx):
+        return logits
+
+
+class SlotValidation(SlotToken):
+    def validate_params(self, sampling_params):
+        pass
 
 
 class InstanceValidation(OneToken):
@@ -299,7 +467,27 @@ def lengths(params):
 
 
 def two_parameters(output_ids, logits):
+    logits[len(output_ids) * 3 % len(logits)] += 20.0
     return logits
+
+
+def four_parameters(prompt_ids, output_ids, logits, scale):
+    return logits
+
+
+class Boost:
+    """A callable of vLLM V0 that keeps state between its calls; it is no factory."""
+
+    def __init__(self, token=65, verbose=False):
+        self.token = token
+
+    def __call__(self, token_ids, logits):
+        logits[(self.token + len(token_ids)) % len(logits)] += 20.0
+        self.token += 1
+        return logits
+
+
+boost = Boost()
 
 
 def with_default(params, scale=1.0):

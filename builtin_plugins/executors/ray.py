@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hardpoint.errors import EngineClosedError, EngineDeadError, PluginLoadError
+from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     Executor,
@@ -26,21 +26,24 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.parallel import Placement
-from hardpoint.toolkit.workers.calls import decode_result, encode_call
-from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
-
-from .ray_cluster import (
+from hardpoint.toolkit.ray_cluster import (
     Connection,
     RayNode,
-    RayOptions,
+    actor_failure,
     arrange,
+    check_capacity,
     health_check_seconds,
     import_ray,
     listening_address,
     needed_resources,
     nodes_of,
     reserve,
+    short_text,
 )
+from hardpoint.toolkit.workers.calls import decode_result, encode_call
+from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
+
+from .ray_options import RayOptions
 from .ray_worker import CONCURRENCY_GROUPS, RayWorker
 
 _log = logging.getLogger("hardpoint")
@@ -125,10 +128,14 @@ class RayExecutor(Executor):
         """
         setting = f"plugin.{self.name}"
         self._connection = Connection(self._ray, self.options, setting)
+        needed = needed_resources(self._ray, self.options)
+        count, strategy = self.context.parallel.world_size, self.options.placement
         try:
-            self._group = reserve(self._ray, self.options, self.context.parallel.world_size)
+            check_capacity(list(nodes_of(self._ray).values()), needed, count, strategy)
         except ConfigError as error:
             raise ConfigError(f"{setting}: {error}") from error
+        timeout_s = self.options.start_timeout_seconds
+        self._group = reserve(self._ray, needed, count, strategy=strategy, timeout_s=timeout_s)
         self._thread = threading.Thread(target=self._complete, name="RayResults", daemon=True)
         self._thread.start()
         self._start_actors()
@@ -344,12 +351,7 @@ class RayExecutor(Executor):
                 f"start_timeout_seconds)"
             ) from None
         except exceptions.RayError as error:
-            text = str(error)
-            if "No module named 'hardpoint" in text:
-                raise PluginLoadError(
-                    f"{rank.node}: Hardpoint is not installed there: {_last_line(text)}"
-                ) from error
-            raise HardpointError(f"{rank}: its actor did not start: {_short(text)}") from error
+            raise actor_failure(error, rank.node, str(rank)) from error
 
     def _call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
         data: Any = encode_call(method, args)
@@ -403,7 +405,7 @@ class RayExecutor(Executor):
             threading.Thread(target=self._lose, args=(rank, lost), name="RayFailure").start()
 
     def _lose(self, rank: _Rank, cause: BaseException) -> None:
-        self._fail(EngineDeadError(f"executor {self.name!r}: lost {rank}: {_short(str(cause))}"))
+        self._fail(EngineDeadError(f"executor {self.name!r}: lost {rank}: {short_text(cause)}"))
 
     def _fail(self, error: BaseException) -> None:
         """Let all calls raise an error from now on, let no rank wait for another, and report it."""
@@ -453,12 +455,3 @@ def _naming_node(rank: _Rank) -> Iterator[None]:
         yield
     except HardpointError as error:
         raise type(error)(f"{rank.node}: {error}") from error
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2].strip()
-
-
-def _short(text: str) -> str:
-    """Return Ray's text of an error, without its advice."""
-    return " ".join(text.partition("Some common causes")[0].split())[:800]

@@ -61,7 +61,9 @@ def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -
         engine=replace(theirs.engine, profile_dir=own.engine.profile_dir),
         tokenizer=own.tokenizer,
         weight_cache=own.weight_cache,
-        parallel=replace(theirs.parallel, data=1, local=None, join_address=None, keys=None),
+        parallel=replace(
+            theirs.parallel, data=1, local=None, join_address=None, keys=None, ray=None
+        ),
     )
     return Launch(
         address=address,
@@ -115,12 +117,12 @@ class EngineLink:
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.why_over, self.was_stopped = "", False
 
-    def run(self, own: EngineConfig, manifest: Manifest, head: str, stop: int) -> None:
+    def run(self, own: EngineConfig, manifest: Manifest | None, head: str, stop: int) -> None:
         """Start the engine and serve until it, or the head, is gone, or `stop` is readable.
 
         Args:
             own: the configuration of this machine.
-            manifest: the plugins that are enabled here; others are refused.
+            manifest: the plugins that are enabled here; others are refused. None refuses none.
             head: names the head in messages.
             stop: a descriptor; then the engine drains and ends, the second time at once.
 
@@ -232,7 +234,7 @@ class EngineLink:
 
         A call with plugins is the one way to load code: they must be enabled here.
         """
-        if frames[0].bytes != RequestType.UTILITY:
+        if self._manifest is None or frames[0].bytes != RequestType.UTILITY:
             return True
         call = self._calls.decode([frame.buffer for frame in frames[1:]])
         if call.method != "set_policy":

@@ -67,7 +67,7 @@ def join_engine(
     hello = msgspec.structs.replace(hello_of(config), rank=rank)
     manifest = resolve_plugins(config, config_sources).manifest
     with _stopping() as stop:
-        joining = _Joining(config, manifest, address, pair, hello, stop)
+        joining = Joining(config, manifest, address, pair, hello, stop)
         try:
             while joining.run() and not once:
                 pass
@@ -75,18 +75,27 @@ def join_engine(
             joining.close()
 
 
-class _Joining:
+class Joining:
     """Joins a head, and joins again."""
 
     def __init__(
         self,
         config: EngineConfig,
-        manifest: Manifest,
+        manifest: Manifest | None,
         address: str,
         keys: KeyPair | None,
         hello: Hello,
         stop: int,
     ) -> None:
+        """Do not connect yet.
+
+        Args:
+            config: the configuration of this machine.
+            manifest: the plugins that are enabled here; None enables what the head has enabled.
+            address, keys: of the head.
+            hello: what the head is told.
+            stop: a descriptor that is readable when this is to end.
+        """
         self._config, self._manifest = config, manifest
         self._address, self._keys, self._hello, self._stop = address, keys, hello, stop
         self._context = zmq.Context(io_threads=1)
@@ -95,6 +104,7 @@ class _Joining:
         self._logged = -_LOG_INTERVAL_S
 
     def close(self) -> None:
+        """Close all sockets."""
         self._context.destroy(0)
 
     def run(self) -> bool:
@@ -162,7 +172,8 @@ class _Joining:
         """
         try:
             welcome = decode(frame, Welcome)
-            check_manifest(welcome.manifest, self._manifest, self._address)
+            if self._manifest is not None:
+                check_manifest(welcome.manifest, self._manifest, self._address)
             msgspec.convert(welcome.config, EngineConfig)
         except (WireError, msgspec.ValidationError) as cause:
             raise ConfigError(f"--join: the head {self._address}: {cause}") from None

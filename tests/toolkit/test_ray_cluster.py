@@ -12,18 +12,18 @@ import pytest
 from support.plugins.fake import Installed
 
 from hardpoint.builtin_plugins.executors.ray import RayExecutor
-from hardpoint.builtin_plugins.executors.ray_cluster import (
+from hardpoint.builtin_plugins.executors.ray_options import RayOptions
+from hardpoint.errors import PluginLoadError
+from hardpoint.plugins import ConfigError, ExecutorContext
+from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.toolkit.ray_cluster import (
     Connection,
     RayNode,
-    RayOptions,
     arrange,
     check_capacity,
     listening_address,
     needed_resources,
 )
-from hardpoint.errors import PluginLoadError
-from hardpoint.plugins import ConfigError, ExecutorContext
-from hardpoint.plugins.parallel_config import ParallelConfig
 
 
 def node(name, **resources):

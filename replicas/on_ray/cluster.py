@@ -1,0 +1,197 @@
+"""The Ray cluster that engines are placed on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from hardpoint.errors import ConfigError, EngineDeadError, HardpointError
+from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.toolkit.ray_cluster import (
+    Connection,
+    RayNode,
+    actor_failure,
+    check_capacity,
+    import_ray,
+    needed_resources,
+    nodes_of,
+    reserve,
+)
+
+from .actor import EngineActor
+
+_SETTING = "parallel.ray"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joined:
+    """Which cluster is joined; the environment is that of the program, or of its job."""
+
+    address: str
+    namespace: str = ""
+    runtime_env: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    join_timeout_seconds: float = 10.0
+
+
+class EngineCluster:
+    """Places engines, each with one bundle for all of its ranks, on the node with fewest of them.
+
+    Attributes:
+        address: the IP address of this program's node.
+    """
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        """Join the cluster.
+
+        Args:
+            parallel: has `parallel.ray`, and how many engines there are to be.
+
+        Raises:
+            ConfigError: Ray is not installed, no cluster answers, or it is too small.
+        """
+        assert parallel.ray is not None
+        try:
+            self._ray = import_ray()
+        except ImportError as cause:
+            raise ConfigError(f"{_SETTING}: {cause}") from cause
+        self._connection = Connection(self._ray, _Joined(parallel.ray.address), _SETTING)
+        self._lock = threading.Lock()
+        self._placed: Counter[str] = Counter()  # engines by node
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._connection.close)
+            self._needed = needed_resources(self._ray, parallel.ray, parallel.world_size)
+            self._check_room(parallel.data - parallel.num_local)
+            self.address = str(importlib.import_module("ray.util").get_node_ip_address())
+            undo.pop_all()
+
+    @property
+    def nodes(self) -> list[RayNode]:
+        """The nodes that live."""
+        return list(nodes_of(self._ray).values())
+
+    def place(
+        self, *, timeout_s: float, is_cancelled: Callable[[], bool], waits: bool
+    ) -> PlacedActor:
+        """Return an actor for one more engine, once there is room for it.
+
+        Args:
+            timeout_s: maximum time to wait.
+            is_cancelled: asked while it waits.
+            waits: whether it is waited for nodes that are not there.
+
+        Raises:
+            ConfigError: there is no room, whatever ends.
+            HardpointError: there was no room in time, or it was cancelled.
+            EngineDeadError: the node was lost in the meantime.
+        """
+        with self._lock:
+            if not waits:
+                self._check_room(self._placed.total() + 1)
+            near = self._node_with_fewest()
+            self._placed[near] += 1
+        group = None
+        try:
+            group = reserve(
+                self._ray,
+                self._needed,
+                1,
+                strategy="STRICT_PACK",
+                timeout_s=timeout_s,
+                what="engine",
+                near=near,
+                is_cancelled=is_cancelled,
+            )
+            return self._start(group)
+        except BaseException:
+            if group is not None:
+                self._remove(group)
+            raise
+        finally:
+            with self._lock:
+                self._placed[near] -= 1
+
+    def _start(self, group: Any) -> PlacedActor:
+        util = importlib.import_module("ray.util")
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        (node_id,) = util.placement_group_table(group)["bundles_to_node_id"].values()
+        node = nodes_of(self._ray).get(node_id)
+        if node is None:
+            raise EngineDeadError(f"the Ray node {node_id[:12]} was lost while an engine started")
+        needed = self._needed
+        actor = (
+            self._ray.remote(EngineActor)
+            .options(
+                num_cpus=needed.get("CPU", 0),
+                num_gpus=needed.get("GPU", 0),
+                resources={k: v for k, v in needed.items() if k not in ("CPU", "GPU")},
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=0
+                ),
+            )
+            .remote()
+        )
+        with self._lock:
+            self._placed[node_id] += 1
+
+        def end() -> None:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+            self._remove(group)
+            with self._lock:
+                self._placed[node_id] -= 1
+
+        return PlacedActor(actor, node, end)
+
+    def _remove(self, group: Any) -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module("ray.util").remove_placement_group(group)
+
+    def _check_room(self, count: int) -> None:
+        try:
+            check_capacity(self.nodes, self._needed, count, "SPREAD", "engines")
+        except ConfigError as error:
+            raise ConfigError(f"{_SETTING}: {error}") from None
+
+    def _node_with_fewest(self) -> str:
+        """Return the id of the node that should get the next engine; call it with the lock."""
+        nodes, needed = self.nodes, self._needed.items()
+        large = [node for node in nodes if all(node.resources.get(k, 0) >= v for k, v in needed)]
+        return min((self._placed[node.id], node.id) for node in large or nodes)[1]
+
+    def close(self) -> None:
+        """Leave the cluster, unless others in this program use it."""
+        self._connection.close()
+
+
+class PlacedActor:
+    """An actor for one engine.
+
+    Attributes:
+        node: where it runs.
+    """
+
+    def __init__(self, actor: Any, node: RayNode, end: Callable[[], None]) -> None:
+        """Take over an actor; `end` ends it, and releases its resources."""
+        self._actor, self.node, self._end = actor, node, end
+
+    def run(self, launch: bytes) -> Future[bytes]:
+        """Let it run the engine of an encoded ActorLaunch; return what EngineActor.run returns."""
+        future: Future[bytes] = self._actor.run.remote(launch).future()
+        return future
+
+    def failure(self, error: BaseException) -> HardpointError:
+        """Return the error for one of Ray's that `run` ended with."""
+        return actor_failure(error, self.node, str(self.node))
+
+    def end(self) -> None:
+        """Kill it, and release its resources. The second time does nothing."""
+        end, self._end = self._end, lambda: None
+        end()

@@ -153,7 +153,7 @@ def build_engine(
             )
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
-        with _spawned() as spawned:
+        with _spawned() if config.parallel.num_local else contextlib.nullcontext() as spawned:
             prepared = prepare()
             parts = _in_own_process(prepared, spawned, None, open_client)
     engine = LLMEngine(parts)
@@ -184,7 +184,8 @@ def build_async_engine(
     """
     began = time.perf_counter()
     bridge = EventLoopBridge()
-    with _spawned() if starts_engine else contextlib.nullcontext() as spawned:
+    spawns = starts_engine and config.parallel.num_local > 0
+    with _spawned() if spawns else contextlib.nullcontext() as spawned:
         sources = config_sources or ConfigSources()
         given = handed, companions, open_statistics
         prepared = _prepare(config, sources, progress, time.monotonic, *given)

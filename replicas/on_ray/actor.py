@@ -27,6 +27,7 @@ class ActorLaunch(msgspec.Struct, frozen=True, kw_only=True):
         rank: number of the engine.
         node: the actor's node, for messages.
         config: an EngineConfig as plain data.
+        num_sharing: engines of this node among which its memory is divided.
     """
 
     address: str
@@ -34,6 +35,7 @@ class ActorLaunch(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     node: str
     config: dict[str, Any]
+    num_sharing: int
 
 
 class EngineActor:
@@ -60,7 +62,9 @@ class EngineActor:
             hello = msgspec.structs.replace(hello_of(config), rank=given.rank, host=given.node)
             # The program runs its own code here anyway, so that its plugins are not compared with
             # a list of this node; the engine compares versions when it loads them.
-            joining = Joining(config, None, given.address, given.keys, hello, stop.fileno())
+            joining = Joining(
+                config, None, given.address, given.keys, hello, stop.fileno(), given.num_sharing
+            )
             with contextlib.closing(joining):
                 joining.run()
         except HardpointError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -44,6 +45,7 @@ class EngineCluster:
 
     Attributes:
         address: the IP address of this program's node.
+        num_per_node: engines that a node has at most after the start.
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
@@ -66,7 +68,9 @@ class EngineCluster:
         with contextlib.ExitStack() as undo:
             undo.callback(self._connection.close)
             self._needed = needed_resources(self._ray, parallel.ray, parallel.world_size)
-            self._check_room(parallel.data - parallel.num_local)
+            count = parallel.data - parallel.num_local
+            self._check_room(count)
+            self.num_per_node = math.ceil(count / len(self._large_nodes()))
             self.address = str(importlib.import_module("ray.util").get_node_ip_address())
             undo.pop_all()
 
@@ -162,9 +166,13 @@ class EngineCluster:
 
     def _node_with_fewest(self) -> str:
         """Return the id of the node that should get the next engine; call it with the lock."""
-        nodes, needed = self.nodes, self._needed.items()
-        large = [node for node in nodes if all(node.resources.get(k, 0) >= v for k, v in needed)]
-        return min((self._placed[node.id], node.id) for node in large or nodes)[1]
+        nodes = self._large_nodes() or self.nodes
+        return min((self._placed[node.id], node.id) for node in nodes)[1]
+
+    def _large_nodes(self) -> list[RayNode]:
+        """Return the nodes that can hold an engine when nothing else runs."""
+        needed = self._needed.items()
+        return [one for one in self.nodes if all(one.resources.get(k, 0) >= v for k, v in needed)]
 
     def close(self) -> None:
         """Leave the cluster, unless others in this program use it."""

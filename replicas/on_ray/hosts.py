@@ -128,13 +128,15 @@ class RayHost(JoinedHost):
             EngineDeadError: there was no room for an engine that was lost.
         """
         assert isinstance(launch, Launch)
-        actor = self._place()
+        actor, config = self._place(), msgspec.convert(launch.config, EngineConfig)
         given = ActorLaunch(
             address=self._address,
             keys=self._keys,
             rank=self.rank,
             node=str(actor.node),
             config=launch.config,
+            # The first engine finds the size of all caches, before others are on its node.
+            num_sharing=1 if config.kv_cache.num_blocks else self._cluster.num_per_node,
         )
         actor.run(encode(given)).add_done_callback(self._returned)
         super().launch(launch)

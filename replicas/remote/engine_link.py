@@ -43,7 +43,9 @@ _DRAIN_S = 1.0  # for the rest of its outputs
 _SEND_HWM = 256
 
 
-def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -> Launch:
+def launch_of(
+    welcome: Welcome, own: EngineConfig, address: str, folder: Path, num_sharing: int = 1
+) -> Launch:
     """Return the launch of the engine that a head asks for.
 
     What belongs to the machine is from its own configuration, the rest is the head's.
@@ -72,6 +74,7 @@ def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -
         config_sources=welcome.config_sources,
         log_level=welcome.log_level,
         engine_index=welcome.rank,
+        num_sharing=num_sharing,
         vocabulary=welcome.vocabulary,
         reports_load=welcome.reports_load,
         reports_cache=welcome.reports_cache,
@@ -95,6 +98,7 @@ class EngineLink:
         connection: Connection,
         session: bytes,
         welcome: Welcome,
+        num_sharing: int = 1,
     ) -> None:
         """Begin without a process.
 
@@ -103,9 +107,10 @@ class EngineLink:
             connection: to the head.
             session: its id.
             welcome: what the head asks for.
+            num_sharing: engines among which the memory of this machine is divided.
         """
         self._context, self._connection = context, connection
-        self._session, self._welcome = session, welcome
+        self._session, self._welcome, self._num_sharing = session, welcome, num_sharing
         self._identity = welcome.rank.to_bytes(2, "little")
         self._window = Window()
         self._requests: deque[Frames] = deque()
@@ -138,7 +143,8 @@ class EngineLink:
             self._output, output_address = self._bind(zmq.PULL, folder, SOCKET_NAMES[1])
             undo.callback(self._output.close, 0)
             addresses = EngineAddresses(inputs=[input_address], outputs=[output_address])
-            launch = launch_of(self._welcome, own, msgspec.json.encode(addresses).decode(), folder)
+            address = msgspec.json.encode(addresses).decode()
+            launch = launch_of(self._welcome, own, address, folder, self._num_sharing)
             activity = Activity.create(folder)
             undo.callback(activity.close)
             # A process that ends removes the folder.

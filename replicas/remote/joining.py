@@ -86,6 +86,7 @@ class Joining:
         keys: KeyPair | None,
         hello: Hello,
         stop: int,
+        num_sharing: int = 1,
     ) -> None:
         """Do not connect yet.
 
@@ -95,9 +96,11 @@ class Joining:
             address, keys: of the head.
             hello: what the head is told.
             stop: a descriptor that is readable when this is to end.
+            num_sharing: engines among which the memory of this machine is divided.
         """
         self._config, self._manifest = config, manifest
         self._address, self._keys, self._hello, self._stop = address, keys, hello, stop
+        self._num_sharing = num_sharing
         self._context = zmq.Context(io_threads=1)
         self._former = NO_SESSION
         self._refused_since: float | None = None
@@ -131,7 +134,7 @@ class Joining:
 
     def _serve(self, connection: Connection, session: bytes, welcome: Welcome) -> bool:
         _log.info("joined %s as engine %d", self._address, welcome.rank)
-        link = EngineLink(self._context, connection, session, welcome)
+        link = EngineLink(self._context, connection, session, welcome, self._num_sharing)
         link.run(self._config, self._manifest, self._address, self._stop)
         self._former = session
         self._refused_since, self._logged = None, -_LOG_INTERVAL_S

@@ -147,8 +147,9 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
         if opening.get("open_client") is None:
             config, opening["open_client"] = engines_of(config, config_sources)
+            opening["starts_engine"] = config.parallel.num_local > 0
         else:
-            opening.setdefault("starts_engine", False)
+            opening["starts_engine"] = False
         how = {"companions": COMPANIONS, **opening}
         with ProgressDisplay() as display:
             built = build_async_engine(

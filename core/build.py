@@ -184,8 +184,7 @@ def build_async_engine(
     """
     began = time.perf_counter()
     bridge = EventLoopBridge()
-    spawns = starts_engine and config.parallel.num_local > 0
-    with _spawned() if spawns else contextlib.nullcontext() as spawned:
+    with _spawned() if starts_engine else contextlib.nullcontext() as spawned:
         sources = config_sources or ConfigSources()
         given = handed, companions, open_statistics
         prepared = _prepare(config, sources, progress, time.monotonic, *given)

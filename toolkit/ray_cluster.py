@@ -18,8 +18,8 @@ from hardpoint.errors import ConfigError, HardpointError, PluginLoadError
 __all__ = [
     "ClusterOptions",
     "Connection",
+    "RankResources",
     "RayNode",
-    "Share",
     "actor_failure",
     "arrange",
     "check_capacity",
@@ -58,7 +58,7 @@ class ClusterOptions(Protocol):
     def join_timeout_seconds(self) -> float: ...  # noqa: D102
 
 
-class Share(Protocol):
+class RankResources(Protocol):
     """The resources that each rank reserves.
 
     Attributes:
@@ -256,7 +256,7 @@ def nodes_of(ray: Any) -> dict[str, RayNode]:
     }
 
 
-def needed_resources(ray: Any, share: Share, num_ranks: int = 1) -> dict[str, float]:
+def needed_resources(ray: Any, share: RankResources, num_ranks: int = 1) -> dict[str, float]:
     """Return the resources that ranks of one bundle reserve."""
     num_gpus = share.num_gpus
     if num_gpus is None:
@@ -285,13 +285,13 @@ def check_capacity(
     Raises:
         ConfigError: it cannot; the message names the resources that are missing.
     """
-    for name, each in needed.items():
+    for name, amount in needed.items():
         total = sum(node.resources.get(name, 0.0) for node in nodes)
-        if total + _EPSILON < each * count:
+        if total + _EPSILON < amount * count:
             raise ConfigError(
-                f"{count} {what} need {each * count:g} {name} ({each:g} each), the "
+                f"{count} {what} need {amount * count:g} {name} ({amount:g} each), the "
                 f"Ray cluster has {total:g} on {len(nodes)} node(s): "
-                f"{each * count - total:g} {name} missing"
+                f"{amount * count - total:g} {name} missing"
             )
     rooms = [
         min(int((node.resources.get(name, 0.0) + _EPSILON) / n) for name, n in needed.items())
@@ -304,7 +304,7 @@ def check_capacity(
     else:
         room = sum(rooms)
     if room < count:
-        bundle = " and ".join(f"{each:g} {name}" for name, each in needed.items())
+        bundle = " and ".join(f"{amount:g} {name}" for name, amount in needed.items())
         has = ", ".join(f"{node} has room for {n}" for node, n in zip(nodes, rooms, strict=True))
         raise ConfigError(
             f"{count} {what} with {bundle} each, placed by {strategy}, do not fit: {has}"
@@ -377,9 +377,9 @@ def _no_room(
 ) -> HardpointError:
     free = Counter(ray.available_resources())
     lacking = {
-        name: each * count - free[name]
-        for name, each in needed.items()
-        if free[name] + _EPSILON < each * count
+        name: amount * count - free[name]
+        for name, amount in needed.items()
+        if free[name] + _EPSILON < amount * count
     }
     more = ", ".join(f"{amount:g} {name} more" for name, amount in lacking.items())
     return HardpointError(

@@ -19,10 +19,10 @@ from hardpoint.toolkit.curve_keys import KeyPair
 
 
 class ActorLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor needs to join.
+    """Parameters of an actor.
 
     Attributes:
-        address: of the program that has started it.
+        address: where the program listens that has started it.
         keys: its own pair, and the public key of that program.
         rank: number of the engine.
         node: the actor's node, for messages.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 import msgspec
+import zmq
 
 from hardpoint.boundary.errors import error_of
 from hardpoint.core.engine_process.launch import Launch
@@ -19,15 +21,47 @@ from hardpoint.replicas.remote.joined_host import JoinedHost
 from hardpoint.replicas.remote.listener import ANY_PORT, JoinedHosts, JoinListener
 from hardpoint.replicas.remote.messages import Report, decode, encode
 from hardpoint.system.process.launch import ChildLaunch
+from hardpoint.toolkit.curve_keys import KeyPair
 from hardpoint.toolkit.ray_cluster import listening_address
 
 from .actor import ActorLaunch
 from .cluster import EngineCluster, PlacedActor
-from .keys import LaunchKeys
 
 _log = logging.getLogger("hardpoint")
 
 _GRACE_S = 5.0
+
+
+class LaunchKeys:
+    """Keys of a head and of the engines that it has started, in memory alone.
+
+    Attributes:
+        pair: the head's own.
+    """
+
+    def __init__(self) -> None:
+        """Make the head's."""
+        public, secret = zmq.curve_keypair()
+        self.pair = KeyPair(public, secret, public)
+        self._names: dict[bytes, str] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> Mapping[bytes, str]:
+        """Return the names of the engines that may connect now, by their public keys."""
+        with self._lock:
+            return dict(self._names)
+
+    def make(self, name: str) -> KeyPair:
+        """Make the keys of an engine."""
+        public, secret = zmq.curve_keypair()
+        with self._lock:
+            self._names[public] = name
+        return KeyPair(public, secret, self.pair.public)
+
+    def revoke(self, keys: KeyPair) -> None:
+        """Let their owner connect no more; a connection that it has ends."""
+        with self._lock:
+            self._names.pop(keys.public, None)
 
 
 class RayHosts(JoinedHosts):

@@ -134,14 +134,14 @@ class Admission:
 
 
 class Keys(Protocol):
-    """The keys of a head, and those of who may connect to it."""
+    """The keys of a head, and of the engines that may connect to it."""
 
     @property
     def pair(self) -> KeyPair:
         """The head's own."""
 
     def names(self) -> Mapping[bytes, str]:
-        """Return the names of those who may connect now, by their public keys."""
+        """Return the names of the engines that may connect now, by their public keys."""
 
 
 class Doorkeeper:

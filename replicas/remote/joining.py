@@ -93,8 +93,9 @@ class Joining:
         Args:
             config: the configuration of this machine.
             manifest: the plugins that are enabled here; None enables what the head has enabled.
-            address, keys: of the head.
-            hello: what the head is told.
+            address: where the head listens.
+            keys: this side's, and the public key of the head; None is without.
+            hello: what is sent to the head.
             stop: a descriptor that is readable when this is to end.
             num_sharing: engines among which the memory of this machine is divided.
         """

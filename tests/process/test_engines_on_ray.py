@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
 from hardpoint.plugins import ConfigError
+from hardpoint.testing import scripted_config
 
 pytestmark = pytest.mark.nightly
 
@@ -259,3 +261,14 @@ def test_what_a_node_lacks_is_named(scripted, tmp_path):
         with pytest.raises(HardpointError, match=r"engine 1 of 2: Ray node 127.0.0.\d .*model"):
             llm.scale(2)
         assert [one.rank for one in llm.engines] == [0]
+
+
+def test_the_example_completes_with_two_engines_with_three_and_with_one(scripted, capsys):
+    path = ROOT / "examples" / "engines_on_ray.py"
+    example = runpy.run_path(str(path))
+    config = scripted_config(scripted)
+    found = example["main"](config.pop("model"), ["say abc"], **config)
+    assert [outputs[0].outputs[0].text for outputs in found] == [" abc abc abc"] * 3
+    assert capsys.readouterr().out == (
+        "engines: 0, 1, 2\nengines: 0\n'say abc' -> ' abc abc abc'\n"
+    )

@@ -58,6 +58,7 @@ class PlayedCluster:
     def __init__(self, parallel):
         self.actors, self.waits = [], []
         self.is_full = self.is_closed = False
+        PlayedCluster.last = self
 
     def place(self, *, timeout_s, is_cancelled, waits):
         self.waits.append(waits)
@@ -85,7 +86,7 @@ class Places:
     def __init__(self, config):
         self.config = config
         self.hosts = hosts.RayHosts(config, NoLocal())
-        self.cluster = self.hosts._cluster
+        self.cluster = PlayedCluster.last
         self.peers, self.threads, self.open, self.sockets = [], [], [], []
 
     def launch(self, rank=0, **kv_cache):

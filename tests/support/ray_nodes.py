@@ -21,8 +21,8 @@ class Nodes:
     """The cluster; the second node comes and goes.
 
     Attributes:
-        address: of the cluster.
-        folder: of Ray's files; its folder "home" is the home folder meanwhile.
+        address: HOST:PORT, where programs join.
+        folder: has Ray's files; its folder "home" is the home folder meanwhile.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ def two_nodes(environment: Mapping[str, str] | None = None, **settings: Any) -> 
 
     Args:
         environment: variables of the cluster, and of those programs.
-        settings: of Nodes.
+        settings: parameters of Nodes.
     """
+    pytest.importorskip("ray")
     folder = Path(tempfile.mkdtemp(prefix="hp-ray-"))  # short, since sockets are in it
     home = folder / "home"
     home.mkdir()

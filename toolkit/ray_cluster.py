@@ -336,6 +336,7 @@ def reserve(
     *,
     strategy: str,
     timeout_s: float,
+    setting: str = "",
     what: str = "workers",
     near: str | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
@@ -348,6 +349,7 @@ def reserve(
         count: number of bundles.
         strategy: strategy of their placement.
         timeout_s: maximum time to wait.
+        setting: what sets that time, for messages.
         what: what has a bundle each, for messages.
         near: id of the node that is taken if it has room, with the strategy STRICT_PACK.
         is_cancelled: asked while it waits.
@@ -365,7 +367,8 @@ def reserve(
             if is_cancelled():
                 raise HardpointError(f"{count} {what}: the reservation was cancelled")
             if time.monotonic() >= deadline:
-                raise _no_room(ray, needed, count, what, timeout_s)
+                limit = f"{timeout_s:g} s ({setting})" if setting else f"{timeout_s:g} s"
+                raise _no_room(ray, needed, count, what, limit)
     except BaseException:
         util.remove_placement_group(group)
         raise
@@ -373,7 +376,7 @@ def reserve(
 
 
 def _no_room(
-    ray: Any, needed: Mapping[str, float], count: int, what: str, timeout_s: float
+    ray: Any, needed: Mapping[str, float], count: int, what: str, limit: str
 ) -> HardpointError:
     free = Counter(ray.available_resources())
     lacking = {
@@ -383,7 +386,7 @@ def _no_room(
     }
     more = ", ".join(f"{amount:g} {name} more" for name, amount in lacking.items())
     return HardpointError(
-        f"the Ray cluster has no room for {count} {what} within {timeout_s:g} s: others use it; "
+        f"the Ray cluster has no room for {count} {what} within {limit}: others use it; "
         f"{more or 'what is free is on the wrong nodes'} needed"
     )
 

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from hardpoint.errors import ConfigError, EngineDeadError, HardpointError
+from hardpoint.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineDeadError,
+    HardpointError,
+    PluginLoadError,
+)
 from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.toolkit.ray_cluster import (
     Connection,
@@ -63,8 +69,12 @@ class EngineCluster:
         except ImportError as cause:
             raise ConfigError(f"{_SETTING}: {cause}") from cause
         self._connection = Connection(self._ray, _Joined(parallel.ray.address), _SETTING)
-        self._lock = threading.Lock()
-        self._placed: Counter[str] = Counter()  # engines by node
+        # After the connection was left, a call of Ray's would make another one.
+        self._changed = threading.Condition()
+        self._num_engines: Counter[str] = Counter()  # by node
+        self._actors: set[PlacedActor] = set()
+        self._num_placing = 0
+        self._is_closed = False
         with contextlib.ExitStack() as undo:
             undo.callback(self._connection.close)
             self._needed = needed_resources(self._ray, parallel.ray, parallel.world_size)
@@ -80,11 +90,17 @@ class EngineCluster:
         return list(nodes_of(self._ray).values())
 
     def place(
-        self, *, timeout_s: float, is_cancelled: Callable[[], bool], waits: bool
+        self,
+        launch_of: Callable[[RayNode], bytes],
+        *,
+        timeout_s: float,
+        is_cancelled: Callable[[], bool],
+        waits: bool,
     ) -> PlacedActor:
-        """Return an actor for one more engine, once there is room for it.
+        """Return an actor that runs one more engine, once there is room for it.
 
         Args:
+            launch_of: returns an encoded ActorLaunch for the node.
             timeout_s: maximum time to wait.
             is_cancelled: asked while it waits.
             waits: whether it is waited for nodes that are not there.
@@ -93,13 +109,16 @@ class EngineCluster:
             ConfigError: there is no room, whatever ends.
             HardpointError: there was no room in time, or it was cancelled.
             EngineDeadError: the node was lost in the meantime.
+            EngineClosedError: `close` was called.
         """
-        with self._lock:
+        with self._changed:
+            if self._is_closed:
+                raise EngineClosedError("the Ray cluster was left")
             if not waits:
-                self._check_room(self._placed.total() + 1)
+                self._check_room(self._num_engines.total() + 1)
             near = self._node_with_fewest()
-            self._placed[near] += 1
-        group = None
+            self._num_engines[near] += 1
+            self._num_placing += 1
         try:
             group = reserve(
                 self._ray,
@@ -107,20 +126,23 @@ class EngineCluster:
                 1,
                 strategy="STRICT_PACK",
                 timeout_s=timeout_s,
+                setting="parallel.join_seconds",
                 what="engine",
                 near=near,
-                is_cancelled=is_cancelled,
+                is_cancelled=lambda: self._is_closed or is_cancelled(),
             )
-            return self._start(group)
-        except BaseException:
-            if group is not None:
+            try:
+                return self._start(group, launch_of)
+            except BaseException:
                 self._remove(group)
-            raise
+                raise
         finally:
-            with self._lock:
-                self._placed[near] -= 1
+            with self._changed:
+                self._num_engines[near] -= 1
+                self._num_placing -= 1
+                self._changed.notify_all()
 
-    def _start(self, group: Any) -> PlacedActor:
+    def _start(self, group: Any, launch_of: Callable[[RayNode], bytes]) -> PlacedActor:
         util = importlib.import_module("ray.util")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         (node_id,) = util.placement_group_table(group)["bundles_to_node_id"].values()
@@ -142,17 +164,23 @@ class EngineCluster:
             )
             .remote()
         )
-        with self._lock:
-            self._placed[node_id] += 1
+        running = actor.run.remote(launch_of(node)).future()
+        placed = PlacedActor(actor, node, group, running, self._end)
+        with self._changed:
+            self._num_engines[node_id] += 1
+            self._actors.add(placed)
+        return placed
 
-        def end() -> None:
+    def _end(self, placed: PlacedActor) -> None:
+        """End an actor, once."""
+        with self._changed:
+            if placed not in self._actors:
+                return
+            self._actors.remove(placed)
+            self._num_engines[placed.node.id] -= 1
             with contextlib.suppress(Exception):
-                self._ray.kill(actor)
-            self._remove(group)
-            with self._lock:
-                self._placed[node_id] -= 1
-
-        return PlacedActor(actor, node, end)
+                self._ray.kill(placed.actor)
+            self._remove(placed.group)
 
     def _remove(self, group: Any) -> None:
         with contextlib.suppress(Exception):
@@ -167,7 +195,7 @@ class EngineCluster:
     def _node_with_fewest(self) -> str:
         """Return the id of the node that should get the next engine; call it with the lock."""
         nodes = self._large_nodes() or self.nodes
-        return min((self._placed[node.id], node.id) for node in nodes)[1]
+        return min((self._num_engines[node.id], node.id) for node in nodes)[1]
 
     def _large_nodes(self) -> list[RayNode]:
         """Return the nodes that can hold an engine when nothing else runs."""
@@ -175,7 +203,12 @@ class EngineCluster:
         return [one for one in self.nodes if all(one.resources.get(k, 0) >= v for k, v in needed)]
 
     def close(self) -> None:
-        """Leave the cluster, unless others in this program use it."""
+        """End the actors that are left; leave the cluster, unless others in this program use it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._num_placing)
+            for placed in list(self._actors):
+                self._end(placed)
         self._connection.close()
 
 
@@ -183,23 +216,29 @@ class PlacedActor:
     """An actor for one engine.
 
     Attributes:
+        actor: Ray's handle of it.
         node: where it runs.
+        group: its placement group.
+        running: what EngineActor.run returns.
     """
 
-    def __init__(self, actor: Any, node: RayNode, end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        node: RayNode,
+        group: Any,
+        running: Future[bytes],
+        end: Callable[[PlacedActor], None],
+    ) -> None:
         """Take over an actor; `end` ends it, and releases its resources."""
-        self._actor, self.node, self._end = actor, node, end
-
-    def run(self, launch: bytes) -> Future[bytes]:
-        """Let it run the engine of an encoded ActorLaunch; return what EngineActor.run returns."""
-        future: Future[bytes] = self._actor.run.remote(launch).future()
-        return future
+        self.actor, self.node, self.group, self.running = actor, node, group, running
+        self._end = end
 
     def failure(self, error: BaseException) -> HardpointError:
-        """Return the error for one of Ray's that `run` ended with."""
-        return actor_failure(error, self.node, str(self.node))
+        """Return the error for one of Ray's that `running` ended with."""
+        found = actor_failure(error, self.node, str(self.node))
+        return found if isinstance(found, PluginLoadError) else EngineDeadError(str(found))
 
     def end(self) -> None:
         """Kill it, and release its resources. The second time does nothing."""
-        end, self._end = self._end, lambda: None
-        end()
+        self._end(self)

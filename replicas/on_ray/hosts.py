@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import threading
@@ -22,7 +23,7 @@ from hardpoint.replicas.remote.listener import ANY_PORT, JoinedHosts, JoinListen
 from hardpoint.replicas.remote.messages import Report, decode, encode
 from hardpoint.system.process.launch import ChildLaunch
 from hardpoint.toolkit.curve_keys import KeyPair
-from hardpoint.toolkit.ray_cluster import listening_address
+from hardpoint.toolkit.ray_cluster import RayNode, listening_address
 
 from .actor import ActorLaunch
 from .cluster import EngineCluster, PlacedActor
@@ -142,7 +143,7 @@ class RayHost(JoinedHost):
             limit_s: how long `launch` waits for room, and then for the engine.
             cluster: places it.
             keys: makes its keys.
-            report_loss: called with the rank if the engine ends by itself.
+            report_loss: called with the rank if the engine, or its actor, ends by itself.
             was_lost: whether the engine of that rank was lost before, so that its node may be
                 gone, and it is waited for another one.
         """
@@ -158,26 +159,17 @@ class RayHost(JoinedHost):
         Raises:
             As JoinedHost.launch; and:
             ConfigError: the cluster has no room, whatever ends.
-            HardpointError: the actor cannot be started, or what it runs does not join.
-            EngineDeadError: there was no room for an engine that was lost.
+            EngineDeadError: the actor died, or there was no room for an engine that was lost.
+            HardpointError: there was no room in time, or what the actor runs does not join.
         """
         assert isinstance(launch, Launch)
-        actor, config = self._place(), msgspec.convert(launch.config, EngineConfig)
-        given = ActorLaunch(
-            address=self._address,
-            keys=self._keys,
-            rank=self.rank,
-            node=str(actor.node),
-            config=launch.config,
-            # The first engine finds the size of all caches, before others are on its node.
-            num_sharing=1 if config.kv_cache.num_blocks else self._cluster.num_per_node,
-        )
-        actor.run(encode(given)).add_done_callback(self._returned)
+        self._place(launch).running.add_done_callback(self._returned)
         super().launch(launch)
 
-    def _place(self) -> PlacedActor:
+    def _place(self, launch: Launch) -> PlacedActor:
         try:
             actor = self._cluster.place(
+                functools.partial(self._launch_on, launch),
                 timeout_s=self._limit_s,
                 is_cancelled=lambda: self._is_closed,
                 waits=self._was_lost,
@@ -186,6 +178,7 @@ class RayHost(JoinedHost):
             if self._is_closed:
                 raise EngineClosedError("the engine was closed while it was placed") from error
             if self._was_lost:
+                self._report_loss(self.rank)
                 raise EngineDeadError(str(error)) from error
             raise
         with self._changed:
@@ -195,6 +188,20 @@ class RayHost(JoinedHost):
         actor.end()
         raise EngineClosedError("the engine was closed while it was placed")
 
+    def _launch_on(self, launch: Launch, node: RayNode) -> bytes:
+        """Return what the actor on a node is started with."""
+        size_is_known = msgspec.convert(launch.config, EngineConfig).kv_cache.num_blocks is not None
+        given = ActorLaunch(
+            address=self._address,
+            keys=self._keys,
+            rank=self.rank,
+            node=str(node),
+            config=launch.config,
+            # The first engine finds the size of all caches, before others are on its node.
+            num_sharing=1 if size_is_known else self._cluster.num_per_node,
+        )
+        return encode(given)
+
     def _returned(self, running: Future[bytes]) -> None:
         """Note that the actor runs no engine any more; in a thread of Ray's."""
         actor = self._actor
@@ -202,6 +209,7 @@ class RayHost(JoinedHost):
             return
         if (failure := running.exception()) is not None:
             error = actor.failure(failure)
+            self._report_loss(self.rank)
             _log.warning("engine %d: %s", self.rank, error)
         elif answer := running.result():
             report = decode(answer, Report)

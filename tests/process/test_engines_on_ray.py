@@ -242,7 +242,7 @@ def test_what_others_use_is_waited_for(scripted, nodes):
     try:
         group = ray.util.placement_group([{"CPU": NUM_CPUS}] * 2, strategy="SPREAD")
         assert group.wait(10)
-        message = r"no room for 1 engine within 1 s: others use it; 1 CPU more"
+        message = r"no room for 1 engine within 1 s \(parallel.join_seconds\): others use it; 1 CPU"
         with pytest.raises(HardpointError, match=message):
             on_ray(scripted, {"join_seconds": 1.0})
         ray.util.remove_placement_group(group)

@@ -330,7 +330,6 @@ def arrange(bundles: Sequence[str], tensor: int) -> list[int]:
 
 
 def reserve(
-    ray: Any,
     needed: Mapping[str, float],
     count: int,
     *,
@@ -344,7 +343,6 @@ def reserve(
     """Return a placement group with bundles, once their resources are there and free.
 
     Args:
-        ray: the module.
         needed: by a bundle.
         count: number of bundles.
         strategy: strategy of their placement.
@@ -368,17 +366,15 @@ def reserve(
                 raise HardpointError(f"{count} {what}: the reservation was cancelled")
             if time.monotonic() >= deadline:
                 limit = f"{timeout_s:g} s ({setting})" if setting else f"{timeout_s:g} s"
-                raise _no_room(ray, needed, count, what, limit)
+                raise _no_room(needed, count, what, limit)
     except BaseException:
         util.remove_placement_group(group)
         raise
     return group
 
 
-def _no_room(
-    ray: Any, needed: Mapping[str, float], count: int, what: str, limit: str
-) -> HardpointError:
-    free = Counter(ray.available_resources())
+def _no_room(needed: Mapping[str, float], count: int, what: str, limit: str) -> HardpointError:
+    free = Counter(import_ray().available_resources())
     lacking = {
         name: amount * count - free[name]
         for name, amount in needed.items()

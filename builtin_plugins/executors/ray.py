@@ -164,7 +164,7 @@ class RayExecutor(Executor):
         except ConfigError as error:
             raise ConfigError(f"{setting}: {error}") from error
         timeout_s = self.options.start_timeout_seconds
-        self._group = reserve(self._ray, needed, count, strategy=strategy, timeout_s=timeout_s)
+        self._group = reserve(needed, count, strategy=strategy, timeout_s=timeout_s)
         self._thread = threading.Thread(target=self._complete, name="RayResults", daemon=True)
         self._thread.start()
         self._start_actors()

@@ -121,7 +121,6 @@ class EngineCluster:
             self._num_placing += 1
         try:
             group = reserve(
-                self._ray,
                 self._needed,
                 1,
                 strategy="STRICT_PACK",

@@ -189,7 +189,7 @@ class RayHost(JoinedHost):
         raise EngineClosedError("the engine was closed while it was placed")
 
     def _launch_on(self, launch: Launch, node: RayNode) -> bytes:
-        """Return what the actor on a node is started with."""
+        """Return the ActorLaunch for a node, encoded."""
         size_is_known = msgspec.convert(launch.config, EngineConfig).kv_cache.num_blocks is not None
         given = ActorLaunch(
             address=self._address,

@@ -15,7 +15,7 @@ import zmq
 
 from hardpoint.boundary.errors import error_of
 from hardpoint.core.engine_process.launch import Launch
-from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError
+from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
 from hardpoint.plugins import EngineConfig, HardpointError
 from hardpoint.replicas.hosts import EngineHosts
 from hardpoint.replicas.remote.joined_host import JoinedHost
@@ -31,6 +31,7 @@ from .cluster import EngineCluster, PlacedActor
 _log = logging.getLogger("hardpoint")
 
 _GRACE_S = 5.0
+_OF_PROGRAM = "__main__:"
 
 
 class LaunchKeys:
@@ -160,9 +161,16 @@ class RayHost(JoinedHost):
             As JoinedHost.launch; and:
             ConfigError: the cluster has no room, whatever ends.
             EngineDeadError: the actor died, or there was no room for an engine that was lost.
+            PluginLoadError: the program itself defines a plugin, so no node has it.
             HardpointError: there was no room in time, or what the actor runs does not join.
         """
         assert isinstance(launch, Launch)
+        if launch.main_objects:
+            own = [one for one in launch.manifest.tree() if one.value.startswith(_OF_PROGRAM)]
+            raise PluginLoadError(
+                f"{own[0].source}: expected a plugin of a module that is on each node of Ray "
+                f"(parallel.ray), got {own[0].value!r}, which this program defines itself"
+            )
         self._place(launch).running.add_done_callback(self._returned)
         super().launch(launch)
 

@@ -20,8 +20,10 @@ from hardpoint.errors import (
     EngineDeadError,
     HardpointError,
     ModelError,
+    PluginLoadError,
 )
 from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
 from hardpoint.replicas.remote.comparison import hello_of
@@ -84,13 +86,19 @@ class Places:
         self.cluster = PlayedCluster.last
         self.peers, self.threads, self.open, self.sockets = [], [], [], []
 
-    def launch(self, rank=0, **kv_cache):
+    def launch(self, rank=0, manifest=NO_PLUGINS, main_objects=b"", **kv_cache):
         """Start an engine; return its host, and where the error of its launch will be."""
         host, errors = self.hosts.open(rank, None), []
         config = msgspec.to_builtins(self.config) | {"kv_cache": kv_cache}
         self.sockets.append(EngineSockets(rank))
         addresses = msgspec.json.encode(self.sockets[-1].addresses).decode()
-        launch = Launch(address=addresses, manifest=NO_PLUGINS, config=config, engine_index=rank)
+        launch = Launch(
+            address=addresses,
+            manifest=manifest,
+            config=config,
+            engine_index=rank,
+            main_objects=main_objects,
+        )
 
         def run():
             try:
@@ -200,6 +208,25 @@ def test_an_actor_that_dies_before_it_has_joined_ends_its_launch(places):
     started.actor().running.set_exception(RuntimeError("the node died"))
     started.returned()
     assert str(errors[0]) == "Ray node 10.0.0.7 (b, id ffffffffffff): the node died"
+
+
+def test_a_plugin_that_the_program_defines_itself_is_refused(places):
+    started = places()
+    own = {
+        "kind": "samplers",
+        "name": "a",
+        "value": "__main__:A",
+        "distribution": "",
+        "version": "",
+    }
+    manifest = msgspec.structs.replace(NO_PLUGINS, entries=(PluginEntry(**own),))
+    _, errors = started.launch(0, manifest, b"pickled")
+    started.returned()
+    assert isinstance(errors[0], PluginLoadError)
+    assert str(errors[0]).endswith(
+        "expected a plugin of a module that is on each node of Ray (parallel.ray), got "
+        "'__main__:A', which this program defines itself"
+    )
 
 
 def test_closing_ends_the_waiting_for_room_and_for_an_engine(places):

@@ -69,7 +69,8 @@ class EngineActor:
                 joining.run()
         except HardpointError as error:
             notes = list(getattr(error, "__notes__", ()))
-            return encode(Report(kind=kind_of(error), message=str(error), notes=notes))
+            message = str(error).removeprefix("--join: ")  # an option that nobody has given here
+            return encode(Report(kind=kind_of(error), message=message, notes=notes))
         finally:
             stop.close()
             other.close()

@@ -69,7 +69,7 @@ class EngineActor:
                 joining.run()
         except HardpointError as error:
             notes = list(getattr(error, "__notes__", ()))
-            message = str(error).removeprefix("--join: ")  # an option that nobody has given here
+            message = str(error).removeprefix("--join: ")  # no such option was given here
             return encode(Report(kind=kind_of(error), message=message, notes=notes))
         finally:
             stop.close()

@@ -116,7 +116,10 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         restart: Restart | None = None,
         open_client: OpenClient | None = None,
     ) -> AsyncLLM:
-        """Open one from a configuration read elsewhere; `open_client` opens the engines' client."""
+        """Open one from a configuration read elsewhere.
+
+        With `open_client`, which opens the client of engines that others start, none is started.
+        """
         llm = cls.__new__(cls)
         if restart is not None:
             config = with_restart(config, restart)
@@ -144,6 +147,9 @@ class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEn
         config = msgspec.structs.replace(config, engine=engine, scheduler=scheduler)
         if opening.get("open_client") is None:
             config, opening["open_client"] = engines_of(config, config_sources)
+            opening["starts_engine"] = config.parallel.num_local > 0
+        else:
+            opening["starts_engine"] = False
         how = {"companions": COMPANIONS, **opening}
         with ProgressDisplay() as display:
             built = build_async_engine(

@@ -153,7 +153,7 @@ def build_engine(
             )
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:
-        with _spawned() as spawned:
+        with _spawned() if config.parallel.num_local else contextlib.nullcontext() as spawned:
             prepared = prepare()
             parts = _in_own_process(prepared, spawned, None, open_client)
     engine = LLMEngine(parts)

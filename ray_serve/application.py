@@ -62,13 +62,19 @@ def bound(
     """Return the two deployments, bound to each other.
 
     Raises:
-        ConfigError: the configuration sets the number of engines.
+        ConfigError: the configuration sets the number of engines, or where they are.
     """
     if config.parallel.data != 1:
         raise ConfigError(
             "parallel.data: expected 1 on Ray Serve, which runs min_engines to max_engines, "
             f"got {config.parallel.data}"
         )
+    for name in ("ray", "join_address", "local"):
+        if (value := getattr(config.parallel, name)) is not None:
+            raise ConfigError(
+                f"parallel.{name}: expected none on Ray Serve, which has all engines, got "
+                f"{msgspec.to_builtins(value)!r}"
+            )
     settings = IngressSettings(
         config=msgspec.to_builtins(config),
         config_sources=dict(config_sources.by_path),

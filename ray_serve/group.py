@@ -204,10 +204,9 @@ def _open(
     drain_s: float,
     start: EngineStart,
     sink: Sink | None,
-    process: EngineProcess,
+    process: EngineProcess | None,  # noqa: ARG001 - engines run in Serve's replicas
     plugins: PluginSet,
 ) -> ServeGroup:
-    process.close(grace_s=0)  # engines run in Serve's replicas
     limit = start.config.engine.max_restarts_per_minute
     choice = EngineChoice(plugins, start.config)
     config = start.config

@@ -31,7 +31,8 @@ def open_engines(
     Raises:
         ConfigError: experts are to be spread over the engines, and a setting does not allow it.
         PluginError: the balancer cannot be built.
-        ConfigError: engines cannot join at `parallel.join_address`.
+        ConfigError: engines cannot join at `parallel.join_address`, or there is no Ray cluster that
+            has room for them (`parallel.ray`).
         HardpointError: an engine cannot be started.
     """
     settings = start.config.engine
@@ -43,7 +44,11 @@ def open_engines(
         check_waves(start.config, start.config_sources)
     with contextlib.ExitStack() as undo:
         hosts: EngineHosts = WaveHosts(process) if shares_experts else LocalHosts(process)
-        if start.config.parallel.join_address is not None:
+        if start.config.parallel.ray is not None:
+            from .on_ray.hosts import RayHosts  # noqa: PLC0415 - most programs have no Ray
+
+            hosts = RayHosts(start.config, hosts)
+        elif start.config.parallel.join_address is not None:
             from .remote.listener import JoinedHosts  # noqa: PLC0415 - most programs have none
 
             hosts = JoinedHosts(start.config, hosts)

@@ -57,13 +57,15 @@ def engines_of(
     """
     num_engines = config.parallel.data
     parallel = config.parallel
-    joins = parallel.join_address is not None or parallel.local is not None
+    on_ray = parallel.ray is not None
+    joins = on_ray or parallel.join_address is not None or parallel.local is not None
     if num_engines == 1 and config.engine.restart == "never" and not joins:
         return config, open_process_client
     origin = config_sources.of("engine.in_process")
     if config.engine.in_process and origin != "default":
         why = "engine.restart" if num_engines == 1 else f"parallel.data = {num_engines}"
         why = "parallel.join_address" if joins else why
+        why = "parallel.ray" if on_ray else why
         raise ConfigError(
             f"engine.in_process: expected false, for {why} needs engines in processes of their "
             f"own, got true (from {origin})"
@@ -73,7 +75,7 @@ def engines_of(
         open_engines,
     )
 
-    check_joining(parallel, config_sources)
+    check_joining(config, config_sources)
 
     engine = msgspec.structs.replace(config.engine, in_process=False)
     return msgspec.structs.replace(config, engine=engine), open_engines

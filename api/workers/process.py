@@ -112,7 +112,6 @@ class WorkerLLM(AsyncLLM):
             config_sources,
             open_client=opened,
             companions=(*COMPANIONS, SharedFaults),
-            starts_engine=False,
             open_statistics=llm._figures.open,
         )
         health = llm._engine.parts.companion(SharedFaults).health

@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from hardpoint.errors import EngineClosedError, EngineDeadError, PluginLoadError
+from msgspec import Meta
+
+from hardpoint import plugins
+from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     ConfigError,
     Executor,
@@ -26,21 +29,23 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.parallel import Placement
-from hardpoint.toolkit.workers.calls import decode_result, encode_call
-from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
-
-from .ray_cluster import (
+from hardpoint.toolkit.ray_cluster import (
     Connection,
     RayNode,
-    RayOptions,
+    actor_failure,
     arrange,
+    check_capacity,
     health_check_seconds,
     import_ray,
     listening_address,
     needed_resources,
     nodes_of,
     reserve,
+    short_text,
 )
+from hardpoint.toolkit.workers.calls import decode_result, encode_call
+from hardpoint.toolkit.workers.joining import are_out_of_step, failed_rank, first_error_or
+
 from .ray_worker import CONCURRENCY_GROUPS, RayWorker
 
 _log = logging.getLogger("hardpoint")
@@ -79,8 +84,35 @@ class RayExecutor(Executor):
 
     contract = 2
 
-    class Options(RayOptions):
-        """Which cluster the workers run on, and what each of them gets."""
+    class Options(plugins.Options):
+        """Which cluster the workers run on, and what each of them gets.
+
+        Attributes:
+            address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the
+                one that runs on this machine. "local" starts a cluster on this machine and ends it
+                with the engine. A cluster that the program has joined itself is used and left as it
+                is.
+            namespace: Ray's namespace in which the actors are; empty is a new one.
+            placement: how the workers are spread over nodes: PACK on few, SPREAD over many,
+                STRICT_PACK on one, STRICT_SPREAD each on another.
+            num_cpus: CPUs that a worker reserves.
+            num_gpus: GPUs that a worker reserves; None is 1 if the cluster has GPUs, else 0.
+            resources: resources of the cluster's own kinds that a worker reserves.
+            runtime_env: runtime environment of the actors, as Ray has it.
+            join_timeout_seconds: maximum time until the cluster answers.
+            start_timeout_seconds: maximum time until the resources are free and the actors run,
+                including what `runtime_env` installs.
+        """
+
+        address: Annotated[str, Meta(min_length=1)] = "auto"
+        namespace: str = ""
+        placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+        num_cpus: Annotated[float, Meta(ge=0)] = 1.0
+        num_gpus: Annotated[int, Meta(ge=0, le=1)] | None = None
+        resources: dict[str, Annotated[float, Meta(gt=0)]] = {}
+        runtime_env: dict[str, Any] = {}
+        join_timeout_seconds: Annotated[float, Meta(gt=0)] = 10.0
+        start_timeout_seconds: Annotated[float, Meta(gt=0)] = 300.0
 
     options: Options
 
@@ -125,10 +157,14 @@ class RayExecutor(Executor):
         """
         setting = f"plugin.{self.name}"
         self._connection = Connection(self._ray, self.options, setting)
+        needed = needed_resources(self._ray, self.options)
+        count, strategy = self.context.parallel.world_size, self.options.placement
         try:
-            self._group = reserve(self._ray, self.options, self.context.parallel.world_size)
+            check_capacity(list(nodes_of(self._ray).values()), needed, count, strategy)
         except ConfigError as error:
             raise ConfigError(f"{setting}: {error}") from error
+        timeout_s = self.options.start_timeout_seconds
+        self._group = reserve(needed, count, strategy=strategy, timeout_s=timeout_s)
         self._thread = threading.Thread(target=self._complete, name="RayResults", daemon=True)
         self._thread.start()
         self._start_actors()
@@ -344,12 +380,7 @@ class RayExecutor(Executor):
                 f"start_timeout_seconds)"
             ) from None
         except exceptions.RayError as error:
-            text = str(error)
-            if "No module named 'hardpoint" in text:
-                raise PluginLoadError(
-                    f"{rank.node}: Hardpoint is not installed there: {_last_line(text)}"
-                ) from error
-            raise HardpointError(f"{rank}: its actor did not start: {_short(text)}") from error
+            raise actor_failure(error, rank.node, str(rank)) from error
 
     def _call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
         data: Any = encode_call(method, args)
@@ -403,7 +434,7 @@ class RayExecutor(Executor):
             threading.Thread(target=self._lose, args=(rank, lost), name="RayFailure").start()
 
     def _lose(self, rank: _Rank, cause: BaseException) -> None:
-        self._fail(EngineDeadError(f"executor {self.name!r}: lost {rank}: {_short(str(cause))}"))
+        self._fail(EngineDeadError(f"executor {self.name!r}: lost {rank}: {short_text(cause)}"))
 
     def _fail(self, error: BaseException) -> None:
         """Let all calls raise an error from now on, let no rank wait for another, and report it."""
@@ -453,12 +484,3 @@ def _naming_node(rank: _Rank) -> Iterator[None]:
         yield
     except HardpointError as error:
         raise type(error)(f"{rank.node}: {error}") from error
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2].strip()
-
-
-def _short(text: str) -> str:
-    """Return Ray's text of an error, without its advice."""
-    return " ".join(text.partition("Some common causes")[0].split())[:800]

@@ -6,8 +6,8 @@ import ipaddress
 import re
 
 from hardpoint.errors import ConfigError, shown
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.parallel_config import ParallelConfig
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
@@ -36,31 +36,61 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_joining(parallel: ParallelConfig, config_sources: ConfigSources) -> None:
+def check_joining(config: EngineConfig, config_sources: ConfigSources) -> None:
     """Check the settings of a head.
 
     Raises:
         ConfigError: they do not fit each other.
     """
-    local = parallel.local
+    parallel, local = config.parallel, config.parallel.local
     if local is not None and local > parallel.data:
         raise _error(
             "local", f"expected at most the {parallel.data} engines of parallel.data, got {local}",
             config_sources,
         )  # fmt: skip
-    if parallel.join_address is None:
-        if parallel.num_local < parallel.data:
-            joining = parallel.data - parallel.num_local
-            raise _error(
-                "local",
-                f"{joining} of {parallel.data} engines are not local, and there is no "
-                "parallel.join_address where they could join",
-                config_sources,
+    if parallel.ray is not None:
+        _check_ray(config, config_sources)
+    elif parallel.join_address is not None:
+        check_address(
+            parallel.join_address, "parallel.join_address", has_keys=parallel.keys is not None
+        )
+    elif parallel.num_local < parallel.data:
+        joining = parallel.data - parallel.num_local
+        raise _error(
+            "local",
+            f"{joining} of {parallel.data} engines are not local, and there is no "
+            "parallel.join_address where they could join",
+            config_sources,
+        )
+
+
+def _check_ray(config: EngineConfig, config_sources: ConfigSources) -> None:
+    """Check the settings of a head whose engines are on Ray."""
+    parallel = config.parallel
+    if parallel.keys is not None:
+        raise _error(
+            "keys",
+            "expected none with parallel.ray, whose engines get a key each when they are started, "
+            f"got {shown(parallel.keys)}",
+            config_sources,
+        )
+    if config.executor.use == "ray":
+        raise ConfigError(
+            config_sources.locate(
+                "executor.use: expected another one than 'ray' with parallel.ray, which has all "
+                "ranks of an engine on one node; for an engine over several nodes use the "
+                "executor without parallel.ray"
             )
-        return
-    check_address(
-        parallel.join_address, "parallel.join_address", has_keys=parallel.keys is not None
-    )
+        )
+    if parallel.num_local == parallel.data:
+        raise _error(
+            "local",
+            f"expected fewer than the {parallel.data} engines of parallel.data, so that some are "
+            f"left for parallel.ray, got {parallel.local}",
+            config_sources,
+        )
+    if parallel.join_address is not None:
+        check_address(parallel.join_address, "parallel.join_address", has_keys=True)
 
 
 def _error(field: str, reason: str, config_sources: ConfigSources) -> ConfigError:

@@ -8,13 +8,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.encoding import WireError
-from hardpoint.toolkit.curve_keys import KeyFolder
+from hardpoint.toolkit.curve_keys import KeyPair
 
 from .comparison import difference
 from .joined_host import JoinedHost
@@ -132,20 +133,31 @@ class Admission:
         return Refusal(reason=reason, retry_seconds=retry_seconds)
 
 
+class Keys(Protocol):
+    """The keys of a head, and of the engines that may connect to it."""
+
+    @property
+    def pair(self) -> KeyPair:
+        """The head's own."""
+
+    def names(self) -> Mapping[bytes, str]:
+        """Return the names of the engines that may connect now, by their public keys."""
+
+
 class Doorkeeper:
     """Lets the owners of keys connect; a key that is added or removed counts at once."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        keys: KeyFolder,
+        keys: Keys,
         refused: Callable[[str], None],
     ) -> None:
         """Start.
 
         Args:
             context: the one of the guarded sockets.
-            keys: the folder.
+            keys: who may connect.
             refused: called with the reason for each connection that is refused.
         """
         self._keys, self._refused = keys, refused
@@ -159,10 +171,10 @@ class Doorkeeper:
         del domain
         if key in self.names():
             return True
-        self._refused("a key that is not among those of parallel.keys")
+        self._refused("a key that is not among those that may join")
         return False
 
-    def names(self) -> dict[bytes, str]:
+    def names(self) -> Mapping[bytes, str]:
         """Return the names of the keys that are accepted, by their public keys."""
         with self._lock:
             return self._keys.names()

@@ -44,7 +44,9 @@ _DRAIN_S = 1.0  # for the rest of its outputs
 _SEND_HWM = 256
 
 
-def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -> Launch:
+def launch_of(
+    welcome: Welcome, own: EngineConfig, address: str, folder: Path, num_sharing: int = 1
+) -> Launch:
     """Return the launch of the engine that a head asks for.
 
     What belongs to the machine is from its own configuration, the rest is the head's.
@@ -62,7 +64,9 @@ def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -
         engine=replace(theirs.engine, profile_dir=own.engine.profile_dir),
         tokenizer=own.tokenizer,
         weight_cache=own.weight_cache,
-        parallel=replace(theirs.parallel, data=1, local=None, join_address=None, keys=None),
+        parallel=replace(
+            theirs.parallel, data=1, local=None, join_address=None, keys=None, ray=None
+        ),
     )
     return Launch(
         address=address,
@@ -71,6 +75,7 @@ def launch_of(welcome: Welcome, own: EngineConfig, address: str, folder: Path) -
         config_sources=welcome.config_sources,
         log_level=welcome.log_level,
         engine_index=welcome.rank,
+        num_sharing=num_sharing,
         vocabulary=welcome.vocabulary,
         reports_load=welcome.reports_load,
         reports_cache=welcome.reports_cache,
@@ -94,6 +99,7 @@ class EngineLink:
         connection: Connection,
         session: bytes,
         welcome: Welcome,
+        num_sharing: int = 1,
     ) -> None:
         """Begin without a process.
 
@@ -102,9 +108,10 @@ class EngineLink:
             connection: to the head.
             session: its id.
             welcome: what the head asks for.
+            num_sharing: engines among which the memory of this machine is divided.
         """
         self._context, self._connection = context, connection
-        self._session, self._welcome = session, welcome
+        self._session, self._welcome, self._num_sharing = session, welcome, num_sharing
         self._identity = welcome.rank.to_bytes(2, "little")
         self._window = Window()
         self._requests: deque[Frames] = deque()
@@ -118,12 +125,12 @@ class EngineLink:
         self._calls: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.why_over, self.was_stopped = "", False
 
-    def run(self, own: EngineConfig, manifest: Manifest, head: str, stop: int) -> None:
+    def run(self, own: EngineConfig, manifest: Manifest | None, head: str, stop: int) -> None:
         """Start the engine and serve until it, or the head, is gone, or `stop` is readable.
 
         Args:
             own: the configuration of this machine.
-            manifest: the plugins that are enabled here; others are refused.
+            manifest: the plugins that are enabled here; others are refused. None refuses none.
             head: names the head in messages.
             stop: a descriptor; then the head is asked to let the engine go, which ends once the
                 head has done so or its time is up, the second time at once.
@@ -140,7 +147,8 @@ class EngineLink:
             self._output, output_address = self._bind(zmq.PULL, folder, SOCKET_NAMES[1])
             undo.callback(self._output.close, 0)
             addresses = EngineAddresses(inputs=[input_address], outputs=[output_address])
-            launch = launch_of(self._welcome, own, msgspec.json.encode(addresses).decode(), folder)
+            address = msgspec.json.encode(addresses).decode()
+            launch = launch_of(self._welcome, own, address, folder, self._num_sharing)
             theirs = msgspec.convert(self._welcome.config, EngineConfig)
             self._drain_seconds = theirs.engine.drain_seconds
             activity = Activity.create(folder)
@@ -241,7 +249,7 @@ class EngineLink:
 
         A call with plugins is the one way to load code: they must be enabled here.
         """
-        if frames[0].bytes != RequestType.UTILITY:
+        if self._manifest is None or frames[0].bytes != RequestType.UTILITY:
             return True
         call = self._calls.decode([frame.buffer for frame in frames[1:]])
         if call.method != "set_policy":

@@ -60,6 +60,7 @@ class JoinedHost:
         self._changed = threading.Condition()
         self._joined = self._is_closed = False
         self._pid, self._label = 0, f"engine {rank}, which has not joined"
+        self._refusal: HardpointError | None = None
         self._end: EngineDeadError | None = None
         self._report: HardpointError | None = None
         self._killed = False
@@ -107,14 +108,19 @@ class JoinedHost:
         Raises:
             EngineDeadError: none has joined within the limit.
             EngineClosedError: `close` was called.
+            HardpointError: the one of `refuse`.
         """
         assert isinstance(launch, Launch)
         self._launch = launch
         self._order("offer", self)
         with self._changed:
-            self._changed.wait_for(lambda: self._joined or self._is_closed, self._limit_s)
+            self._changed.wait_for(
+                lambda: self._joined or self._is_closed or self._refusal, self._limit_s
+            )
             if self._is_closed:
                 raise EngineClosedError("the engine was closed while it was waited for")
+            if self._refusal is not None:
+                raise self._refusal
             if not self._joined:
                 raise EngineDeadError(
                     f"no engine has joined at {self._address} within {self._limit_s:g} s "
@@ -124,6 +130,13 @@ class JoinedHost:
     def failure(self) -> HardpointError | None:
         """Return the failure that it reported, or how it ended; None while it serves."""
         return self._report or self._end
+
+    def refuse(self, error: HardpointError) -> None:
+        """Let `launch` raise an error, unless the engine has joined."""
+        with self._changed:
+            if not self._joined:
+                self._refusal = error
+                self._changed.notify_all()
 
     def kill(self) -> None:
         """End the engine at once."""

@@ -68,7 +68,7 @@ def join_engine(
     hello = msgspec.structs.replace(hello_of(config), rank=rank)
     manifest = resolve_plugins(config, config_sources).manifest
     with _stopping() as stop:
-        joining = _Joining(config, manifest, address, pair, hello, stop)
+        joining = Joining(config, manifest, address, pair, hello, stop)
         try:
             while joining.run() and not once:
                 pass
@@ -76,26 +76,40 @@ def join_engine(
             joining.close()
 
 
-class _Joining:
+class Joining:
     """Joins a head, and joins again."""
 
     def __init__(
         self,
         config: EngineConfig,
-        manifest: Manifest,
+        manifest: Manifest | None,
         address: str,
         keys: KeyPair | None,
         hello: Hello,
         stop: int,
+        num_sharing: int = 1,
     ) -> None:
+        """Do not connect yet.
+
+        Args:
+            config: the configuration of this machine.
+            manifest: the plugins that are enabled here; None enables what the head has enabled.
+            address: where the head listens.
+            keys: this side's, and the public key of the head; None is without.
+            hello: what is sent to the head.
+            stop: a descriptor that is readable when this is to end.
+            num_sharing: engines among which the memory of this machine is divided.
+        """
         self._config, self._manifest = config, manifest
         self._address, self._keys, self._hello, self._stop = address, keys, hello, stop
+        self._num_sharing = num_sharing
         self._context = zmq.Context(io_threads=1)
         self._former = NO_SESSION
         self._refused_since: float | None = None
         self._logged = -_LOG_INTERVAL_S
 
     def close(self) -> None:
+        """Close all sockets."""
         end_context(self._context, "the sockets of joined engines")
 
     def run(self) -> bool:
@@ -122,7 +136,7 @@ class _Joining:
 
     def _serve(self, connection: Connection, session: bytes, welcome: Welcome) -> bool:
         _log.info("joined %s as engine %d", self._address, welcome.rank)
-        link = EngineLink(self._context, connection, session, welcome)
+        link = EngineLink(self._context, connection, session, welcome, self._num_sharing)
         link.run(self._config, self._manifest, self._address, self._stop)
         self._former = session
         self._refused_since, self._logged = None, -_LOG_INTERVAL_S
@@ -163,7 +177,8 @@ class _Joining:
         """
         try:
             welcome = decode(frame, Welcome)
-            check_manifest(welcome.manifest, self._manifest, self._address)
+            if self._manifest is not None:
+                check_manifest(welcome.manifest, self._manifest, self._address)
             msgspec.convert(welcome.config, EngineConfig)
         except (WireError, msgspec.ValidationError) as cause:
             raise ConfigError(f"--join: the head {self._address}: {cause}") from None

@@ -23,7 +23,7 @@ from hardpoint.system.process.launch import Interpreter
 from hardpoint.system.resources import end_context
 from hardpoint.toolkit.curve_keys import KeyFolder
 
-from .admission import Admission, Doorkeeper, key_of
+from .admission import Admission, Doorkeeper, Keys, key_of
 from .comparison import hello_of
 from .joined_host import JoinedHost, Order
 from .messages import Ended, Kind, Report, Welcome, decode, encode, kind_of
@@ -31,6 +31,9 @@ from .polling import Source, readable
 from .session import Frames, Session
 
 _log = logging.getLogger("hardpoint")
+
+ANY_PORT = ":*"
+"""Ends an address of which the system chooses the port."""
 
 _HANDSHAKE_MS = 5000  # within which libzmq closes a connection that is not secured
 _BACKLOG = 128
@@ -51,9 +54,7 @@ class JoinListener:
     # All but `order` and `close` runs in the thread. An engine is gone once its session is not in
     # `_sessions`: whatever it sends later is answered with GONE, and dropped.
 
-    def __init__(
-        self, parallel: ParallelConfig, keys: KeyFolder | None, admission: Admission
-    ) -> None:
+    def __init__(self, parallel: ParallelConfig, keys: Keys | None, admission: Admission) -> None:
         """Bind the address and start the thread.
 
         Args:
@@ -93,7 +94,7 @@ class JoinListener:
         self._thread.start()
         _log.info("engines may join at %s%s", self.address, "" if keys else ", without keys")
 
-    def _bind(self, keys: KeyFolder | None) -> None:
+    def _bind(self, keys: Keys | None) -> None:
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, MOST_BYTES),
@@ -107,6 +108,8 @@ class JoinListener:
             self._router.curve_publickey, self._router.curve_secretkey, _ = keys.pair
             self._router.curve_server = True
         self._router.bind(self.address)
+        if self.address.endswith(ANY_PORT):
+            self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def order(self, order: Order, host: JoinedHost) -> None:
         """Do something for a host. In any thread."""
@@ -383,18 +386,20 @@ def _ignore(rank: int) -> None:
 class JoinedHosts:
     """Has the engines of the lowest ranks run on this machine; those of the others join."""
 
-    def __init__(self, config: EngineConfig, local: EngineHosts) -> None:
+    def __init__(self, config: EngineConfig, local: EngineHosts, keys: Keys | None = None) -> None:
         """Listen for engines.
 
         Args:
             config: has `parallel.join_address`.
             local: runs those that are local; closed with this.
+            keys: whose owners may join; None is those of `parallel.keys`.
 
         Raises:
             ConfigError: the address cannot be used, or the keys.
         """
         parallel = config.parallel
-        keys = None if parallel.keys is None else KeyFolder(parallel.keys, "parallel.keys")
+        if keys is None and parallel.keys is not None:
+            keys = KeyFolder(parallel.keys, "parallel.keys")
         admission = Admission(
             hello_of(config), parallel, needs_equal_bits=config.engine.resume == "exact"
         )
@@ -407,6 +412,10 @@ class JoinedHosts:
         """Return the host of a local engine, or the place of one that is to join."""
         if rank < self._parallel.num_local:
             return self._local.open(rank, interpreter)
+        return self.place(rank)
+
+    def place(self, rank: int) -> JoinedHost:
+        """Return the place of an engine that is to join."""
         limit_s = self._parallel.join_seconds
         return JoinedHost(self._listener.order, rank, self._listener.address, limit_s)
 

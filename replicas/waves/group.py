@@ -116,6 +116,11 @@ def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
         ("scheduler.asynchronous", "false", "true", config.scheduler.asynchronous),
         # Each engine would find another length, by the memory that it has.
         ("max_model_len", "a number, or none", "'auto'", length == "auto"),
+        # Engines that join get no addresses of the others.
+        ("parallel.join_address", "none", parallel.join_address, bool(parallel.join_address)),
+        ("parallel.ray", "none", "a table", parallel.ray is not None),
+        # Its ranks are placed by Ray, and those of engines have to find each other.
+        ("executor.use", "another one", "'ray'", config.executor.use == "ray"),
     )
     for name, expected, got, is_set in refused:
         if is_set:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from support.processes import ROOT
+from support.ray_nodes import HEAD, SECOND, two_nodes
 from support.waiting import alive, wait_until
 
 from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
@@ -30,72 +28,17 @@ from hardpoint.testing import ExecutorSuite
 pytestmark = pytest.mark.nightly
 
 TOKEN = "a-token-of-these-tests-alone-0123456789"
-MEMORY = 200 * 2**20
 CPUS = 16  # of each node, as configured for Ray
-# Ray itself would turn 127.0.0.1 into an address of the network.
-HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 
 
-class Nodes:
-    """A cluster of two nodes on this machine."""
-
-    def __init__(self, folder: str) -> None:
-        from ray.cluster_utils import Cluster
-
-        checks = {f"health_check_{name}_ms": 1000 for name in ("initial_delay", "period")}
-        checks |= {"health_check_timeout_ms": 1000, "health_check_failure_threshold": 3}
-        head = {"include_dashboard": False, "_system_config": checks}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head | self._node(HEAD))
-        self.address = self._cluster.address
-        self.folder = folder
-        self._second = self.add()
-
-    def add(self):
-        self._second = self._cluster.add_node(**self._node(SECOND))
-        self._cluster.wait_for_nodes()
-        return self._second
-
-    def kill_second(self) -> None:
-        self._cluster.remove_node(self._second, allow_graceful=False)
-
-    def close(self) -> None:
-        self._cluster.shutdown()
-
-    @staticmethod
-    def _node(address):
-        return {
-            "node_ip_address": address,
-            "num_cpus": CPUS,
-            "num_gpus": 0,
-            "object_store_memory": MEMORY,
-        }
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nodes():
-    folder = tempfile.mkdtemp(prefix="hp-ray-")  # short, since sockets are in it
-    home = Path(folder, "home")
-    home.mkdir()
-    settings = {
-        "RAY_TMPDIR": folder,
-        "RAY_AUTH_TOKEN": TOKEN,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ADDRESS": None,
-        "HOME": str(home),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
-        started = Nodes(folder)
-        patch.setenv("RAY_ADDRESS", started.address)
-        try:
-            yield started
-            # Interactive programs of other tests, which have this home too, write their history.
-            written = {path.name for path in home.iterdir()} - {".python_history"}
-            assert written == set(), "nothing is written into the home folder"
-        finally:
-            started.close()
-            shutil.rmtree(folder, ignore_errors=True)
+    with two_nodes({"RAY_AUTH_TOKEN": TOKEN}, num_cpus=CPUS) as started:
+        yield started
+        # Interactive programs of other tests, which have this home too, write their history.
+        home = started.folder / "home"
+        written = {path.name for path in home.iterdir()} - {".python_history"}
+        assert written == set(), "nothing is written into the home folder"
 
 
 @pytest.fixture(autouse=True)

@@ -185,13 +185,22 @@ def test_calls_go_to_all_engines_together(scripted, expected):
             "^scheduler.asynchronous: expected false, since the engines share experts",
         ),
         ({"max_model_len": "auto"}, "^max_model_len: expected a number, or none, since"),
+        (
+            {"parallel": {"join_address": "tcp://127.0.0.1:1"}},
+            "^parallel.join_address: expected none, since the engines share experts",
+        ),
+        ({"parallel": {"ray": {}}}, "^parallel.ray: expected none, since the engines share exper"),
+        (
+            {"executor": {"use": "ray"}},
+            "^executor.use: expected another one, since the engines share experts .* got 'ray'",
+        ),
         ({"parallel": {"data": 3}}, "^engine . of 3: parallel.data: 4 experts cannot be spread"),
     ],
 )
 def test_what_cannot_work_is_refused(mixture, extra, error):
     settings = over_engines(mixture)
     for name, value in extra.items():
-        settings[name] = {**settings[name], **value} if isinstance(value, dict) else value
+        settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
     began = time.monotonic()
     with pytest.raises(HardpointError, match=error):
         LLM(config=settings)

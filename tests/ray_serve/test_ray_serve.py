@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from support.processes import ROOT
 from support.scripted_folder import write_config
 from support.waiting import wait_until
 
@@ -271,3 +273,21 @@ def test_the_command_serves_until_a_signal(model, port, expected, tmp_path):
         process.send_signal(signal.SIGTERM)
         code = process.wait(PATIENCE_S)
     assert code == 0
+
+
+def test_the_example_deploys_asks_and_deletes(model, port, tmp_path):
+    from ray import serve
+
+    with LLM(config=scripted_config(model)) as llm:
+        (alone,) = llm.generate("by example", SamplingParams(max_tokens=32, temperature=0.0))
+    write_config(tmp_path, model, "")
+    example = runpy.run_path(str(ROOT / "examples" / "ray_serve_engines.py"))
+    texts = example["main"](
+        str(model),
+        ["by example"],
+        f"http://127.0.0.1:{port}",
+        config=str(tmp_path / "hardpoint.toml"),
+        **ENGINES,
+    )
+    assert texts == [alone.outputs[0].text]
+    assert serve.status().applications == {}

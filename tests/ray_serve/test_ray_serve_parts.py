@@ -103,6 +103,9 @@ def test_the_builder_of_serve_run_takes_names_and_values(ray_serve, tmp_path):
     write_config(tmp_path, folder, "parallel.data = 2")
     with pytest.raises(ConfigError, match="parallel.data: expected 1 on Ray Serve, .* got 2"):
         app({"config": path})
+    write_config(tmp_path, folder, "parallel.ray = {}")
+    with pytest.raises(ConfigError, match="parallel.ray: expected none on Ray Serve, .* got {'ad"):
+        app({"config": path})
 
 
 @pytest.mark.usefixtures("ray_serve")

@@ -14,10 +14,11 @@ from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.core.protocol import EngineCoreReadyResponse, RequestType
 from hardpoint.errors import ConfigError, EngineClosedError, EngineDeadError, PluginLoadError
-from hardpoint.plugins import EngineCoreOutput, EngineCoreOutputs
+from hardpoint.plugins import EngineConfig, EngineCoreOutput, EngineCoreOutputs
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config_tables import ExecutorConfig
 from hardpoint.plugins.manifest import Manifest, PluginEntry
-from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.plugins.parallel_config import ParallelConfig, RayConfig
 from hardpoint.replicas.remote import listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
@@ -301,7 +302,7 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
         other, late = head.host(1), head.peer(beta)
         late.socket.send_multipart([Kind.HELLO, b"", encode(HELLO)])
         wait_until(lambda: "refused attempts" in caplog.text, PATIENCE_S, "the refusal")
-        assert "the last one: a key that is not among those of parallel.keys" in caplog.text
+        assert "the last one: a key that is not among those that may join" in caplog.text
         plain = head.peer()
         plain.socket.send_multipart([Kind.HELLO, b"", encode(HELLO)])
         new = client_keys(str(make_client(str(keys), "gamma")), "--keys")
@@ -359,11 +360,22 @@ def test_settings_that_do_not_fit_each_other():
         ({"data": 2, "local": 3}, "parallel.local: expected at most the 2 engines of parallel.dat"),
         ({"data": 2, "local": 1}, "parallel.local: 1 of 2 engines are not local, and there is no "),
         ({"data": 2, "join_address": "tcp://a:1"}, "parallel.join_address: tcp://a:1 can be reach"),
+        (
+            {"ray": RayConfig(), "keys": "k"},
+            "parallel.keys: expected none with parallel.ray, who",
+        ),
+        ({"ray": RayConfig(), "local": 1}, "parallel.local: expected fewer than the 1 engines of "),
+        ({"ray": RayConfig(), "join_address": "a"}, "parallel.join_address: expected tcp://HOST:"),
     ):
         with pytest.raises(ConfigError) as refused:
-            check_joining(ParallelConfig(**fields), sources)
+            check_joining(EngineConfig(parallel=ParallelConfig(**fields)), sources)
         assert str(refused.value).startswith(words)
-    check_joining(ParallelConfig(data=2, local=0, join_address=free_address()), sources)
+    joining = ParallelConfig(data=2, local=0, join_address=free_address())
+    check_joining(EngineConfig(parallel=joining), sources)
+    on_ray = ParallelConfig(ray=RayConfig(), join_address="tcp://10.0.0.1:7")
+    check_joining(EngineConfig(parallel=on_ray), sources)
+    with pytest.raises(ConfigError, match=r"^executor.use: expected another one than 'ray' with"):
+        check_joining(EngineConfig(parallel=on_ray, executor=ExecutorConfig(use="ray")), sources)
 
 
 def entry(name="a", **fields):

@@ -1,4 +1,4 @@
-"""The Ray cluster of an executor: joining it, and reserving resources for the workers."""
+"""Joining a Ray cluster, and reserving resources on it for actors."""
 
 from __future__ import annotations
 
@@ -7,47 +7,72 @@ import ipaddress
 import os
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Protocol
 
-from msgspec import Meta
+from hardpoint.errors import ConfigError, HardpointError, PluginLoadError
 
-from hardpoint import plugins
-from hardpoint.plugins import ConfigError, HardpointError
+__all__ = [
+    "ClusterOptions",
+    "Connection",
+    "RankResources",
+    "RayNode",
+    "actor_failure",
+    "arrange",
+    "check_capacity",
+    "health_check_seconds",
+    "import_ray",
+    "listening_address",
+    "needed_resources",
+    "nodes_of",
+    "reserve",
+    "short_text",
+]
 
 _EPSILON = 1e-6  # Ray counts resources in 1/10000
+_POLL_S = 0.5
 
 
-class RayOptions(plugins.Options):
-    """Which cluster the workers run on, and what each of them gets.
+class ClusterOptions(Protocol):
+    """Which cluster is joined, and how.
 
     Attributes:
         address: `HOST:PORT` of the cluster. "auto" is the one that RAY_ADDRESS names, else the one
             that runs on this machine. "local" starts a cluster on this machine and ends it with
-            the engine. A cluster that the program has joined itself is used and left as it is.
+            the connection. A cluster that the program has joined itself is used and left as it is.
         namespace: Ray's namespace in which the actors are; empty is a new one.
-        placement: how the workers are spread over nodes: PACK on few, SPREAD over many, STRICT_PACK
-            on one, STRICT_SPREAD each on another.
-        num_cpus: CPUs that a worker reserves.
-        num_gpus: GPUs that a worker reserves; None is 1 if the cluster has GPUs, else 0.
-        resources: resources of the cluster's own kinds that a worker reserves.
         runtime_env: runtime environment of the actors, as Ray has it.
         join_timeout_seconds: maximum time until the cluster answers.
-        start_timeout_seconds: maximum time until the resources are free and the actors run,
-            including what `runtime_env` installs.
     """
 
-    address: Annotated[str, Meta(min_length=1)] = "auto"
-    namespace: str = ""
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    num_cpus: Annotated[float, Meta(ge=0)] = 1.0
-    num_gpus: Annotated[int, Meta(ge=0, le=1)] | None = None
-    resources: dict[str, Annotated[float, Meta(gt=0)]] = {}
-    runtime_env: dict[str, Any] = {}
-    join_timeout_seconds: Annotated[float, Meta(gt=0)] = 10.0
-    start_timeout_seconds: Annotated[float, Meta(gt=0)] = 300.0
+    @property
+    def address(self) -> str: ...  # noqa: D102
+    @property
+    def namespace(self) -> str: ...  # noqa: D102
+    @property
+    def runtime_env(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def join_timeout_seconds(self) -> float: ...  # noqa: D102
+
+
+class RankResources(Protocol):
+    """The resources that each rank reserves.
+
+    Attributes:
+        num_cpus: CPUs.
+        num_gpus: GPUs; None is 1 if the cluster has GPUs, else 0.
+        resources: those of the cluster's own kinds.
+    """
+
+    @property
+    def num_cpus(self) -> float: ...  # noqa: D102
+    @property
+    def num_gpus(self) -> int | None: ...  # noqa: D102
+    @property
+    def resources(self) -> Mapping[str, float]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -88,7 +113,7 @@ def import_ray() -> Any:
 class Connection:
     """The connection of this process with a cluster, of which Ray has one at a time.
 
-    Executors share it. The last that closes it ends it, unless the program itself has made it.
+    Its users share it. The last that closes it ends it, unless the program itself has made it.
 
     Attributes:
         is_first: whether this made it.
@@ -98,12 +123,12 @@ class Connection:
     _users: ClassVar[list[Connection]] = []
     """Those that use a connection which one of them has made."""
 
-    def __init__(self, ray: Any, options: RayOptions, setting: str) -> None:
+    def __init__(self, ray: Any, options: ClusterOptions, setting: str) -> None:
         """Connect this process with the cluster, or use the connection that is there.
 
         Args:
             ray: the module.
-            options: options of the executor.
+            options: which cluster.
             setting: where they are configured, for messages.
 
         Raises:
@@ -130,7 +155,7 @@ class Connection:
                     self._ray.shutdown()
 
 
-def _join(ray: Any, options: RayOptions, setting: str) -> None:
+def _join(ray: Any, options: ClusterOptions, setting: str) -> None:
     where = f"{setting}.address: {options.address!r}"
     if options.address.startswith("ray://"):
         raise ConfigError(
@@ -158,7 +183,7 @@ def _join(ray: Any, options: RayOptions, setting: str) -> None:
         ) from error
 
 
-def _check_same(ray: Any, options: RayOptions, setting: str) -> None:
+def _check_same(ray: Any, options: ClusterOptions, setting: str) -> None:
     if options.address in ("auto", "local"):
         return
     current = str(ray.get_runtime_context().gcs_address)
@@ -231,37 +256,42 @@ def nodes_of(ray: Any) -> dict[str, RayNode]:
     }
 
 
-def needed_resources(ray: Any, options: RayOptions) -> dict[str, float]:
-    """Return the resources that a worker reserves."""
-    num_gpus = options.num_gpus
+def needed_resources(ray: Any, share: RankResources, num_ranks: int = 1) -> dict[str, float]:
+    """Return the resources that ranks of one bundle reserve."""
+    num_gpus = share.num_gpus
     if num_gpus is None:
         num_gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
-    needed = {"CPU": options.num_cpus, "GPU": float(num_gpus), **options.resources}
+    needed = {"CPU": share.num_cpus, "GPU": float(num_gpus), **share.resources}
     # A bundle may not be empty.
-    return {name: count for name, count in needed.items() if count} or {"CPU": 0.001}
+    return {name: n * num_ranks for name, n in needed.items() if n} or {"CPU": 0.001}
 
 
 def check_capacity(
-    nodes: Sequence[RayNode], needed: Mapping[str, float], world_size: int, strategy: str
+    nodes: Sequence[RayNode],
+    needed: Mapping[str, float],
+    count: int,
+    strategy: str,
+    what: str = "workers",
 ) -> None:
-    """Check that the cluster can hold all workers when nothing else runs.
+    """Check that the cluster can hold all bundles when nothing else runs.
 
     Args:
         nodes: nodes of the cluster.
-        needed: by a worker.
-        world_size: number of workers.
+        needed: by a bundle.
+        count: number of bundles.
         strategy: strategy of their placement.
+        what: what has a bundle each, for messages.
 
     Raises:
         ConfigError: it cannot; the message names the resources that are missing.
     """
-    for name, count in needed.items():
+    for name, amount in needed.items():
         total = sum(node.resources.get(name, 0.0) for node in nodes)
-        if total + _EPSILON < count * world_size:
+        if total + _EPSILON < amount * count:
             raise ConfigError(
-                f"{world_size} workers need {count * world_size:g} {name} ({count:g} each), the "
+                f"{count} {what} need {amount * count:g} {name} ({amount:g} each), the "
                 f"Ray cluster has {total:g} on {len(nodes)} node(s): "
-                f"{count * world_size - total:g} {name} missing"
+                f"{amount * count - total:g} {name} missing"
             )
     rooms = [
         min(int((node.resources.get(name, 0.0) + _EPSILON) / n) for name, n in needed.items())
@@ -273,11 +303,11 @@ def check_capacity(
         room = sum(room > 0 for room in rooms)
     else:
         room = sum(rooms)
-    if room < world_size:
-        bundle = " and ".join(f"{count:g} {name}" for name, count in needed.items())
+    if room < count:
+        bundle = " and ".join(f"{amount:g} {name}" for name, amount in needed.items())
         has = ", ".join(f"{node} has room for {n}" for node, n in zip(nodes, rooms, strict=True))
         raise ConfigError(
-            f"{world_size} workers with {bundle} each, placed by {strategy}, do not fit: {has}"
+            f"{count} {what} with {bundle} each, placed by {strategy}, do not fit: {has}"
         )
 
 
@@ -299,36 +329,82 @@ def arrange(bundles: Sequence[str], tensor: int) -> list[int]:
     return whole + rest
 
 
-def reserve(ray: Any, options: RayOptions, world_size: int) -> Any:
-    """Return a placement group with a bundle per worker.
+def reserve(
+    needed: Mapping[str, float],
+    count: int,
+    *,
+    strategy: str,
+    timeout_s: float,
+    setting: str = "",
+    what: str = "workers",
+    near: str | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Any:
+    """Return a placement group with bundles, once their resources are there and free.
+
+    Args:
+        needed: by a bundle.
+        count: number of bundles.
+        strategy: strategy of their placement.
+        timeout_s: maximum time to wait.
+        setting: what sets that time, for messages.
+        what: what has a bundle each, for messages.
+        near: id of the node that is taken if it has room, with the strategy STRICT_PACK.
+        is_cancelled: asked while it waits.
 
     Raises:
-        ConfigError: the cluster has not enough resources.
-        HardpointError: they were not free in time.
+        HardpointError: they were not free in time, or it was cancelled.
     """
-    nodes = list(nodes_of(ray).values())
-    needed = needed_resources(ray, options)
-    check_capacity(nodes, needed, world_size, options.placement)
     util = importlib.import_module("ray.util")
-    group = util.placement_group([dict(needed)] * world_size, strategy=options.placement)
+    group = util.placement_group(
+        [dict(needed)] * count, strategy=strategy, _soft_target_node_id=near
+    )
+    deadline = time.monotonic() + timeout_s
     try:
-        if not group.wait(options.start_timeout_seconds):
-            free = Counter(ray.available_resources())
-            lacking = {
-                name: count * world_size - free[name]
-                for name, count in needed.items()
-                if free[name] + _EPSILON < count * world_size
-            }
-            what = ", ".join(f"{count:g} {name} more" for name, count in lacking.items())
-            raise HardpointError(
-                f"the Ray cluster has no room for {world_size} workers within "
-                f"{options.start_timeout_seconds:g} s: others use it; "
-                f"{what or 'what is free is on the wrong nodes'} needed"
-            )
+        while not group.wait(max(min(deadline - time.monotonic(), _POLL_S), 0.0)):
+            if is_cancelled():
+                raise HardpointError(f"{count} {what}: the reservation was cancelled")
+            if time.monotonic() >= deadline:
+                limit = f"{timeout_s:g} s ({setting})" if setting else f"{timeout_s:g} s"
+                raise _no_room(needed, count, what, limit)
     except BaseException:
         util.remove_placement_group(group)
         raise
     return group
+
+
+def _no_room(needed: Mapping[str, float], count: int, what: str, limit: str) -> HardpointError:
+    free = Counter(import_ray().available_resources())
+    lacking = {
+        name: amount * count - free[name]
+        for name, amount in needed.items()
+        if free[name] + _EPSILON < amount * count
+    }
+    more = ", ".join(f"{amount:g} {name} more" for name, amount in lacking.items())
+    return HardpointError(
+        f"the Ray cluster has no room for {count} {what} within {limit}: others use it; "
+        f"{more or 'what is free is on the wrong nodes'} needed"
+    )
+
+
+def actor_failure(error: BaseException, node: RayNode, where: str) -> HardpointError:
+    """Return the error of an actor that did not start.
+
+    Args:
+        error: Ray's.
+        node: its node.
+        where: names it in messages.
+    """
+    text = str(error)
+    if "No module named 'hardpoint" in text:
+        last = text.rstrip().rpartition("\n")[2].strip()
+        return PluginLoadError(f"{node}: Hardpoint is not installed there: {last}")
+    return HardpointError(f"{where}: its actor did not start: {short_text(error)}")
+
+
+def short_text(error: BaseException) -> str:
+    """Return the text of an error of Ray's, without its advice."""
+    return " ".join(str(error).partition("Some common causes")[0].split())[:800]
 
 
 def health_check_seconds() -> float | None:

@@ -12,18 +12,17 @@ import pytest
 from support.plugins.fake import Installed
 
 from hardpoint.builtin_plugins.executors.ray import RayExecutor
-from hardpoint.builtin_plugins.executors.ray_cluster import (
+from hardpoint.errors import PluginLoadError
+from hardpoint.plugins import ConfigError, ExecutorContext
+from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.toolkit.ray_cluster import (
     Connection,
     RayNode,
-    RayOptions,
     arrange,
     check_capacity,
     listening_address,
     needed_resources,
 )
-from hardpoint.errors import PluginLoadError
-from hardpoint.plugins import ConfigError, ExecutorContext
-from hardpoint.plugins.parallel_config import ParallelConfig
 
 
 def node(name, **resources):
@@ -96,7 +95,7 @@ def test_a_cluster_that_fits_just_so_is_taken(strategy):
 )
 def test_what_a_worker_reserves(options, there, needed):
     ray = SimpleNamespace(cluster_resources=lambda: there)
-    assert needed_resources(ray, RayOptions(**options)) == needed
+    assert needed_resources(ray, RayExecutor.Options(**options)) == needed
 
 
 def fake_ray(init):
@@ -151,7 +150,7 @@ def test_an_address_without_a_cluster_is_refused(services, address, message):
     if not isinstance(address, str):
         address = answering(address)
     began = time.monotonic()
-    options = RayOptions(address=address, join_timeout_seconds=0.3)
+    options = RayExecutor.Options(address=address, join_timeout_seconds=0.3)
     with pytest.raises(ConfigError, match=f"^plugin.ray.address: .*{message}"):
         Connection(fake_ray(refuse), options, "plugin.ray")
     assert time.monotonic() - began < 1
@@ -165,7 +164,7 @@ def test_errors_of_ray_are_errors_of_the_configuration(services, error):
     address = answering(b"\0\0\0\4\0\0\0\0\0")
     reason = "the cluster does not answer" if isinstance(error, SystemExit) else "Version mismatch"
     with pytest.raises(ConfigError, match=f"^plugin.ray.address: '{address}': {reason}; start a"):
-        Connection(fake_ray(fail), RayOptions(address=address), "plugin.ray")
+        Connection(fake_ray(fail), RayExecutor.Options(address=address), "plugin.ray")
 
 
 def test_joining_passes_what_is_configured(services):
@@ -173,8 +172,8 @@ def test_joining_passes_what_is_configured(services):
     ray = fake_ray(lambda **settings: asked.append(settings))
     services.canonicalize_bootstrap_address = lambda address: found
     found = answering(b"\0\0\0\4\0\0\0\0\0")
-    options = RayOptions(namespace="n", runtime_env={"pip": ["x"]})
-    for each in (options, RayOptions(address="local")):
+    options = RayExecutor.Options(namespace="n", runtime_env={"pip": ["x"]})
+    for each in (options, RayExecutor.Options(address="local")):
         Connection(ray, each, "plugin.ray").close()
     common = {"configure_logging": False}
     assert asked == [
@@ -210,7 +209,7 @@ class JoinedRay:
 
 def test_the_programs_own_connection_is_used_and_left():
     ray = JoinedRay(joined=True)
-    connection = Connection(ray, RayOptions(), "plugin.ray")
+    connection = Connection(ray, RayExecutor.Options(), "plugin.ray")
     assert not connection.is_first
     connection.close()
     assert ray.joined
@@ -218,7 +217,9 @@ def test_the_programs_own_connection_is_used_and_left():
 
 def test_the_last_executor_ends_a_connection():
     ray = JoinedRay(joined=False)
-    first, second = (Connection(ray, RayOptions(address="local"), "plugin.ray") for _ in range(2))
+    first, second = (
+        Connection(ray, RayExecutor.Options(address="local"), "plugin.ray") for _ in range(2)
+    )
     assert (first.is_first, second.is_first) == (True, False)
     first.close()
     assert ray.joined
@@ -234,8 +235,8 @@ def test_a_process_is_in_one_cluster_at_a_time():
         "cannot join 'b:1' as well"
     )
     with pytest.raises(ConfigError, match=message):
-        Connection(ray, RayOptions(address="b:1"), "plugin.ray")
-    Connection(ray, RayOptions(address="10.0.0.1:6379"), "plugin.ray")
+        Connection(ray, RayExecutor.Options(address="b:1"), "plugin.ray")
+    Connection(ray, RayExecutor.Options(address="10.0.0.1:6379"), "plugin.ray")
 
 
 def test_addresses_of_both_kinds():

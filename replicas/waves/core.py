@@ -12,7 +12,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, SingleRank
 from hardpoint.system.control_calls import utility
 
 AGREEMENT_INTERVAL = 32
@@ -48,13 +48,14 @@ class WaveCore(EngineCore):
 
     @classmethod
     def of(cls, parts: EngineCoreParts, spec: WorkerSpec) -> Self:
-        """Return the core of an engine, once all engines have met.
+        """Return the core of an engine, once all engines have met, if it is not the only one.
 
         Raises:
             ModelError: they do not.
         """
         place = spec.place
-        assert place.engines is not None
+        if place.engines is None:
+            return cls(parts, SingleRank())
         engines = spec.plugins.create(
             spec.plugins.one("communicators"),
             CommunicatorContext,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
+
+import msgspec
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import (
@@ -17,11 +18,12 @@ from hardpoint.plugins import (
     RequestError,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.replicas import Replica
 
 from .replicas import WaveReplicas, follows_another
+from .scaling import WaveScaling
 
 _FIRST_DEATH_S = 5.0
 """How long the death of an engine that lost another one waits for that one's to be noticed."""
@@ -41,8 +43,10 @@ class WaveGroup(EngineGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Start the engines; see EngineGroup."""
         super().__init__(*args, replicas=WaveReplicas, **options)
-        fixed = _Fixed()
-        self.scale, self.retire = fixed.scale, fixed.retire
+        scaling = WaveScaling(
+            self._replicas, self._ledger, self._changed, self._move, self._report_end
+        )
+        self.scale, self.retire = scaling.scale, scaling.retire
 
     def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
         """Take what an engine sends; let the others join a wave that it has started."""
@@ -85,21 +89,11 @@ class WaveGroup(EngineGroup):
             )
         return super().call(method, *args, rank=rank)
 
-
-class _Fixed:
-    """Refuses changes of the number of engines."""
-
-    def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
-        raise HardpointError(
-            "scale: expected as many engines as were started, for they share experts "
-            f"(parallel.expert), got {num_engines}"
-        )
-
-    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
-        raise HardpointError(
-            "retire: expected no engine, for they share experts (parallel.expert), got "
-            f"{', '.join(map(str, ranks))}"
-        )
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Start engines with other parameters from now on, as many as there are."""
+        with self._lock:
+            parallel = msgspec.structs.replace(config.parallel, data=len(self.ranks))
+            super().restart_with(msgspec.structs.replace(config, parallel=parallel), manifest)
 
 
 def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:

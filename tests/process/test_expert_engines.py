@@ -25,6 +25,7 @@ from support.process.harness import process_config
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM, AsyncLLM, HardpointError, RequestError, SamplingParams
+from hardpoint.plugins.engine_set import EngineSet
 
 KILLS = "process.test_replicas:Kills"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -170,10 +171,20 @@ def test_calls_go_to_all_engines_together(scripted, expected):
                 call()
         with pytest.raises(HardpointError, match="^update_weights: the weights of engines that"):
             llm.update_weights({"lm_head.weight": torch.zeros(2, 2)})
-        with pytest.raises(HardpointError, match="^scale: expected as many engines as were"):
+
+
+def test_the_number_changes_while_requests_run(mixture):
+    jobs = mixed_jobs()
+    with LLM(config=over_engines(mixture)) as llm:
+        engine = engine_of(llm)
+        changes = {5: lambda _: sets.append(llm.scale(4)), 15: lambda _: sets.append(llm.scale(1))}
+        sets = []
+        got = drive(engine, jobs, before_step=changes)
+        same(engine, jobs, mixture[1], got)
+        assert sets == [EngineSet(1, (0, 1, 2, 3)), EngineSet(2, (0,))]
+        with pytest.raises(HardpointError, match="^engine . of 3: parallel.data: 4 experts cannot"):
             llm.scale(3)
-        with pytest.raises(HardpointError, match="^retire: expected no engine, for they share"):
-            llm.retire([1])
+        assert llm.scale(2) == EngineSet(3, (0, 1))
 
 
 @pytest.mark.parametrize(

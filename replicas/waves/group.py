@@ -103,6 +103,7 @@ def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
         ConfigError: naming the setting.
     """
     parallel, length = config.parallel, config.max_model_len
+    joining = parallel.join_address
     refused = (
         # A stage would run a batch of another engine's step, or none.
         ("parallel.pipeline", "1", parallel.pipeline, parallel.pipeline > 1),
@@ -110,6 +111,9 @@ def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
         ("scheduler.asynchronous", "false", "true", config.scheduler.asynchronous),
         # Each engine would find another length, by the memory that it has.
         ("max_model_len", "a number, or none", "'auto'", length == "auto"),
+        # They meet by files and memory of one host.
+        ("parallel.join_address", "none", repr(joining), joining is not None),
+        ("executor.use", "an executor of this host", "'ray'", config.executor.use == "ray"),
     )
     for name, expected, got, is_set in refused:
         if is_set:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from support.driving import varied_jobs
@@ -187,6 +192,82 @@ def test_the_number_changes_while_requests_run(mixture):
         assert llm.scale(2) == EngineSet(3, (0, 1))
 
 
+def kill_one_that_is_new(before):
+    """Kill a process that is started in a change of engines."""
+    found = []
+
+    def is_there():
+        found[:] = [c.pid for c in psutil.Process().children() if c.pid not in before]
+        return found
+
+    wait_until(is_there, PATIENCE_S, "a process")
+    os.kill(found[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", ["new", "old"])
+def test_a_change_is_undone_if_an_engine_dies_meanwhile(scripted, expected, victim):
+    settings = scripted_settings(scripted, restart="on_failure", max_resumes=9)
+    with LLM(config=settings) as llm, ThreadPoolExecutor() as pool:
+        before = [engine.pid for engine in llm.engines]
+        ids = {child.pid for child in psutil.Process().children()}
+        change = pool.submit(llm.scale, 4)
+        if victim == "new":
+            kill_one_that_is_new(ids)
+        else:
+            os.kill(before[1], signal.SIGKILL)
+        got = results(llm)
+        with pytest.raises(HardpointError, match="died|ended|engine . of 4"):
+            change.result(PATIENCE_S)
+        assert got == expected
+        wait_until(lambda: len(llm.engines) == 2, PATIENCE_S, "the engines")
+        pids = [engine.pid for engine in llm.engines]
+        assert (pids == before) is (victim == "new")
+        wait_until(
+            lambda: len(psutil.Process().children()) == len(ids), PATIENCE_S, "the others' end"
+        )
+        assert llm.scale(1) == EngineSet(1, (0,))
+        assert results(llm) == expected
+
+
+@pytest.mark.nightly
+def test_kills_at_random_while_the_number_changes(scripted, expected):
+    rng, outcomes = random.Random(5), Counter()
+    others = {child.pid for child in psutil.Process().children()}
+    settings = scripted_settings(
+        scripted, restart="on_failure", max_resumes=99, max_restarts_per_minute=99
+    )
+
+    def change(llm, count):
+        with contextlib.suppress(HardpointError):
+            llm.scale(count)
+            return True
+        return False
+
+    def engines():
+        return {child.pid for child in psutil.Process().children()} - others
+
+    def kill():
+        time.sleep(rng.random())
+        with contextlib.suppress(IndexError, ProcessLookupError):
+            os.kill(rng.choice(sorted(engines())), signal.SIGKILL)
+
+    with LLM(config=settings) as llm, ThreadPoolExecutor() as pool:
+        for _ in range(12):
+            changed = pool.submit(change, llm, rng.choice([1, 2, 4]))
+            killed = pool.submit(kill)
+            assert results(llm) == expected
+            killed.result(PATIENCE_S)
+            outcomes[changed.result(PATIENCE_S)] += 1
+            wait_until(
+                lambda: len(llm.engines) == len(engine_of(llm).parts.client.pids),
+                PATIENCE_S,
+                "the engines",
+            )
+        assert outcomes[True]
+        assert outcomes[False]
+        wait_until(lambda: {e.pid for e in llm.engines} == engines(), PATIENCE_S, "the end")
+
+
 @pytest.mark.parametrize(
     ("extra", "error"),
     [
@@ -194,6 +275,15 @@ def test_the_number_changes_while_requests_run(mixture):
         (
             {"scheduler": {"asynchronous": True}},
             "^scheduler.asynchronous: expected false, since the engines share experts",
+        ),
+        (
+            {"executor": {"use": "ray"}},
+            "^executor.use: expected an executor of this host, since the engines share experts "
+            r"\(parallel.expert with parallel.data = 2\), got 'ray'",
+        ),
+        (
+            {"parallel": {"join_address": "tcp://127.0.0.1:7000"}},
+            "^parallel.join_address: expected none, since the engines share experts",
         ),
         ({"max_model_len": "auto"}, "^max_model_len: expected a number, or none, since"),
         ({"parallel": {"data": 3}}, "^engine . of 3: parallel.data: 4 experts cannot be spread"),

@@ -13,6 +13,7 @@ from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, SingleRank
+from hardpoint.system.arrivals import count_arrivals
 from hardpoint.system.control_calls import utility
 
 AGREEMENT_INTERVAL = 32
@@ -66,6 +67,7 @@ class WaveCore(EngineCore):
             placement=place.engines,
             timeout_seconds=spec.config.parallel.start_seconds,
         )
+        count_arrivals(engines)
         return cls(parts, engines)
 
     @utility()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
-from hardpoint.errors import EngineDeadError
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -56,6 +58,9 @@ class WaveGroup(EngineGroup):
                 wait.daemon = True
                 wait.start()
                 return
+            if (hung := self._waited_for(replica, item)) is not None:
+                self._lost_hung(hung, replica, item)
+                return
         elif item.wave_complete is not None or item.start_wave is not None:
             with self._lock:
                 called = self._replicas.coordinate(replica, item)
@@ -64,6 +69,32 @@ class WaveGroup(EngineGroup):
                 with contextlib.suppress(EngineDeadError):  # then all of them end
                     other.open_client.call("start_wave", wave)
         super().receive(replica, item)
+
+    def _waited_for(self, replica: Replica, error: Exception) -> Replica | None:
+        """Return the engine that one has waited for until its time was up; None if it has not."""
+        client = replica.client
+        has_reason = isinstance(error, PluginFaultError) or error.__cause__ is not None
+        if client is None or client.was_killed or has_reason:
+            return None
+        with self._lock:
+            late = self._replicas.arrivals.late()
+            if not late or replica.rank in late or not self._replicas.is_current(replica):
+                return None
+            return self._replicas.of(min(late))
+
+    def _lost_hung(self, hung: Replica, waiting: Replica, error: Exception) -> None:
+        """Count an engine as dead that another one has waited for, and end its process."""
+        client = hung.open_client
+        during = client.activity.snapshot().during
+        super().receive(
+            hung,
+            EngineDeadError(
+                f"engine {hung.rank} (pid {client.pid}) does not go on{during}; engine "
+                f"{waiting.rank} waited for it: {error}"
+            ),
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(client.pid, signal.SIGKILL)
 
     def _lost_later(self, replica: Replica, error: Exception) -> None:
         """Count an engine as dead that lost another one, if none has died by itself."""

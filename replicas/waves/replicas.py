@@ -9,6 +9,8 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 
 from hardpoint.core.client.process_client import EngineStart
 from hardpoint.core.engine_process.process import EngineHost, EngineProcess
@@ -17,6 +19,7 @@ from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
 from hardpoint.replicas.hosts import LocalHosts
 from hardpoint.replicas.replicas import Replica, ReplicaClient, Replicas
+from hardpoint.system.arrivals import Arrivals
 from hardpoint.system.process.launch import Interpreter
 
 from .coordinator import Coordinator
@@ -50,8 +53,17 @@ class WaveHosts(LocalHosts):
         return WaveProcess.spawn(interpreter)
 
 
-Clients = Mapping[Replica, ReplicaClient]
-"""The clients of engines that have started together."""
+@dataclass(frozen=True)
+class Started:
+    """Engines that have started together.
+
+    Attributes:
+        clients: of each.
+        arrivals: shows which of them the others wait for.
+    """
+
+    clients: Mapping[Replica, ReplicaClient]
+    arrivals: Arrivals
 
 
 class WaveReplicas(Replicas):
@@ -59,9 +71,11 @@ class WaveReplicas(Replicas):
 
     Attributes:
         coordinator: coordinates the waves of those that were started last.
+        arrivals: shows which of these the others wait for.
     """
 
     coordinator: Coordinator
+    arrivals: Arrivals
 
     def open_all(self) -> ReplicaClient:
         """Start all engines; return the client of the first one once all are ready.
@@ -97,11 +111,11 @@ class WaveReplicas(Replicas):
         """
         while True:
             begun = self.start
-            clients = self.start_together(begun, replicas)
-            with closed_unless_used(clients), self._changed:
-                self.check_started(clients)
+            started = self.start_together(begun, replicas)
+            with closed_unless_used(started), self._changed:
+                self.check_started(started)
                 if begun is self.start:  # else they have settings that were changed meanwhile
-                    self._use(clients)
+                    self._use(started)
                     return
 
     def succeeding(self, count: int) -> list[Replica]:
@@ -113,7 +127,7 @@ class WaveReplicas(Replicas):
         start: EngineStart,
         replicas: Sequence[Replica],
         check: Callable[[], None] = lambda: None,
-    ) -> Clients:
+    ) -> Started:
         """Start engines at the same time, which meet in a folder of their own; none serves yet.
 
         Args:
@@ -136,10 +150,11 @@ class WaveReplicas(Replicas):
                 error = _until_over(opening, check)
                 while error is not None and wait(opening, _POLL_S).not_done:
                     self._end_starting(replicas)  # they would wait for the one that failed
+            arrivals = Arrivals(Path(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if error is None:
-            return {one: opened.result() for opened, one in opening.items()}
+            return Started({one: opened.result() for opened, one in opening.items()}, arrivals)
         _close([opened.result() for opened in opening if opened.exception() is None])
         raise error
 
@@ -149,7 +164,7 @@ class WaveReplicas(Replicas):
         for process in starting:
             process.close(0)
 
-    def check_started(self, clients: Clients) -> None:
+    def check_started(self, started: Started) -> None:
         """Check that engines that have started together can serve.
 
         Raises:
@@ -157,23 +172,23 @@ class WaveReplicas(Replicas):
             HardpointError: one of them has died.
         """
         self._check_open()
-        for replica in clients:
+        for replica in started.clients:
             if replica.failure is not None:
                 raise replica.failure
 
-    def _use(self, clients: Clients) -> None:
+    def _use(self, started: Started) -> None:
         """Let engines serve that have started together."""
-        self.coordinator = Coordinator()
-        for replica, client in clients.items():
+        self.coordinator, self.arrivals = Coordinator(), started.arrivals
+        for replica, client in started.clients.items():
             replica.client, replica.is_serving = client, True
             self._clients.append(client)
         self._refresh()
 
-    def take_over(self, clients: Clients, start: EngineStart) -> list[Replica]:
+    def take_over(self, started: Started, start: EngineStart) -> list[Replica]:
         """Let engines serve in the place of all that there are; return those, which serve no more.
 
         Args:
-            clients: of engines that have started together.
+            started: engines that have started together.
             start: what they were started with.
         """
         before = list(self._replicas.values())
@@ -183,8 +198,8 @@ class WaveReplicas(Replicas):
             if self.index is not None:
                 self.index.remove_engine(replica.rank)
         self.start = start
-        self._replicas = {replica.rank: replica for replica in clients}
-        self._use(clients)
+        self._replicas = {replica.rank: replica for replica in started.clients}
+        self._use(started)
         return before
 
     def _refresh(self) -> None:
@@ -194,12 +209,12 @@ class WaveReplicas(Replicas):
 
 
 @contextlib.contextmanager
-def closed_unless_used(clients: Clients) -> Iterator[None]:
+def closed_unless_used(started: Started) -> Iterator[None]:
     """Close engines at the end, unless they serve."""
     try:
         yield
     finally:
-        _close([client for replica, client in clients.items() if replica.client is None])
+        _close([client for replica, client in started.clients.items() if not replica.client])
 
 
 def _close(clients: Collection[ReplicaClient]) -> None:
@@ -221,10 +236,10 @@ def _until_over(
         is_over = not missing or any(one.exception() for one in done)
     if (failed := _first_failed(opening)) is None:
         return None
-    error = failed.exception()
-    if isinstance(error, HardpointError):
-        error.args = (f"engine {opening[failed].rank} of {len(opening)}: {error}",)
-    return error
+    cause = failed.exception()
+    if isinstance(cause, HardpointError):
+        cause.args = (f"engine {opening[failed].rank} of {len(opening)}: {cause}",)
+    return cause
 
 
 def _first_failed(opening: Collection[Future[ReplicaClient]]) -> Future[ReplicaClient] | None:

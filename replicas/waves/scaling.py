@@ -56,13 +56,13 @@ class WaveScaling(Scaling):
             begun = replicas.start
         start = _start_of(begun, count, before)
         check = partial(self._check, before)
-        clients = replicas.start_together(start, replicas.succeeding(count), check)
-        with closed_unless_used(clients), self._paused(before), self._changed:
+        started = replicas.start_together(start, replicas.succeeding(count), check)
+        with closed_unless_used(started), self._paused(before), self._changed:
             self._check(before)
-            replicas.check_started(clients)
+            replicas.check_started(started)
             if replicas.start is not begun:
                 return False
-            replicas.take_over(clients, start)
+            replicas.take_over(started, start)
         for replica in before:
             self._move(replica)
             self._report_end(replica)

@@ -26,10 +26,10 @@ from support.parallel import (
     same,
     write_random_model,
 )
-from support.process.harness import process_config
+from support.process.harness import hangs, process_config
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint import LLM, AsyncLLM, HardpointError, RequestError, SamplingParams
+from hardpoint import LLM, AsyncLLM, EngineDeadError, HardpointError, RequestError, SamplingParams
 from hardpoint.plugins.engine_set import EngineSet
 
 KILLS = "process.test_replicas:Kills"
@@ -137,6 +137,26 @@ def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
         )
         good = llm.generate("say abc", GREEDY)[0].outputs[0].token_ids
         assert [outputs[i].outputs[0].token_ids for i in (0, 2, 3)] == [good] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_engine_that_hangs_is_blamed_rather_than_one_that_waits_for_it(
+    scripted, tmp_path, rank
+):
+    """Both are in a step for too long; which of them is noticed first is left to chance."""
+    with LLM(config=scripted_settings(scripted, hung_step_seconds=1.0)) as llm:
+        pids = [engine.pid for engine in llm.engines]
+        bad = hangs(tmp_path / "begun")
+        with pytest.raises(EngineDeadError) as raised:
+            llm.generate("say abc", bad, data_parallel_rank=rank)
+    error = str(raised.value)
+    assert error.startswith(
+        (
+            f"the engine process (pid {pids[rank]}) hangs: a step takes longer than 1 s",
+            f"engine {rank} (pid {pids[rank]}) does not go on, in apply() of plugin 'slow'",
+        )
+    )
+    assert "in apply() of plugin 'slow'" in error
 
 
 def test_a_pause_in_the_midst_of_requests(scripted):

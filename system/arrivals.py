@@ -55,6 +55,6 @@ class Arrivals:
         """Return the ranks that others wait for: they have come to fewer calls than those."""
         late = set[int]()
         for counts in self._groups.values():
-            most = max(count[0] for count in counts.values())
-            late |= {rank for rank, count in counts.items() if count[0] < most}
+            largest = max(count[0] for count in counts.values())
+            late |= {rank for rank, count in counts.items() if count[0] < largest}
         return late

@@ -58,7 +58,7 @@ class Started:
     """Engines that have started together.
 
     Attributes:
-        clients: of each.
+        clients: client of each.
         arrivals: shows which of them the others wait for.
     """
 
@@ -114,7 +114,7 @@ class WaveReplicas(Replicas):
             started = self.start_together(begun, replicas)
             with closed_unless_used(started), self._changed:
                 self.check_started(started)
-                if begun is self.start:  # else they have settings that were changed meanwhile
+                if begun is self.start:  # else their settings were changed during the start
                     self._use(started)
                     return
 
@@ -168,7 +168,7 @@ class WaveReplicas(Replicas):
         """Check that engines that have started together can serve.
 
         Raises:
-            EngineClosedError: `close` was called meanwhile.
+            EngineClosedError: `close` was called in the meantime.
             HardpointError: one of them has died.
         """
         self._check_open()

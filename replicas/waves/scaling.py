@@ -22,7 +22,7 @@ from .replicas import WaveReplicas, closed_unless_used
 class WaveScaling(Scaling):
     """Starts as many engines as are asked for, which take the place of those that there are.
 
-    The experts are divided anew, so no engine stays as it is. The engines serve while the others
+    The experts are divided again, so no engine stays as it is. The engines serve while the others
     start; then they pause by agreement, and their requests go on at the others with the same
     tokens. Whatever fails before that, the engines go on.
     """
@@ -45,7 +45,7 @@ class WaveScaling(Scaling):
                 f"{shown(list(retired))}"
             )
         while not self._try(kept + num_added):
-            pass  # settings were changed meanwhile
+            pass  # settings were changed during the start
 
     def _try(self, count: int) -> bool:
         """Replace the engines by `count` others; return false if settings have changed."""
@@ -118,7 +118,7 @@ class WaveScaling(Scaling):
 
 
 def _start_of(begun: EngineStart, count: int, before: Sequence[Replica]) -> EngineStart:
-    """Return what `count` engines are started with; their caches have the size of those before."""
+    """Return the parameters of `count` engines, with caches of the size of those before."""
     config = begun.config
     num_blocks = min(one.open_client.ready.num_gpu_blocks for one in before)
     return dataclasses.replace(

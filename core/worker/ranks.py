@@ -18,7 +18,7 @@ from hardpoint.plugins.parallel import (
     SingleRank,
 )
 from hardpoint.plugins.parallel_config import ParallelConfig
-from hardpoint.system.arrivals import count_arrivals
+from hardpoint.system.process.arrivals import count_arrivals
 
 Connect = Callable[..., Communicator]
 """Makes the communicator of a group: its name, this rank in it, and its ranks in the engine, or in

@@ -13,8 +13,8 @@ from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, SingleRank
-from hardpoint.system.arrivals import count_arrivals
 from hardpoint.system.control_calls import utility
+from hardpoint.system.process.arrivals import count_arrivals
 
 AGREEMENT_INTERVAL = 32
 """Steps of a wave from one agreement to the next."""

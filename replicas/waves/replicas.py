@@ -19,7 +19,7 @@ from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
 from hardpoint.replicas.hosts import LocalHosts
 from hardpoint.replicas.replicas import Replica, ReplicaClient, Replicas
-from hardpoint.system.arrivals import Arrivals
+from hardpoint.system.process.arrivals import Arrivals
 from hardpoint.system.process.launch import Interpreter
 
 from .coordinator import Coordinator

@@ -12,7 +12,7 @@ from support.waiting import wait_until
 from hardpoint.boundary.activity import PluginCall, Snapshot
 from hardpoint.errors import EngineDeadError, EngineFaultError
 from hardpoint.plugins.parallel import Placement
-from hardpoint.system.arrivals import Arrivals, count_arrivals
+from hardpoint.system.process.arrivals import Arrivals, count_arrivals
 
 IN_SLOW = PluginCall("logits_processors", "slow", "plugin 'slow' (acme:Slow)", "apply")
 

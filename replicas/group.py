@@ -420,11 +420,12 @@ class EngineGroup(UtilityCalls):
             left = HardpointError(f"engine {replica.rank} was retired")
             for entry in self._ledger.of(replica):
                 entry.leave()
-                if entry.request.data_parallel_rank is not None:
-                    self._refuse(entry, left, "names that engine (data_parallel_rank)")
-                else:
-                    entry.num_moves += 1
-                    self._recovery.wait(entry)
+                entry.num_moves += 1
+                self._recovery.wait(entry)
+            if replica.rank not in self._replicas.coming:
+                for entry in self._ledger:
+                    if entry.request.data_parallel_rank == replica.rank:
+                        self._refuse(entry, left, "names that engine (data_parallel_rank)")
         self._send_waiting()
 
     def _report_end(self, replica: Replica) -> None:

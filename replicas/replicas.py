@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -240,7 +239,7 @@ class Replicas:
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
         self._clients: list[ReplicaClient] = []
-        self._starting: list[EngineHost] = []
+        self._starting: dict[Replica, EngineHost] = {}
         self._is_closed = False
 
     def _replica(self, rank: int) -> Replica:
@@ -410,15 +409,15 @@ class Replicas:
         try:
             with self._changed:
                 self._check_open()
-                self._starting.append(process)
+                self._starting[replica] = process
             return ProcessClient(start, self._sink_of(replica), process)
         except BaseException:
             process.close(0)
             self._check_open()
             raise
         finally:
-            with self._changed, contextlib.suppress(ValueError):
-                self._starting.remove(process)
+            with self._changed:
+                self._starting.pop(replica, None)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -470,7 +469,7 @@ class Replicas:
                 return
             self._is_closed = True
             clients, self.serving, self.unpaused = list(self._clients), [], []
-            starting = list(self._starting)
+            starting = list(self._starting.values())
             self._changed.notify_all()
         for process in starting:
             process.close(0)

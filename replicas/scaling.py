@@ -58,7 +58,8 @@ class Scaling:
                 f"scale: expected 1 to {_MOST_ENGINES} engines, got {shown(num_engines)}"
             )
         ranks = self._replicas.ranks
-        return self._change(num_engines - len(ranks), ranks[num_engines:], drain_s)
+        num_added = max(num_engines - len(ranks), 0)
+        return self._change(num_added, ranks[num_engines:], drain_s)
 
     def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
         """End engines, once their requests have ended or the time is up.
@@ -112,14 +113,19 @@ class Scaling:
         if not self._is_busy.acquire(blocking=False):
             raise HardpointError("scale: the engines are being changed already; try again later")
         try:
-            if num_added > 0:
-                self._replicas.add(num_added)
-            if retired:
-                self._retire([self._replicas.of(rank) for rank in retired], drain_s)
-            self._epoch += num_added > 0 or bool(retired)
+            if num_added or retired:
+                self._apply(num_added, retired, drain_s)
+                self._epoch += 1
             return EngineSet(self._epoch, self._replicas.ranks)
         finally:
             self._is_busy.release()
+
+    def _apply(self, num_added: int, retired: Sequence[int], drain_s: float) -> None:
+        """Start engines, or else end some; see `scale`."""
+        if num_added:
+            self._replicas.add(num_added)
+        if retired:
+            self._retire([self._replicas.of(rank) for rank in retired], drain_s)
 
     def _retire(self, replicas: Sequence[Replica], drain_s: float) -> None:
         for replica in replicas:

@@ -132,12 +132,14 @@ class SyncEngineCalls:
     def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
         """Start or retire engines, so that there are so many, while requests go on.
 
-        New ones have the lowest ranks that are free; those of the highest ranks go.
+        New ones have the lowest ranks that are free; those of the highest ranks go. Engines that
+        share experts (`parallel.expert`) are all replaced by others, where their requests go on;
+        until then both sets are in memory.
 
         Args:
             num_engines: 1 or more.
             drain_seconds: how long requests of engines that go may run on there; those that are
-                left go on at other engines, with the same tokens.
+                left go on at other engines, with the same tokens. Without effect if all go.
 
         Returns:
             The engines, with the number of changes so far.
@@ -145,8 +147,8 @@ class SyncEngineCalls:
         Raises:
             RequestError: an argument is wrong.
             HardpointError: the engine was started alone, as without `parallel.data` or
-                `engine.restart`; or another change is under way; or an engine cannot be started:
-                then nothing has changed.
+                `engine.restart`; or another change is under way; or an engine cannot be started,
+                or those that share experts do not pause: then nothing has changed.
         """
         return self._engine.parts.client.scale(num_engines, drain_seconds)
 
@@ -154,7 +156,8 @@ class SyncEngineCalls:
         """End engines by rank, as `scale` does.
 
         Raises:
-            RequestError: one is no engine, or none would be left.
+            RequestError: one is no engine, or none would be left; or, of engines that share
+                experts, they are not those of the highest ranks.
             HardpointError: as `scale`.
         """
         return self._engine.parts.client.retire(ranks, drain_seconds)

@@ -103,9 +103,7 @@ class MessageReader:
                 return PreparedCall(self._all_prepared(requests, client, arrived))
             case RequestType.ABORT:
                 return self._ids.decode(frames)
-            case RequestType.UTILITY:
-                return msgspec.structs.replace(self._calls.decode(frames), client_index=client)
-        raise WireError(f"request type: {kind.name} is for data-parallel engines, this is none")
+        return msgspec.structs.replace(self._calls.decode(frames), client_index=client)
 
     def _all_prepared(
         self, requests: Sequence[EngineCoreRequest], client: int, arrived: float

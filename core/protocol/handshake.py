@@ -14,7 +14,7 @@ from hardpoint.system.encoding.codec import Decoder
 from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
 from hardpoint.system.encoding.tensors import Buffer
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change of the order, number or meaning of message fields."""
 
 Count = Annotated[int, Meta(ge=0)]
@@ -26,9 +26,6 @@ class EngineAddresses(msgspec.Struct, array_like=True, frozen=True, kw_only=True
 
     inputs: list[str]
     outputs: list[str]
-    coordinator_input: str | None = None
-    coordinator_output: str | None = None
-    frontend_stats_publish: str | None = None
 
 
 # The version is always encoded, and always second: a default that is left out would be decoded as
@@ -44,14 +41,12 @@ class EngineCoreReadyResponse(
         manifest_hash: hash of the plugin set that it loaded; its clients have the same one.
         max_model_len: may be smaller than what was configured.
         num_gpu_blocks: 0 if there is no KV cache.
-        dp_stats_address: address of the coordinator's statistics; None without data parallel.
     """
 
     protocol: int = PROTOCOL_VERSION
     manifest_hash: str
     max_model_len: Positive
     num_gpu_blocks: Count = 0
-    dp_stats_address: str | None = None
 
 
 class _Opening(msgspec.Struct, array_like=True):

@@ -18,6 +18,7 @@ from hardpoint.plugins.parallel import (
     SingleRank,
 )
 from hardpoint.plugins.parallel_config import ParallelConfig
+from hardpoint.system.process.arrivals import count_arrivals
 
 Connect = Callable[..., Communicator]
 """Makes the communicator of a group: its name, this rank in it, and its ranks in the engine, or in
@@ -86,6 +87,7 @@ class Ranks:
             if (every := place.engines) is not None:
                 ranks = list(range(len(every.hosts)))
                 engines = self._join(connect, f"engines-{self.rank}", place.rank, ranks, every)
+                count_arrivals(engines)
             self.parallel = Parallel(tensor, stage, config.pipeline, config.expert, engines)
             self.wait_for_all()
         except BaseException as error:

@@ -12,8 +12,9 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
-from hardpoint.plugins.parallel import Communicator, CommunicatorContext
+from hardpoint.plugins.parallel import Communicator, CommunicatorContext, SingleRank
 from hardpoint.system.control_calls import utility
+from hardpoint.system.process.arrivals import count_arrivals
 
 AGREEMENT_INTERVAL = 32
 """Steps of a wave from one agreement to the next."""
@@ -48,13 +49,14 @@ class WaveCore(EngineCore):
 
     @classmethod
     def of(cls, parts: EngineCoreParts, spec: WorkerSpec) -> Self:
-        """Return the core of an engine, once all engines have met.
+        """Return the core of an engine, once all engines have met, if it is not the only one.
 
         Raises:
             ModelError: they do not.
         """
         place = spec.place
-        assert place.engines is not None
+        if place.engines is None:
+            return cls(parts, SingleRank())
         engines = spec.plugins.create(
             spec.plugins.one("communicators"),
             CommunicatorContext,
@@ -65,6 +67,7 @@ class WaveCore(EngineCore):
             placement=place.engines,
             timeout_seconds=spec.config.parallel.start_seconds,
         )
+        count_arrivals(engines)
         return cls(parts, engines)
 
     @utility()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hardpoint.errors import EngineDeadError
+import msgspec
+
+from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -17,11 +20,12 @@ from hardpoint.plugins import (
     RequestError,
 )
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.engine_set import EngineSet
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.replicas import Replica
 
 from .replicas import WaveReplicas, follows_another
+from .scaling import WaveScaling
 
 _FIRST_DEATH_S = 5.0
 """How long the death of an engine that lost another one waits for that one's to be noticed."""
@@ -41,8 +45,10 @@ class WaveGroup(EngineGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Start the engines; see EngineGroup."""
         super().__init__(*args, replicas=WaveReplicas, **options)
-        fixed = _Fixed()
-        self.scale, self.retire = fixed.scale, fixed.retire
+        scaling = WaveScaling(
+            self._replicas, self._ledger, self._changed, self._move, self._report_end
+        )
+        self.scale, self.retire = scaling.scale, scaling.retire
 
     def receive(self, replica: Replica, item: EngineCoreOutputs | Exception) -> None:
         """Take what an engine sends; let the others join a wave that it has started."""
@@ -52,6 +58,9 @@ class WaveGroup(EngineGroup):
                 wait.daemon = True
                 wait.start()
                 return
+            if (hung := self._waited_for(replica, item)) is not None:
+                self._lost_hung(hung, replica, item)
+                return
         elif item.wave_complete is not None or item.start_wave is not None:
             with self._lock:
                 called = self._replicas.coordinate(replica, item)
@@ -60,6 +69,32 @@ class WaveGroup(EngineGroup):
                 with contextlib.suppress(EngineDeadError):  # then all of them end
                     other.open_client.call("start_wave", wave)
         super().receive(replica, item)
+
+    def _waited_for(self, replica: Replica, error: Exception) -> Replica | None:
+        """Return the engine that one has waited for until its time was up; None if it has not."""
+        client = replica.client
+        has_reason = isinstance(error, PluginFaultError) or error.__cause__ is not None
+        if client is None or client.was_killed or has_reason:
+            return None
+        with self._lock:
+            late = self._replicas.arrivals.late()
+            if not late or replica.rank in late or not self._replicas.is_current(replica):
+                return None
+            return self._replicas.of(min(late))
+
+    def _lost_hung(self, hung: Replica, waiting: Replica, error: Exception) -> None:
+        """Count an engine as dead that another one has waited for, and end its process."""
+        client = hung.open_client
+        during = client.activity.snapshot().during
+        super().receive(
+            hung,
+            EngineDeadError(
+                f"engine {hung.rank} (pid {client.pid}) does not go on{during}; engine "
+                f"{waiting.rank} waited for it: {error}"
+            ),
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(client.pid, signal.SIGKILL)
 
     def _lost_later(self, replica: Replica, error: Exception) -> None:
         """Count an engine as dead that lost another one, if none has died by itself."""
@@ -85,21 +120,11 @@ class WaveGroup(EngineGroup):
             )
         return super().call(method, *args, rank=rank)
 
-
-class _Fixed:
-    """Refuses changes of the number of engines."""
-
-    def scale(self, num_engines: int, drain_s: float) -> EngineSet:  # noqa: ARG002
-        raise HardpointError(
-            "scale: expected as many engines as were started, for they share experts "
-            f"(parallel.expert), got {num_engines}"
-        )
-
-    def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:  # noqa: ARG002
-        raise HardpointError(
-            "retire: expected no engine, for they share experts (parallel.expert), got "
-            f"{', '.join(map(str, ranks))}"
-        )
+    def restart_with(self, config: EngineConfig, manifest: Manifest) -> None:
+        """Start engines with other parameters from now on, as many as there are."""
+        with self._lock:
+            parallel = msgspec.structs.replace(config.parallel, data=len(self.ranks))
+            super().restart_with(msgspec.structs.replace(config, parallel=parallel), manifest)
 
 
 def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
@@ -109,6 +134,7 @@ def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
         ConfigError: naming the setting.
     """
     parallel, length = config.parallel, config.max_model_len
+    joining = parallel.join_address
     refused = (
         # A stage would run a batch of another engine's step, or none.
         ("parallel.pipeline", "1", parallel.pipeline, parallel.pipeline > 1),
@@ -116,11 +142,10 @@ def check_waves(config: EngineConfig, config_sources: ConfigSources) -> None:
         ("scheduler.asynchronous", "false", "true", config.scheduler.asynchronous),
         # Each engine would find another length, by the memory that it has.
         ("max_model_len", "a number, or none", "'auto'", length == "auto"),
-        # Engines that join get no addresses of the others.
-        ("parallel.join_address", "none", parallel.join_address, bool(parallel.join_address)),
+        # They meet by files and memory of one host.
+        ("parallel.join_address", "none", repr(joining), joining is not None),
         ("parallel.ray", "none", "a table", parallel.ray is not None),
-        # Its ranks are placed by Ray, and those of engines have to find each other.
-        ("executor.use", "another one", "'ray'", config.executor.use == "ray"),
+        ("executor.use", "an executor of this host", "'ray'", config.executor.use == "ray"),
     )
     for name, expected, got, is_set in refused:
         if is_set:

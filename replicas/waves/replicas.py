@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 
+from hardpoint.core.client.process_client import EngineStart
 from hardpoint.core.engine_process.process import EngineHost, EngineProcess
-from hardpoint.errors import CommunicationAbortedError, EngineDeadError
+from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
 from hardpoint.replicas.hosts import LocalHosts
 from hardpoint.replicas.replicas import Replica, ReplicaClient, Replicas
+from hardpoint.system.process.arrivals import Arrivals
 from hardpoint.system.process.launch import Interpreter
 
 from .coordinator import Coordinator
@@ -48,14 +53,29 @@ class WaveHosts(LocalHosts):
         return WaveProcess.spawn(interpreter)
 
 
+@dataclass(frozen=True)
+class Started:
+    """Engines that have started together.
+
+    Attributes:
+        clients: client of each.
+        arrivals: shows which of them the others wait for.
+    """
+
+    clients: Mapping[Replica, ReplicaClient]
+    arrivals: Arrivals
+
+
 class WaveReplicas(Replicas):
     """Engines that share experts: none serves without the others.
 
     Attributes:
         coordinator: coordinates the waves of those that were started last.
+        arrivals: shows which of these the others wait for.
     """
 
     coordinator: Coordinator
+    arrivals: Arrivals
 
     def open_all(self) -> ReplicaClient:
         """Start all engines; return the client of the first one once all are ready.
@@ -81,68 +101,145 @@ class WaveReplicas(Replicas):
 
     def ending_with(self, replica: Replica) -> list[Replica]:
         """Return all engines, as those that wait for a dead one do not go on."""
-        others = [one for one in self._replicas.values() if one is not replica]
-        self._give_up(others, replica)
-        return [replica, *others]
-
-    def _give_up(self, replicas: Sequence[Replica], dead: Replica) -> None:
-        """Let the starts of engines fail that need a dead one."""
-        for replica in replicas:
-            if replica.client is None:
-                replica.failure = EngineDeadError(f"engine {dead.rank}, which it needs, has died")
+        return [replica, *(one for one in self._replicas.values() if one is not replica)]
 
     def reopen(self, replicas: Sequence[Replica]) -> None:
-        """Start all engines at the same time; they meet in a folder of their own.
+        """Start all engines at the same time, and let them serve.
 
         Raises:
             HardpointError: one cannot be started; the others are closed.
         """
-        self.coordinator = Coordinator()
+        while True:
+            begun = self.start
+            started = self.start_together(begun, replicas)
+            with closed_unless_used(started), self._changed:
+                self.check_started(started)
+                if begun is self.start:  # else their settings were changed during the start
+                    self._use(started)
+                    return
+
+    def succeeding(self, count: int) -> list[Replica]:
+        """Return so many engines that may take the place of all that there are."""
+        return [self._replica(rank) for rank in range(count)]
+
+    def start_together(
+        self,
+        start: EngineStart,
+        replicas: Sequence[Replica],
+        check: Callable[[], None] = lambda: None,
+    ) -> Started:
+        """Start engines at the same time, which meet in a folder of their own; none serves yet.
+
+        Args:
+            start: parameters of all.
+            replicas: the engines.
+            check: called every now and then; raises an error to give up.
+
+        Raises:
+            HardpointError: one cannot be started; the others are closed.
+        """
+        count = len(replicas)
         folder = tempfile.mkdtemp(prefix="hardpoint-engines-")
+        placement = Placement(hosts=("",) * count, folder=folder) if count > 1 else None
+        start = dataclasses.replace(start, engines=placement)
+        for replica in replicas:
+            replica.failure = None
         try:
-            hosts = ("",) * len(replicas)
-            placement = Placement(hosts=hosts, folder=folder)
-            with self._changed:
-                self.start = dataclasses.replace(self.start, engines=placement)
-            for replica in replicas:
-                replica.failure = None
-            self._open_at_once(replicas)
+            with ThreadPoolExecutor(count) as pool:
+                opening = {pool.submit(self._started, start, one, count): one for one in replicas}
+                error = _until_over(opening, check)
+                while error is not None and wait(opening, _POLL_S).not_done:
+                    self._end_starting(replicas)  # they would wait for the one that failed
+            arrivals = Arrivals(Path(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _open_at_once(self, replicas: Sequence[Replica]) -> None:
-        count = len(replicas)
-        with ThreadPoolExecutor(count) as pool:
-            opening = {pool.submit(self.open, one, num_sharing=count): one for one in replicas}
-            wait(opening, return_when=FIRST_EXCEPTION)
-            if (failed := _first_failed(opening)) is None:
-                return
-            self._give_up(replicas, opening[failed])
-            while wait(opening, _POLL_S).not_done:  # they would wait for the one that failed
-                with self._changed:
-                    starting = list(self._starting)
-                for process in starting:
-                    process.close(0)
-        for replica in replicas:
-            self._close(replica)
-        error = failed.exception()
-        assert error is not None
-        if isinstance(error, HardpointError):
-            error.args = (f"engine {opening[failed].rank} of {count}: {error}",)
+        if error is None:
+            return Started({one: opened.result() for opened, one in opening.items()}, arrivals)
+        _close([opened.result() for opened in opening if opened.exception() is None])
         raise error
 
-    def _close(self, replica: Replica) -> None:
-        """Close an engine that was started, so that it can be started again."""
+    def _end_starting(self, replicas: Sequence[Replica]) -> None:
         with self._changed:
-            client, replica.client, replica.is_serving = replica.client, None, False
-            self._refresh()
-        if client is not None:
-            self.forget(client)
+            starting = [host for one in replicas if (host := self._starting.get(one)) is not None]
+        for process in starting:
+            process.close(0)
+
+    def check_started(self, started: Started) -> None:
+        """Check that engines that have started together can serve.
+
+        Raises:
+            EngineClosedError: `close` was called in the meantime.
+            HardpointError: one of them has died.
+        """
+        self._check_open()
+        for replica in started.clients:
+            if replica.failure is not None:
+                raise replica.failure
+
+    def _use(self, started: Started) -> None:
+        """Let engines serve that have started together."""
+        self.coordinator, self.arrivals = Coordinator(), started.arrivals
+        for replica, client in started.clients.items():
+            replica.client, replica.is_serving = client, True
+            self._clients.append(client)
+        self._refresh()
+
+    def take_over(self, started: Started, start: EngineStart) -> list[Replica]:
+        """Let engines serve in the place of all that there are; return those, which serve no more.
+
+        Args:
+            started: engines that have started together.
+            start: what they were started with.
+        """
+        before = list(self._replicas.values())
+        for replica in before:
+            replica.is_serving = False
+            self.totals.end(replica.rank, replica.stats)
+            if self.index is not None:
+                self.index.remove_engine(replica.rank)
+        self.start = start
+        self._replicas = {replica.rank: replica for replica in started.clients}
+        self._use(started)
+        return before
 
     def _refresh(self) -> None:
         super()._refresh()
         if len(self.serving) < len(self._replicas):
             self.serving = []
+
+
+@contextlib.contextmanager
+def closed_unless_used(started: Started) -> Iterator[None]:
+    """Close engines at the end, unless they serve."""
+    try:
+        yield
+    finally:
+        _close([client for replica, client in started.clients.items() if not replica.client])
+
+
+def _close(clients: Collection[ReplicaClient]) -> None:
+    with ThreadPoolExecutor(max(len(clients), 1)) as pool:
+        list(pool.map(lambda client: client.close(), clients))
+
+
+def _until_over(
+    opening: Mapping[Future[ReplicaClient], Replica], check: Callable[[], None]
+) -> BaseException | None:
+    """Wait until engines are ready; return the error as soon as one fails, or `check` does."""
+    is_over = False
+    while not is_over:
+        done, missing = wait(opening, _POLL_S)
+        try:
+            check()
+        except HardpointError as error:
+            return error
+        is_over = not missing or any(one.exception() for one in done)
+    if (failed := _first_failed(opening)) is None:
+        return None
+    cause = failed.exception()
+    if isinstance(cause, HardpointError):
+        cause.args = (f"engine {opening[failed].rank} of {len(opening)}: {cause}",)
+    return cause
 
 
 def _first_failed(opening: Collection[Future[ReplicaClient]]) -> Future[ReplicaClient] | None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from support.driving import varied_jobs
@@ -21,10 +26,11 @@ from support.parallel import (
     same,
     write_random_model,
 )
-from support.process.harness import process_config
+from support.process.harness import hangs, process_config
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint import LLM, AsyncLLM, HardpointError, RequestError, SamplingParams
+from hardpoint import LLM, AsyncLLM, EngineDeadError, HardpointError, RequestError, SamplingParams
+from hardpoint.plugins.engine_set import EngineSet
 
 KILLS = "process.test_replicas:Kills"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -133,6 +139,26 @@ def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
         assert [outputs[i].outputs[0].token_ids for i in (0, 2, 3)] == [good] * 3
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_engine_that_hangs_is_blamed_rather_than_one_that_waits_for_it(
+    scripted, tmp_path, rank
+):
+    """Both are in a step for too long; which of them is noticed first is left to chance."""
+    with LLM(config=scripted_settings(scripted, hung_step_seconds=1.0)) as llm:
+        pids = [engine.pid for engine in llm.engines]
+        bad = hangs(tmp_path / "begun")
+        with pytest.raises(EngineDeadError) as raised:
+            llm.generate("say abc", bad, data_parallel_rank=rank)
+    error = str(raised.value)
+    assert error.startswith(
+        (
+            f"the engine process (pid {pids[rank]}) hangs: a step takes longer than 1 s",
+            f"engine {rank} (pid {pids[rank]}) does not go on, in apply() of plugin 'slow'",
+        )
+    )
+    assert "in apply() of plugin 'slow'" in error
+
+
 def test_a_pause_in_the_midst_of_requests(scripted):
     slow = {"slow": {"seconds": 0.01}}
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, plugin_args=slow)
@@ -170,10 +196,96 @@ def test_calls_go_to_all_engines_together(scripted, expected):
                 call()
         with pytest.raises(HardpointError, match="^update_weights: the weights of engines that"):
             llm.update_weights({"lm_head.weight": torch.zeros(2, 2)})
-        with pytest.raises(HardpointError, match="^scale: expected as many engines as were"):
+
+
+def test_the_number_changes_while_requests_run(mixture):
+    jobs = mixed_jobs()
+    with LLM(config=over_engines(mixture)) as llm:
+        engine = engine_of(llm)
+        changes = {5: lambda _: sets.append(llm.scale(4)), 15: lambda _: sets.append(llm.scale(1))}
+        sets = []
+        got = drive(engine, jobs, before_step=changes)
+        same(engine, jobs, mixture[1], got)
+        assert sets == [EngineSet(1, (0, 1, 2, 3)), EngineSet(2, (0,))]
+        with pytest.raises(HardpointError, match="^engine . of 3: parallel.data: 4 experts cannot"):
             llm.scale(3)
-        with pytest.raises(HardpointError, match="^retire: expected no engine, for they share"):
-            llm.retire([1])
+        assert llm.scale(2) == EngineSet(3, (0, 1))
+
+
+def kill_one_that_is_new(before):
+    """Kill a process that is started in a change of engines."""
+    found = []
+
+    def is_there():
+        found[:] = [c.pid for c in psutil.Process().children() if c.pid not in before]
+        return found
+
+    wait_until(is_there, PATIENCE_S, "a process")
+    os.kill(found[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", ["new", "old"])
+def test_a_change_is_undone_if_an_engine_dies_meanwhile(scripted, expected, victim):
+    settings = scripted_settings(scripted, restart="on_failure", max_resumes=9)
+    with LLM(config=settings) as llm, ThreadPoolExecutor() as pool:
+        before = [engine.pid for engine in llm.engines]
+        ids = {child.pid for child in psutil.Process().children()}
+        change = pool.submit(llm.scale, 4)
+        if victim == "new":
+            kill_one_that_is_new(ids)
+        else:
+            os.kill(before[1], signal.SIGKILL)
+        got = results(llm)
+        with pytest.raises(HardpointError, match="died|ended|engine . of 4"):
+            change.result(PATIENCE_S)
+        assert got == expected
+        wait_until(lambda: len(llm.engines) == 2, PATIENCE_S, "the engines")
+        pids = [engine.pid for engine in llm.engines]
+        assert (pids == before) is (victim == "new")
+        wait_until(
+            lambda: len(psutil.Process().children()) == len(ids), PATIENCE_S, "the others' end"
+        )
+        assert llm.scale(1) == EngineSet(1, (0,))
+        assert results(llm) == expected
+
+
+@pytest.mark.nightly
+def test_kills_at_random_while_the_number_changes(scripted, expected):
+    rng, outcomes = random.Random(5), Counter()
+    others = {child.pid for child in psutil.Process().children()}
+    settings = scripted_settings(
+        scripted, restart="on_failure", max_resumes=99, max_restarts_per_minute=99
+    )
+
+    def change(llm, count):
+        with contextlib.suppress(HardpointError):
+            llm.scale(count)
+            return True
+        return False
+
+    def engines():
+        return {child.pid for child in psutil.Process().children()} - others
+
+    def kill():
+        time.sleep(rng.random())
+        with contextlib.suppress(IndexError, ProcessLookupError):
+            os.kill(rng.choice(sorted(engines())), signal.SIGKILL)
+
+    with LLM(config=settings) as llm, ThreadPoolExecutor() as pool:
+        for _ in range(12):
+            changed = pool.submit(change, llm, rng.choice([1, 2, 4]))
+            killed = pool.submit(kill)
+            assert results(llm) == expected
+            killed.result(PATIENCE_S)
+            outcomes[changed.result(PATIENCE_S)] += 1
+            wait_until(
+                lambda: len(llm.engines) == len(engine_of(llm).parts.client.pids),
+                PATIENCE_S,
+                "the engines",
+            )
+        assert outcomes[True]
+        assert outcomes[False]
+        wait_until(lambda: {e.pid for e in llm.engines} == engines(), PATIENCE_S, "the end")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +295,15 @@ def test_calls_go_to_all_engines_together(scripted, expected):
         (
             {"scheduler": {"asynchronous": True}},
             "^scheduler.asynchronous: expected false, since the engines share experts",
+        ),
+        (
+            {"executor": {"use": "ray"}},
+            "^executor.use: expected an executor of this host, since the engines share experts "
+            r"\(parallel.expert with parallel.data = 2\), got 'ray'",
+        ),
+        (
+            {"parallel": {"join_address": "tcp://127.0.0.1:7000"}},
+            "^parallel.join_address: expected none, since the engines share experts",
         ),
         ({"max_model_len": "auto"}, "^max_model_len: expected a number, or none, since"),
         (

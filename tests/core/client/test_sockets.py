@@ -216,13 +216,13 @@ def test_what_comes_before_somebody_reads_is_not_lost():
         (
             ["SERVING", 1, "abc", 64],
             HardpointError,
-            "protocol version: expected 4, got 1; frontend and engine need the same version of ",
+            "protocol version: expected 5, got 1; frontend and engine need the same version of ",
         ),
-        (["SERVING", 0], HardpointError, "protocol version: expected 4, got 0; "),
+        (["SERVING", 0], HardpointError, "protocol version: expected 5, got 0; "),
         (READY, PluginError, "manifest: the engine has the plugin set , expected abc"),
-        (["SERVING", 4, "abd", 64], PluginError, "the plugin set abd, expected abc"),
-        (["SERVING", 4, "abc"], HardpointError, "EngineCoreReadyResponse: expected a list of at"),
-        (["READY", 4, True, True], HardpointError, "status: invalid value 'READY'"),
+        (["SERVING", 5, "abd", 64], PluginError, "the plugin set abd, expected abc"),
+        (["SERVING", 5, "abc"], HardpointError, "EngineCoreReadyResponse: expected a list of at"),
+        (["READY", 5, True, True], HardpointError, "status: invalid value 'READY'"),
         (3, HardpointError, "handshake: expected a list, got a whole number"),
     ],
 )

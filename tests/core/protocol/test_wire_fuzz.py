@@ -67,9 +67,7 @@ MESSAGES = [
     ),
     UtilityCall(0, 7, "sleep", [1, {"level": 2}, torch.zeros(2, 2)]),
     UtilityOutput.succeeded(7, [torch.zeros(70), None, 2.5]),
-    EngineCoreReadyResponse(
-        manifest_hash="abc", max_model_len=4096, num_gpu_blocks=100, dp_stats_address="tcp://x:1"
-    ),
+    EngineCoreReadyResponse(manifest_hash="abc", max_model_len=4096, num_gpu_blocks=100),
     {"any": [1, None, True, -5, 2.5, "text", b"bytes", 2**40], "t": torch.zeros(3)},
 ]
 

@@ -48,16 +48,12 @@ from hardpoint.plugins.stats import PrefixCacheStats
 from hardpoint.system.encoding import Decoder, Encoder, WireError
 
 TEXT = st.text(max_size=9)
-MAYBE = st.none() | TEXT
 COUNT = st.integers(0, 2**40)
 PLAIN = st.none() | st.booleans() | st.integers(-9, 9) | TEXT | st.lists(TEXT, max_size=2)
 ADDRESSES = st.builds(
     EngineAddresses,
     inputs=st.lists(TEXT, max_size=2),
     outputs=st.lists(TEXT, max_size=2),
-    coordinator_input=MAYBE,
-    coordinator_output=MAYBE,
-    frontend_stats_publish=MAYBE,
 )
 EVERYTHING = st.one_of(
     ADDRESSES,
@@ -69,7 +65,6 @@ EVERYTHING = st.one_of(
         manifest_hash=TEXT,
         max_model_len=COUNT.map(lambda n: n + 1),
         num_gpu_blocks=COUNT,
-        dp_stats_address=MAYBE,
     ),
 )
 
@@ -130,7 +125,7 @@ def test_request_types_that_may_not_arrive(frame, got):
 
 def test_constants():
     assert ENGINE_CORE_DEAD == b"ENGINE_CORE_DEAD"
-    assert PROTOCOL_VERSION == 4
+    assert PROTOCOL_VERSION == 5
     assert [(state.name, int(state)) for state in ShutdownState] == [
         ("RUNNING", 0),
         ("REQUESTED", 1),
@@ -195,10 +190,10 @@ def test_neither_and_both_are_refused():
 
 
 def test_the_ready_response_has_defaults():
-    plain = ["SERVING", 4, "abc", 4096]
+    plain = ["SERVING", 5, "abc", 4096]
     ready = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=4096)
     assert decode_plain(EngineCoreReadyResponse, plain) == ready
-    assert (ready.num_gpu_blocks, ready.dp_stats_address) == (0, None)
+    assert ready.num_gpu_blocks == 0
     plain[3] = 0
     assert refusal(decode_plain, EngineCoreReadyResponse, plain) == (
         "EngineCoreReadyResponse.max_model_len: expected a whole number >= 1"
@@ -211,7 +206,7 @@ READY = EngineCoreReadyResponse(manifest_hash="abc", max_model_len=64)
 
 
 def test_the_ready_response_begins_with_status_and_version():
-    assert msgpack.decode(encoded(READY)) == ["SERVING", PROTOCOL_VERSION, "abc", 64, 0, None]
+    assert msgpack.decode(encoded(READY)) == ["SERVING", PROTOCOL_VERSION, "abc", 64, 0]
     assert decode_handshake(encoded(READY)) == READY
 
 
@@ -221,12 +216,12 @@ def test_the_ready_response_begins_with_status_and_version():
         ["SERVING", 1, "abc", 64],
         ["SERVING", 1],
         ["SERVING", 0, {"other": "fields"}],
-        ["GREETING", 5, True, False, "more"],
+        ["GREETING", 4, True, False, "more"],
     ],
 )
 def test_another_version_is_named(plain):
     assert refusal(decode_handshake, msgpack.encode(plain)) == (
-        f"protocol version: expected 4, got {plain[1]}; "
+        f"protocol version: expected 5, got {plain[1]}; "
         "frontend and engine need the same version of Hardpoint"
     )
 
@@ -242,11 +237,11 @@ def test_another_version_is_named(plain):
             "handshake.protocol: expected a whole number, got a str",
         ),
         (
-            msgpack.encode(["READY", 4, "abc", 64]),
+            msgpack.encode(["READY", 5, "abc", 64]),
             "EngineCoreReadyResponse.status: invalid value 'READY'",
         ),
         (
-            msgpack.encode(["SERVING", 4, "abc"]),
+            msgpack.encode(["SERVING", 5, "abc"]),
             "EngineCoreReadyResponse: expected a list of at least length 4, got 3",
         ),
         (encoded(READY) + b"\x00", "handshake: the frame is damaged"),
@@ -309,7 +304,7 @@ STRUCTS_OF_THE_CONTRACT = [
 
 def test_fields_of_a_call_and_their_order_belong_to_this_version_of_the_protocol():
     """Whoever changes them raises PROTOCOL_VERSION with it."""
-    assert PROTOCOL_VERSION == 4
+    assert PROTOCOL_VERSION == 5
     assert UtilityCall.__struct_fields__ == ("client_index", "call_id", "method", "args")
     assert UtilityCall.__struct_config__.array_like
 

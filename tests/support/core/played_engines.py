@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from hardpoint.replicas import replicas
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.restarts import RestartBudget
+from hardpoint.replicas.waves.group import WaveGroup
 
 
 class Engine:
@@ -34,7 +36,7 @@ class Engine:
         del process
         world = Engine.world
         self.start, self.sink = start, sink
-        self.pid = 100 + len(world.engines)
+        self.pid = next(world.pids)
         self.ready = SimpleNamespace(num_gpu_blocks=64, max_model_len=128)
         self.was_killed = False
         self.last = Snapshot()
@@ -80,7 +82,14 @@ class Engine:
     def call(self, method, *args):
         future = Future()
         self.calls.append((method, args, future))
+        if method in Engine.world.answered:
+            future.set_result(None)
         return future
+
+    @property
+    def called(self):
+        """The methods that were called."""
+        return [method for method, *_ in self.calls]
 
     def utility_timeout(self, method):
         del method
@@ -124,6 +133,8 @@ class World:
     def __init__(self, monkeypatch):
         self.engines, self.failing, self.hold = [], {}, None
         self.received, self.groups, self.num_spawned = [], [], 0
+        self.pids = itertools.count(100)
+        self.answered = set()  # calls that engines answer at once
         Engine.world = self
         monkeypatch.setattr(replicas, "ProcessClient", Engine)
         self.leaving = []  # of each group, what is called for an engine that is to go
@@ -131,16 +142,17 @@ class World:
             open=Spawned.spawn, on_leave=self.leaving.append, close=lambda: None
         )
 
-    def group(self, data=2, *, restarts=0, balancer="round_robin", **engine):
+    def group(self, data=2, *, restarts=0, balancer="round_robin", expert=False, **engine):
         config = EngineConfig(
-            parallel=ParallelConfig(data=data, balancer=balancer),
+            parallel=ParallelConfig(data=data, balancer=balancer, expert=expert),
             engine=EngineProcessConfig(in_process=False, **engine),
         )
         plugins = resolve_plugins(config, ConfigSources())
         budget = RestartBudget(enabled=restarts > 0, max_per_minute=max(restarts, 1))
         start = EngineStart(config, ConfigSources(), plugins.manifest)
         choice = EngineChoice(plugins, config)
-        group = EngineGroup(start, choice, budget, self.hosts, sink=self.received.append)
+        make = WaveGroup if expert else EngineGroup
+        group = make(start, choice, budget, self.hosts, sink=self.received.append)
         self.groups.append(group)
         return group
 

@@ -22,6 +22,7 @@ from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
 from .kv_cache import BlockIds, KVEvent, RetainedBlocks
 from .loader import ModelConfig, ModelFiles
+from .manifest import Source
 from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
@@ -96,6 +97,8 @@ class EngineHalfContext:
         retained: the cached blocks that eviction policies are to keep, if they can.
         step_cost: returns what a step takes, as far as is known by now; it is measured if
             `scheduler.step_milliseconds` is set or a part drafts.
+        why_waiting: returns why a live request got no tokens in the last plan; None if it got some,
+            or the scheduler does not say.
         call_workers: returns what `WorkerHalf.call` answers in each rank, in rank order, after the
             steps that were planned before; raises what one of them raised. Once workers run.
     """
@@ -114,6 +117,7 @@ class EngineHalfContext:
     retained: RetainedBlocks = field(default_factory=RetainedBlocks)
     step_cost: Callable[[], StepCost] = StepCost
     call_workers: Callable[[bytes], Sequence[bytes]] = _without_workers
+    why_waiting: Callable[[str], WaitReason | None] = lambda _request_id: None
 
 
 class EngineHalf:
@@ -241,6 +245,12 @@ class EngineHalf:
         are combined: a token needs to be allowed by each.
         """
         return None
+
+    def masked(self, plan: SchedulerOutput, masks: Mapping[Source, GrammarBitmask]) -> None:
+        """Notify the part of the masks of a step, by the identity of the part that made each.
+
+        Called after `mask` of all parts, if there is a mask.
+        """
 
     def get_num_new_matched_tokens(
         self,

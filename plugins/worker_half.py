@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .kv_connector import BlockIdentity
+from .logits import Phase
 from .manifest import Source
 from .part_components import ComponentFactory
 from .plan import SchedulerOutput
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from .attention import AttentionStep
+    from .logits import LogitsRequest
     from .model import Attend, ForwardBatch, LinearMatrix
     from .ops import Ops
 
@@ -24,6 +26,7 @@ __all__ = [
     "ForwardStep",
     "KVBlocks",
     "LoadedModel",
+    "LogitsStage",
     "ModelOpener",
     "PackedInputs",
     "SequenceModel",
@@ -287,6 +290,26 @@ Forward = Callable[[ForwardStep], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
+class LogitsStage:
+    """What gave or changed the logits of a step.
+
+    Attributes:
+        source: identity of the logits processor; None of `MODEL` and `MASK`.
+        phase: phase of the processor; None of `MODEL`.
+    """
+
+    source: Source | None
+    phase: Phase | None
+
+
+MODEL = LogitsStage(None, None)
+"""The model, as step parts change its logits: a pass begins with it, again where one failed."""
+
+MASK = LogitsStage(None, Phase.MASK)
+"""The masks of step parts, such as those of grammars."""
+
+
+@dataclass(frozen=True)
 class StepRows:
     """The requests of a worker's step that use a part, in the order of their tokens.
 
@@ -303,9 +326,9 @@ class WorkerHalf:
     """The half of a step part in a worker.
 
     Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `after_layers`,
-    `hidden`, `logits`, `sampled` and `report` are called in steps for which the engine's half gave
-    data; `embedded`, `linear`, `hidden` and `logits` get the rows of the requests that use the
-    part, and no others. The other methods need no half in the engine.
+    `hidden`, `logits`, `processed`, `sampled` and `report` are called in steps for which the
+    engine's half gave data; `embedded`, `linear`, `hidden`, `logits` and `processed` get the rows
+    of the requests that use the part, and no others. The other methods need no half in the engine.
 
     Attributes:
         packs: whether `ForwardStep.packed` is needed.
@@ -451,6 +474,20 @@ class WorkerHalf:
             request_ids: request of each row; a request with drafts has one more row for each.
         """
         return None
+
+    def processed(
+        self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
+    ) -> None:
+        """Read the logits as they are after a stage, in the rank that samples.
+
+        Called for `MODEL`, then for `MASK`, if there is one, and for each logits processor that
+        runs. After a fault of a processor, they follow again; the last time counts.
+
+        Args:
+            stage: what ran last.
+            logits: float32 [rows, vocab_size]; a copy, which the half may keep.
+            requests: request of each row, or its view after a draft.
+        """
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Read the tokens of the step by request, before `report`, in the rank that samples.

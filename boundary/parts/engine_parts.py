@@ -29,6 +29,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
+from hardpoint.plugins.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -166,6 +167,15 @@ class EngineParts:
         """Ask a scheduler which requests are live, where an id was used again."""
         self._scheduler = scheduler
 
+    def why_waiting(self, request_id: str) -> WaitReason | None:
+        """Return why a live request got no tokens in the last plan, if the scheduler says so."""
+        if self._scheduler is None:
+            return None
+        try:
+            return self._scheduler.why_waiting(request_id)
+        except NotImplementedError:  # optional for schedulers
+            return None
+
     def of(self, request_id: str) -> Sequence[BoundPart]:
         """Return the parts that a live request uses."""
         return self._by_request.get(request_id, ())
@@ -259,6 +269,11 @@ class EngineParts:
                     self._blame(part, plan, f"its mask() {defect}")
                 else:
                     masks.append((part, mask))
+        if masks:
+            by_source = {part.source: mask for part, mask in masks}
+            for part in self._active:
+                if part.overrides("masked"):
+                    self._for_plan(part, "masked", plan, by_source)
         if len(masks) < 2:
             return masks[0][1] if masks else None
         return self._combined(masks)
@@ -483,10 +498,14 @@ def open_parts(
         PluginError: one cannot be built; the others are closed.
     """
     calls = PartCalls()
+    opened: list[EngineParts] = []
+
+    def why_waiting(request_id: str) -> WaitReason | None:
+        return opened[0].why_waiting(request_id)
 
     def context_of(part: StepPart) -> EngineHalfContext:
         call = functools.partial(calls.to_workers, part.name)
-        return dataclasses.replace(context, call_workers=call)
+        return dataclasses.replace(context, call_workers=call, why_waiting=why_waiting)
 
     def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
         if (defect := limit_defect(half.num_draft_tokens)) is not None:
@@ -495,4 +514,5 @@ def open_parts(
 
     entries = plugins.entries("step_parts")
     parts = open_halves(plugins, entries, about, context_of, BoundPart, bind)
-    return EngineParts(parts, context.vocab_size, calls)
+    opened.append(EngineParts(parts, context.vocab_size, calls))
+    return opened[0]

@@ -30,6 +30,7 @@ from hardpoint.plugins.worker_half import (
     Forward,
     ForwardStep,
     KVBlocks,
+    LogitsStage,
     StepRows,
     WorkerHalf,
     WorkerHalfContext,
@@ -39,10 +40,21 @@ from hardpoint.registry.plugin_set import PluginSet
 
 from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of, open_halves
 
+_Observer = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
+
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
 
-_IN_STEPS = ("begin", *IN_LAYERS, "after_layers", "hidden", "logits", "sampled", "report")
+_IN_STEPS = (
+    "begin",
+    *IN_LAYERS,
+    "after_layers",
+    "hidden",
+    "logits",
+    "processed",
+    "sampled",
+    "report",
+)
 
 
 class WorkerParts:
@@ -55,6 +67,7 @@ class WorkerParts:
         packs: whether a half needs packed inputs.
         encodes: whether a half encodes features.
         work_when_idle: whether a half has `idle`.
+        observer: shows the logits of this step to halves that read them; None without such ones.
     """
 
     def __init__(
@@ -81,10 +94,11 @@ class WorkerParts:
         self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
         self._failed_in_layers = False  # in this step
+        self.observer: _Observer | None = None
 
     def __bool__(self) -> bool:
-        """Return whether there are any halves that take part in steps with data for them."""
-        return bool(self._in_steps)
+        """Return whether halves take part in this step, or have failed in it."""
+        return bool(self._active or self._faults)
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the halves are going to allocate, by what they are for.
@@ -234,14 +248,15 @@ class WorkerParts:
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin a step: the halves for which a plan has data take it."""
-        self._active, self._around, self._faults = [], [], {}
-        self._failed_in_layers = False
+        self._forget_step()
         for half in self._in_steps:
             part = plan.part_data.get(half.name)
             if part is not None:
                 self._active.append(half)
                 users = part.request_ids
                 self._users[half.name] = None if users is None else frozenset(users)
+                if half.overrides("processed"):
+                    self.observer = self._processed
                 if half.overrides("begin"):
                     self._run(half, "begin", plan, part.data)
         if plan.total_num_scheduled_tokens:
@@ -349,6 +364,17 @@ class WorkerParts:
                 logits = self._changed(half, "logits", logits, list(own), list(own.values()))
         return logits
 
+    def _processed(
+        self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
+    ) -> None:
+        """Show logits to the halves that read them; each gets copies of its rows."""
+        for half in list(self._active):
+            if half.overrides("processed"):
+                names = enumerate(request.request_id for request in requests)
+                own = [row for row, name in names if self._is_user(half, name)]
+                if own:
+                    self._run(half, "processed", stage, logits[own], [requests[i] for i in own])
+
     def _is_user(self, half: BoundWorkerHalf, request_id: str) -> bool:
         users = self._users[half.name]
         return users is None or request_id in users
@@ -404,8 +430,11 @@ class WorkerParts:
                     output.part_reports.setdefault(half.name, {})[self._rank] = report
         output.part_faults.update(self._faults)
         output.is_cache_uncertain |= self._failed_in_layers
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._active, self._around, self._faults = [], [], {}
-        self._failed_in_layers = False
+        self._failed_in_layers, self.observer = False, None
 
     def notify(self, method: str, *args: Any) -> None:
         """Call `sleep`, `wake_up` or `weights_changed` of all halves."""

@@ -211,8 +211,7 @@ class SamplingStage:
         mask: GrammarMask | None,
     ) -> Sampled:
         isolation: FaultIsolation | None = None
-        if mask is not None:
-            mask.apply(logits)
+        logits = self.pipeline.masked(logits, requests, mask)
         try:
             # The normal pass.
             choice = self._choose(self.pipeline.apply(logits, requests), requests)

@@ -131,6 +131,8 @@ class EngineHalf:
             starts. There is nothing of a resource that is not named here.
         every_plan: whether methods are called for every plan, also without a request that uses the
             part; read once. The worker halves of such a part get the rows of all requests.
+        only_included: whether requests use the part only if their `include` names it; read once.
+            `uses` is asked for these alone.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
         encoder_cache: an `EncoderCache`, which the scheduler asks for room for features in workers;
@@ -142,6 +144,7 @@ class EngineHalf:
 
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
+    only_included: bool = False
     num_draft_tokens: int = 0
     tasks: Collection[str] = ()
     encoder_cache: Any = None

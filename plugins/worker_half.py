@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .kv_connector import BlockIdentity
-from .logits import Phase
 from .manifest import Source
 from .part_components import ComponentFactory
 from .plan import SchedulerOutput
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from .attention import AttentionStep
-    from .logits import LogitsRequest
+    from .logits import LogitsRequest, LogitsStage
     from .model import Attend, ForwardBatch, LinearMatrix
     from .ops import Ops
 
@@ -26,7 +25,6 @@ __all__ = [
     "ForwardStep",
     "KVBlocks",
     "LoadedModel",
-    "LogitsStage",
     "ModelOpener",
     "PackedInputs",
     "SequenceModel",
@@ -287,26 +285,6 @@ class ForwardStep:
 
 Forward = Callable[[ForwardStep], "torch.Tensor"]
 """Returns the hidden states of a step, [tokens, hidden]; they may be overwritten by the next."""
-
-
-@dataclass(frozen=True)
-class LogitsStage:
-    """What gave or changed the logits of a step.
-
-    Attributes:
-        source: identity of the logits processor; None of `MODEL` and `MASK`.
-        phase: phase of the processor; None of `MODEL`.
-    """
-
-    source: Source | None
-    phase: Phase | None
-
-
-MODEL = LogitsStage(None, None)
-"""The model, as step parts change its logits: a pass begins with it, again where one failed."""
-
-MASK = LogitsStage(None, Phase.MASK)
-"""The masks of step parts, such as those of grammars."""
 
 
 @dataclass(frozen=True)

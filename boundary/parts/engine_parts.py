@@ -6,7 +6,6 @@ request that uses a part, each call is a test of an empty list.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import HardpointError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -26,14 +24,11 @@ from hardpoint.plugins import (
     SchedulerOutput,
     SchedulerStats,
 )
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
-from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
 from hardpoint.plugins.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
-from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import BoundPart, call_for, open_halves
+from .bound_half import BoundPart, call_for
 from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 from .returns import (
@@ -43,7 +38,6 @@ from .returns import (
     drafts_defect,
     faults_defect,
     figures_defect,
-    limit_defect,
     mask_defect,
     names_defect,
 )
@@ -193,7 +187,7 @@ class EngineParts:
             self._end(name)
             self._again.add(name)
         try:
-            for part in self._parts:
+            for part in self._may_use(request):
                 if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):
@@ -210,6 +204,11 @@ class EngineParts:
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
+
+    def _may_use(self, request: EngineCoreRequest) -> Sequence[BoundPart]:
+        """Return the parts that are asked whether a request uses them."""
+        included = request.params.include
+        return [p for p in self._parts if not p.only_included or p.name in included]
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -481,38 +480,3 @@ class EngineParts:
 
     def _find_active(self) -> None:
         self._active = [part for part in self._parts if part.users or part.every_plan]
-
-
-def open_parts(
-    plugins: PluginSet, about: Mapping[str, Any], context: EngineHalfContext, faults: StepFaults
-) -> EngineParts:
-    """Build the engine's halves of all enabled parts, in their order.
-
-    Args:
-        plugins: the enabled plugins.
-        about: fields of the context of the parts.
-        context: context of the halves.
-        faults: counts the faults of scope *step*.
-
-    Raises:
-        PluginError: one cannot be built; the others are closed.
-    """
-    calls = PartCalls()
-    opened: list[EngineParts] = []
-
-    def why_waiting(request_id: str) -> WaitReason | None:
-        return opened[0].why_waiting(request_id)
-
-    def context_of(part: StepPart) -> EngineHalfContext:
-        call = functools.partial(calls.to_workers, part.name)
-        return dataclasses.replace(context, call_workers=call, why_waiting=why_waiting)
-
-    def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
-        if (defect := limit_defect(half.num_draft_tokens)) is not None:
-            raise PluginFaultError(f"{source}: its {defect}")
-        return BoundPart(part, half, source, faults)
-
-    entries = plugins.entries("step_parts")
-    parts = open_halves(plugins, entries, about, context_of, BoundPart, bind)
-    opened.append(EngineParts(parts, context.vocab_size, calls))
-    return opened[0]

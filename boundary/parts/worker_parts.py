@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import is_block_view
 from hardpoint.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
@@ -21,26 +20,22 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.logits import LogitsStage
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
     ForwardStep,
     KVBlocks,
-    LogitsStage,
     StepRows,
-    WorkerHalf,
-    WorkerHalfContext,
 )
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of, open_halves
+from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
 
-_Observer = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
+LogitsObserver = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
+"""Reads the logits [rows, vocab] after a stage, and whose rows they are."""
 
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers"}
 """What each hook of a model changes."""
@@ -94,7 +89,7 @@ class WorkerParts:
         self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
         self._failed_in_layers = False  # in this step
-        self.observer: _Observer | None = None
+        self.observer: LogitsObserver | None = None
 
     def __bool__(self) -> bool:
         """Return whether halves take part in this step, or have failed in it."""
@@ -479,35 +474,6 @@ class WorkerParts:
         if half in self._around:
             self._around.remove(half)
         self._faults[half.name] = message
-
-
-def open_worker_parts(
-    plugins: PluginSet,
-    about: Mapping[str, Any],
-    context: WorkerHalfContext,
-    activity: Activity,
-    *,
-    samples: bool,
-) -> WorkerParts:
-    """Build the worker halves of all enabled parts, in their order.
-
-    Args:
-        plugins: the enabled plugins.
-        about: fields of the context of the parts.
-        context: context of the halves.
-        activity: records the methods that run.
-        samples: whether the result of a step is that of this rank.
-
-    Raises:
-        PluginError: one cannot be built; the others are closed.
-    """
-
-    def bind(part: StepPart, half: WorkerHalf, source: Source) -> BoundWorkerHalf:
-        return BoundWorkerHalf(part, half, PluginCalls(activity, "step_parts", source))
-
-    entries = plugins.entries("step_parts")
-    halves = open_halves(plugins, entries, about, lambda _part: context, BoundWorkerHalf, bind)
-    return WorkerParts(halves, rank=context.rank, samples=samples)
 
 
 def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardStep) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.plugins import LogitsOps, LogitsRequest
 from hardpoint.plugins.exponential_race import advantages, mixed_seed
-from hardpoint.plugins.worker_half import LogitsStage
+from hardpoint.plugins.logits import LogitsStage
 from hardpoint.toolkit.trace.records import (
     Candidate,
     Change,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hardpoint.plugins import (
-    EngineCoreRequest,
     EngineHalf,
     GrammarBitmask,
     ModelRunnerOutput,
@@ -69,6 +68,8 @@ class _Traced:
 class TraceRecorder(EngineHalf):
     """Keeps the records of traced requests until they end."""
 
+    only_included = True
+
     def __init__(
         self, name: str, num_positions: int, why_waiting: Callable[[str], WaitReason | None]
     ) -> None:
@@ -82,10 +83,6 @@ class TraceRecorder(EngineHalf):
         self._name, self._num_positions = name, num_positions
         self._why_waiting = why_waiting
         self._traced: dict[str, _Traced] = {}
-
-    def uses(self, request: EngineCoreRequest) -> bool:
-        """Return whether a request asks for its trace."""
-        return self._name in request.params.include
 
     def gate(self, request: Request) -> None:
         """Begin the record of a request; it never waits for it."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from hardpoint.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchLogitsProcessor, BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
+from hardpoint.plugins.logits import MASK, MODEL
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.worker_half import MASK, MODEL, LogitsStage
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system import torch_state
 from hardpoint.system.transfers import select_rows
@@ -24,9 +25,6 @@ from .rows import ProcessorRows
 
 Faults = dict[str, RequestFault]
 """Requests that cannot go on, by id."""
-
-LogitsObserver = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
-"""Reads the logits [rows, vocab] after a stage, and whose rows they are."""
 
 _set_state: Callable[[Any, str, Any], None] = dict.__setitem__  # of a ReadOnlyDict, too
 

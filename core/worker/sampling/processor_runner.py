@@ -25,10 +25,9 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.plugins.logits import LogitsPlugin, LogitsStage
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
-from hardpoint.plugins.worker_half import LogitsStage
 from hardpoint.registry.adapters.tensor_checks import HandedOver
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.system import torch_state

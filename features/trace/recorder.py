@@ -174,8 +174,6 @@ class TraceRecorder(EngineHalf):
         resumed = request.source.resumed
         before = 0 if resumed is None else len(resumed.output_token_ids)
         return TraceRecord(
-            index=request.source.child_index,
-            num_prompt_tokens=request.num_prompt_tokens,
             token_ids=list(request.output_token_ids),
             tokens=[
                 msgspec.Raw(record)

@@ -1,1 +1,18 @@
 """Traces of requests: what became of each token, as records, a table and a page."""
+
+from .records import Candidate, Change, Draw, StepTrace, TokenChange, TokenTrace
+from .trace import CompletionTrace, Trace, asking_for_trace, completion_trace, trace_of
+
+__all__ = [
+    "Candidate",
+    "Change",
+    "CompletionTrace",
+    "Draw",
+    "StepTrace",
+    "TokenChange",
+    "TokenTrace",
+    "Trace",
+    "asking_for_trace",
+    "completion_trace",
+    "trace_of",
+]

@@ -159,15 +159,12 @@ class TraceRecord(_Record, kw_only=True):
     """A traced completion as the engine reports it.
 
     Attributes:
-        index: among the `n` completions.
         token_ids: the output.
         tokens: `TokenTrace` as JSON, of each output position.
         error: why the request ended, if a plugin or the model failed.
         notes: what the record lacks.
     """
 
-    index: int
-    num_prompt_tokens: int
     token_ids: list[int]
     tokens: list[msgspec.Raw]
     steps: list[StepTrace]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
 from hardpoint.errors import HardpointError
-from hardpoint.plugins import CompletionOutput, RequestOutput
+from hardpoint.plugins import CompletionOutput, RequestOutput, SamplingParams
 
-from .records import Candidate, Change, StepTrace, TokenChange, TokenTrace, TraceRecord
+from .records import Change, StepTrace, TokenTrace, TraceRecord
 
 PART = "trace"
 """Name of the step part, which requests have in `include`."""
@@ -20,32 +19,42 @@ Decode = Callable[[Sequence[int]], str]
 _replace = msgspec.structs.replace
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CompletionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What became of the tokens of one completion.
 
     Attributes:
-        prompt: text of the prompt, if there is one.
-        num_prompt_tokens: tokens of the prompt.
         index: among the `n` completions of the prompt.
         text: the output.
         token_ids: tokens of the output.
-        tokens: of each output position that is traced.
-        steps: what each step did with the request, in order.
         finish_reason: see `CompletionOutput`.
+        tokens: what became of each output position that is traced.
+        steps: what each step did with the request, in order.
         error: why the request ended, if a plugin or the model failed.
         notes: what the trace lacks.
     """
 
-    prompt: str | None = None
-    num_prompt_tokens: int = 0
     index: int = 0
     text: str = ""
     token_ids: list[int] = []
+    finish_reason: str | None = None
     tokens: list[TokenTrace] = []
     steps: list[StepTrace] = []
-    finish_reason: str | None = None
     error: str | None = None
     notes: list[str] = []
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of the tokens of a prompt's completions.
+
+    Attributes:
+        prompt: text of the prompt, if there is one.
+        num_prompt_tokens: tokens of the prompt.
+        completions: the `n` completions, by index.
+    """
+
+    prompt: str | None = None
+    num_prompt_tokens: int = 0
+    completions: list[CompletionTrace] = []
 
     def json(self) -> str:
         """Return the trace as JSON."""
@@ -68,13 +77,15 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return trace_page(self)
 
 
-def asks_for_trace(params: Any) -> Any:
-    """Return sampling parameters that ask for a trace, too."""
+def asking_for_trace(params: SamplingParams) -> SamplingParams:
+    """Return the parameters with "trace" in `include`."""
+    if not isinstance(params, SamplingParams) or not isinstance(params.include, list):
+        return params  # the engine refuses them, and says what is wrong
     return _replace(params, include=list(dict.fromkeys([*params.include, PART])))
 
 
-def traces_of(output: RequestOutput, decode: Decode | None = None) -> list[Trace]:
-    """Return the traces of a finished request whose `include` has "trace", by completion.
+def trace_of(output: RequestOutput, decode: Decode | None = None) -> Trace:
+    """Return the trace of a finished request whose `include` has "trace".
 
     Args:
         output: its last output.
@@ -83,13 +94,15 @@ def traces_of(output: RequestOutput, decode: Decode | None = None) -> list[Trace
     Raises:
         HardpointError: a completion has no trace.
     """
-    return [trace_of(completion, output, decode) for completion in output.outputs]
+    return Trace(
+        prompt=output.prompt,
+        num_prompt_tokens=len(output.prompt_token_ids or ()),
+        completions=[completion_trace(completion, decode) for completion in output.outputs],
+    )
 
 
-def trace_of(
-    completion: CompletionOutput, output: RequestOutput, decode: Decode | None = None
-) -> Trace:
-    """Return the trace of one completion; see `traces_of`."""
+def completion_trace(completion: CompletionOutput, decode: Decode | None = None) -> CompletionTrace:
+    """Return the trace of one completion; see `trace_of`."""
     figures = (completion.part_figures or {}).get(PART) or {}
     if "record" not in figures:
         why = f": {completion.error}" if completion.error else ""
@@ -101,9 +114,7 @@ def trace_of(
     texts = _Texts(decode)
     steps = {entry.step: entry for entry in record.steps}
     tokens = [msgspec.json.decode(raw, type=TokenTrace) for raw in record.tokens]
-    return Trace(
-        prompt=output.prompt,
-        num_prompt_tokens=record.num_prompt_tokens,
+    return CompletionTrace(
         index=completion.index,
         text=completion.text,
         token_ids=record.token_ids,
@@ -147,6 +158,3 @@ class _Texts:
         if token_id not in self._known:
             self._known[token_id] = self._decode([token_id])
         return self._known[token_id]
-
-
-__all__ = ["Candidate", "Change", "StepTrace", "TokenChange", "TokenTrace", "Trace", "traces_of"]

@@ -16,6 +16,7 @@ from hardpoint.typed.describing import FieldDoc
 from .config import ConfigSources, EngineConfig
 from .params import PoolingParams, SamplingParams
 from .requests import PoolingRequestOutput, Prompt, RequestOutput
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .server import AsyncGenerator
@@ -239,6 +240,10 @@ class Generator(Protocol):
     @property
     def config(self) -> EngineConfig:
         """The configuration, with the values that the engine chose filled in."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a prompt without any: those that the model's files recommend."""

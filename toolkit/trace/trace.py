@@ -11,7 +11,7 @@ from hardpoint.plugins import CompletionOutput, RequestOutput, SamplingParams
 
 from .records import Change, StepTrace, TokenTrace, TraceRecord
 
-PART = "trace"
+TRACE = "trace"
 """Name of the step part, which requests have in `include`."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -81,7 +81,7 @@ def asking_for_trace(params: SamplingParams) -> SamplingParams:
     """Return the parameters with "trace" in `include`."""
     if not isinstance(params, SamplingParams) or not isinstance(params.include, list):
         return params  # the engine refuses them, and says what is wrong
-    return _replace(params, include=list(dict.fromkeys([*params.include, PART])))
+    return _replace(params, include=list(dict.fromkeys([*params.include, TRACE])))
 
 
 def trace_of(output: RequestOutput, decode: Decode | None = None) -> Trace:
@@ -103,12 +103,12 @@ def trace_of(output: RequestOutput, decode: Decode | None = None) -> Trace:
 
 def completion_trace(completion: CompletionOutput, decode: Decode | None = None) -> CompletionTrace:
     """Return the trace of one completion; see `trace_of`."""
-    figures = (completion.part_figures or {}).get(PART) or {}
+    figures = (completion.part_figures or {}).get(TRACE) or {}
     if "record" not in figures:
         why = f": {completion.error}" if completion.error else ""
         raise HardpointError(
             f"completion {completion.index} has no trace: expected one that has finished, of a "
-            f'request with include=["{PART}"], got finish reason {completion.finish_reason!r}{why}'
+            f'request with include=["{TRACE}"], got finish reason {completion.finish_reason!r}{why}'
         )
     record = msgspec.json.decode(figures["record"], type=TraceRecord)
     texts = _Texts(decode)

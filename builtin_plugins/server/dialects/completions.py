@@ -229,6 +229,7 @@ class Choice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -461,7 +462,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
             text=text,
             logprobs=columns if asked.wants_logprobs else None,
             finish_reason="length" if asked.max_tokens == 0 else completion.finish_reason,
-            **ended(completion),
+            **ended(completion, self._service.engine.tokenizer),
         )
         if asked.return_token_ids:
             choice.token_ids = token_ids

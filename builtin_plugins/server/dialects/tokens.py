@@ -38,6 +38,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import AdapterScale, WeightRun
 from hardpoint.plugins.server import Route
+from hardpoint.toolkit.trace import CompletionTrace
 from hardpoint.typed import Strict
 
 from .chat import (
@@ -152,6 +153,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     warning: str | msgspec.UnsetType = msgspec.UNSET
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 

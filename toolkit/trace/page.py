@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from .records import Change, TokenTrace
 from .trace import CompletionTrace, Trace
 from .wording import (
+    chances,
     change_name,
     change_text,
     draft_text,
@@ -15,7 +16,6 @@ from .wording import (
     head_lines,
     logit_text,
     moves_text,
-    percent,
     score_text,
     step_lines,
     token_text,
@@ -103,14 +103,14 @@ def _token(index: int, token: TokenTrace) -> Iterator[str]:
         f'<span class="dim">step {token.step}{rank}</span></summary>'
     )
     yield '<div class="wide" tabindex="0" role="region" aria-label="Candidates"><table><thead><tr>'
-    names = ["model", *map(change_name, token.changes), "chance", "noise"]
+    names = ["model", *map(change_name, token.changes), "model chance", "chance", "noise"]
     yield "<th>candidate</th>" + "".join(f"<th>{_safe(name)}</th>" for name in names)
     yield "</tr></thead><tbody>"
     for one in token.candidates:
         cells = [
             token_text(one.token_id, one.text),
             *map(logit_text, [one.logit, *one.logits]),
-            percent(one.probability),
+            *chances(token, one),
             score_text(one),
         ]
         kind = ' class="chosen"' if one.token_id == token.token_id else ""

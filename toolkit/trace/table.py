@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .records import TokenTrace
 from .trace import CompletionTrace, Trace
 from .wording import (
+    chances,
     change_name,
     change_text,
     draft_text,
@@ -14,7 +15,6 @@ from .wording import (
     head_lines,
     logit_text,
     moves_text,
-    percent,
     plain_text,
     score_text,
     step_lines,
@@ -66,14 +66,14 @@ def _candidate_lines(token: TokenTrace, width: int) -> Iterator[str]:
         [
             ">" if one.token_id == token.token_id else "",
             token_text(one.token_id, one.text),
-            percent(one.probability),
+            *chances(token, one),
             score_text(one),
         ]
         for one in token.candidates
     ]
     shown = list(range(len(names)))
     while True:
-        table = [["", "candidate", *(names[at] for at in shown), "chance", "noise"]]
+        table = [["", "candidate", *(names[at] for at in shown), "model chance", "chance", "noise"]]
         for cells, logits in zip(fixed, columns, strict=True):
             table.append([*cells[:2], *(logit_text(logits[at]) for at in shown), *cells[2:]])
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]

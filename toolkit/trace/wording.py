@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .records import Candidate, Change, StepTrace, TokenTrace
+from .records import Candidate, Change, StepTrace, TokenTrace, probability
 from .trace import CompletionTrace
 
 _SHOWN = 24
@@ -149,6 +149,12 @@ def head_lines(completion: CompletionTrace) -> list[str]:
     if completion.error:
         lines.append(f"error: {plain_text(completion.error)}")
     return lines + [f"not shown: {plain_text(note)}" for note in completion.notes]
+
+
+def chances(token: TokenTrace, candidate: Candidate) -> tuple[str, str]:
+    """Return the probability of a candidate by the model's logits, and in the end."""
+    before = probability(candidate.logit, token.log_total)
+    return percent(before), percent(candidate.probability)
 
 
 def score_text(candidate: Candidate) -> str:

@@ -24,6 +24,7 @@ from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, TextFie
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.requests import WeightRun
+from hardpoint.toolkit.trace import CompletionTrace
 
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of

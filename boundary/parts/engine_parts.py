@@ -192,7 +192,7 @@ class EngineParts:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = asked_for_figures(request, users)
+            asked = asked_for_figures(request, users, self._parts)
         except BaseException:
             self._refuse(request.request_id, users)
             raise

@@ -30,9 +30,9 @@ class Candidate(_Record, kw_only=True):
 
     token_id: int
     text: str | None = None
-    logit: float | None = None
+    logit: float | None
     logits: list[float | None] = []
-    probability: float = 0.0
+    probability: float
     noise: float | None = None
 
 
@@ -41,8 +41,8 @@ class TokenChange(_Record, kw_only=True):
 
     token_id: int
     text: str | None = None
-    before: float | None = None
-    after: float | None = None
+    before: float | None
+    after: float | None
 
 
 class Change(_Record, kw_only=True):

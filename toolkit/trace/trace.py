@@ -33,9 +33,9 @@ class CompletionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         notes: what the trace lacks.
     """
 
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = []
+    index: int
+    text: str
+    token_ids: list[int]
     finish_reason: str | None = None
     tokens: list[TokenTrace] = []
     steps: list[StepTrace] = []

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import shutil
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 
@@ -63,19 +65,26 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     return 1 if any(completion.error for completion in trace.completions) else 0
 
 
-def _new_file(path: str) -> Any:
-    """Open a file that is not there yet.
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[IO[str]]:
+    """Open a file that is not there yet; it is removed again if the body fails.
 
     Raises:
         RequestError: it is there, or cannot be written.
     """
     try:
-        return open(path, "x", encoding="utf-8")
+        file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - closed below
     except FileExistsError:
         raise RequestError(f"--html: expected a new file, {path!r} exists") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"--html: {path!r} cannot be written: {reason}") from None
+    with file:
+        try:
+            yield file
+        except BaseException:
+            Path(path).unlink(missing_ok=True)
+            raise
 
 
 COMMAND = Command("trace", "Show what became of each token of an answer.", _configure, _run)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineHalf, Meta, StepPart, WorkerHalf
+from hardpoint.plugins import EngineHalf, Meta, Sampler, StepPart, WorkerHalf
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
 
@@ -45,7 +45,12 @@ class Tracing(StepPart):
         """Return the half that reads logits, in the rank that samples."""
         if context.rank != self.context.config.parallel.output_rank:
             return None
-        options, (sampler, *_) = self.options, context.components.enabled("samplers")
+        options, (name, *_) = self.options, context.components.enabled("samplers")
         return LogitsReader(
-            context.rank, sampler, options.candidates, options.positions, options.rows
+            context.rank,
+            cast(type[Sampler], context.components.find("samplers", name)),
+            name,
+            num_candidates=options.candidates,
+            num_positions=options.positions,
+            max_rows=options.rows,
         )

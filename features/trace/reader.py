@@ -9,7 +9,7 @@ from itertools import takewhile
 import msgspec
 import torch
 
-from hardpoint.plugins import LogitsRequest, SchedulerOutput, WorkerHalf
+from hardpoint.plugins import LogitsRequest, Sampler, SchedulerOutput, WorkerHalf
 from hardpoint.plugins.logits import MODEL, LogitsStage
 from hardpoint.toolkit.trace.records import Draw
 
@@ -36,10 +36,23 @@ class LogitsReader(WorkerHalf):
     """Keeps the logits of the rows of a step on the host until their tokens are known."""
 
     def __init__(
-        self, rank: int, sampler: str, num_candidates: int, num_positions: int, max_rows: int
+        self,
+        rank: int,
+        sampler: type[Sampler],
+        name: str,
+        *,
+        num_candidates: int,
+        num_positions: int,
+        max_rows: int,
     ) -> None:
-        """Read nothing yet; for the numbers, see the options of the part."""
-        self._rank, self._sampler = rank, sampler
+        """Read nothing yet; for the numbers, see the options of the part.
+
+        Args:
+            rank: rank of the worker.
+            sampler: class of the sampler.
+            name: its name.
+        """
+        self._rank, self._draws, self._sampler = rank, sampler.draws, name
         self._num_candidates, self._num_positions = num_candidates, num_positions
         self._max_rows = max_rows
         self._rows: dict[str, dict[int, _Row]] = {}  # by request and output position
@@ -57,8 +70,7 @@ class LogitsReader(WorkerHalf):
         self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
     ) -> None:
         """Keep the logits of rows after a stage."""
-        logits = logits.cpu()
-        for request, row in zip(requests, logits, strict=True):
+        for request, row in zip(requests, logits.cpu().numpy(), strict=True):
             position = len(request.output_token_ids)
             known = self._rows.setdefault(request.request_id, {})
             if stage is not MODEL:
@@ -100,6 +112,7 @@ class LogitsReader(WorkerHalf):
             token,
             stages,
             self._num_candidates,
+            draws=self._draws,
             step=self._step,
             draft=draft,
             worker=self._rank,

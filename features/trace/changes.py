@@ -147,6 +147,8 @@ def _differ(before: Row, after: Row) -> np.ndarray[Any, Any]:
 def _largest(values: Row, count: int) -> list[int]:
     """Return the indices of the largest values, the largest first; neither of NaN nor of -inf."""
     known = np.where(np.isnan(values), -math.inf, values)
+    if known.max() == -math.inf:
+        return []
     count = min(count, len(known))
     top = np.argpartition(known, len(known) - count)[len(known) - count :]
     ordered = top[np.lexsort((top, -known[top]))]

@@ -16,7 +16,6 @@ from hardpoint.typed.describing import FieldDoc
 from .config import ConfigSources, EngineConfig
 from .params import PoolingParams, SamplingParams
 from .requests import PoolingRequestOutput, Prompt, RequestOutput
-from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .server import AsyncGenerator
@@ -234,16 +233,29 @@ class PluginCatalog(Protocol):
         """
 
 
+class PromptTrace(Protocol):
+    """A trace, `hardpoint.toolkit.trace.Trace`."""
+
+    @property
+    def errors(self) -> Sequence[str]:
+        """The errors that ended completions."""
+
+    def json(self) -> str:
+        """Return it as JSON."""
+
+    def table(self, width: int = ...) -> str:
+        """Return it as text for a terminal of so many columns."""
+
+    def html(self) -> str:
+        """Return it as one HTML page."""
+
+
 class Generator(Protocol):
     """An open model."""
 
     @property
     def config(self) -> EngineConfig:
         """The configuration, with the values that the engine chose filled in."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a prompt without any: those that the model's files recommend."""
@@ -268,6 +280,13 @@ class Generator(Protocol):
 
         Prompts are taken from the iterable when the engine has room for them, so there may be any
         number. One that is refused yields its error, and the others go on.
+        """
+
+    def trace(self, prompt: Prompt, params: SamplingParams | None = None) -> PromptTrace:
+        """Complete a prompt; return how each token of its completions was chosen.
+
+        Raises:
+            RequestError: it is refused.
         """
 
     def embed(

@@ -67,7 +67,7 @@ def race(
 
 
 def advantages(seed: int, position: int, tokens: Sequence[int]) -> list[float]:
-    """Return what the race adds to the logits of some tokens: the largest sum wins.
+    """Return the noise that the race adds to the logits of some tokens: the largest sum wins.
 
     Args:
         seed: seed of the completion, see `mixed_seed`.

@@ -167,7 +167,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class LogitsStage:
-    """What gave or changed the logits of a step.
+    """A stage of the logits of a step: the model, the masks, or a logits processor.
 
     Attributes:
         source: identity of the logits processor; None of `MODEL` and `MASK`.

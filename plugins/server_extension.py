@@ -41,7 +41,7 @@ class Client(Strict):
         max_timeout: seconds that requests may run; also the timeout of those that have none. None
             is no limit.
         kv_transfer: whether requests may bring `kv_transfer_params`.
-        trace: whether requests may ask what became of their tokens, also if `server.trace` is off.
+        trace: whether requests may ask how their tokens were chosen, also if `server.trace` is off.
         admin: whether it may use the admin address.
     """
 

@@ -98,7 +98,7 @@ class EngineHalfContext:
         step_cost: returns what a step takes, as far as is known by now; it is measured if
             `scheduler.step_milliseconds` is set or a part drafts.
         why_waiting: returns why a live request got no tokens in the last plan; None if it got some,
-            or the scheduler does not say.
+            or the scheduler gives no reasons.
         call_workers: returns what `WorkerHalf.call` answers in each rank, in rank order, after the
             steps that were planned before; raises what one of them raised. Once workers run.
     """

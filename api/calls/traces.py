@@ -1,4 +1,4 @@
-"""Traces in LLM and AsyncLLM: what became of the tokens of a prompt."""
+"""Traces in LLM and AsyncLLM: how the tokens of a prompt were chosen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol, Unpack
 
 from hardpoint.core.frontend.requests.prompts import Prompt
-from hardpoint.plugins import RequestOutput, RequestOutputKind, SamplingParams
+from hardpoint.errors import shown
+from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.tokenizer import Tokenizer
 from hardpoint.requests import check_generates, takes_options, with_output_kind
@@ -44,7 +45,7 @@ class SyncTraceCalls:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Trace:
-        """Complete one prompt; return what became of each token of its completions.
+        """Complete one prompt; return how each token of its completions was chosen.
 
         The tokens are those of `generate`, which takes the same arguments.
 
@@ -82,5 +83,5 @@ def _params(model: _Model, given: SamplingParams | None) -> SamplingParams:
     params = model.default_sampling_params() if given is None else given
     check_generates(params)
     if not isinstance(params, SamplingParams):
-        return params  # refused with the other parameters
+        raise RequestError(f"sampling_params: expected SamplingParams, got {shown(params)}")
     return with_output_kind(asking_for_trace(params), RequestOutputKind.FINAL_ONLY)

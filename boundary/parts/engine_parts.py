@@ -162,7 +162,7 @@ class EngineParts:
         self._scheduler = scheduler
 
     def why_waiting(self, request_id: str) -> WaitReason | None:
-        """Return why a live request got no tokens in the last plan, if the scheduler says so."""
+        """Return why a live request got no tokens in the last plan, if the scheduler knows."""
         if self._scheduler is None:
             return None
         try:

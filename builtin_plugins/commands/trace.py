@@ -1,4 +1,4 @@
-"""`hardpoint trace`: what became of each token of an answer, and why."""
+"""`hardpoint trace`: how each token of an answer was chosen."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
-from hardpoint.plugins import Command, CommandContext, RequestError, RequestOutputKind
-from hardpoint.toolkit.trace import asking_for_trace, trace_of
+from hardpoint.plugins import Command, CommandContext, RequestError
 
 from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_params
 
@@ -21,7 +18,7 @@ from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_para
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] PROMPT"
     parser.description = (
-        "Continue a prompt as `hardpoint generate` does, and show what became of each token: the "
+        "Continue a prompt as `hardpoint generate` does, and show how each token was chosen: the "
         "candidates with their logits after each plugin, who changed what, the draw, and what each "
         "step of the engine did. Without --json and --html it prints a table."
     )
@@ -44,25 +41,18 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         config, config_sources = context.load_config()
         generator = context.open_model(config, config_sources)
         stack.callback(generator.close)
-        params = msgspec.structs.replace(
-            asking_for_trace(prompt_params(options, generator)),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = prompt_params(options, generator)
         if options.chat:
             prompt = generator.apply_chat_template([{"role": "user", "content": prompt}])
-        ((_, output),) = generator.generate_unordered([(prompt, params)])
-        if isinstance(output, RequestError):
-            raise output
-        trace = trace_of(output, generator.tokenizer.decode)
+        trace = generator.trace(prompt, params)
         if page is not None:
             page.write(trace.html())
         else:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
             print(trace.json() if options.json else trace.table(width))
-        for completion in trace.completions:
-            if completion.error is not None:
-                context.show_error(f"completion {completion.index}: {completion.error}")
-    return 1 if any(completion.error for completion in trace.completions) else 0
+        for error in trace.errors:
+            context.show_error(error)
+    return 1 if trace.errors else 0
 
 
 @contextlib.contextmanager
@@ -87,4 +77,4 @@ def _new_file(path: str) -> Iterator[IO[str]]:
             raise
 
 
-COMMAND = Command("trace", "Show what became of each token of an answer.", _configure, _run)
+COMMAND = Command("trace", "Show how each token of an answer was chosen.", _configure, _run)

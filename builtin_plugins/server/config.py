@@ -99,7 +99,7 @@ class ServerConfig(Strict):
         weight_folders: folders that administrators may load weights from.
         prompt_embeds: whether prompts may be embeddings; `plugin.prompt_embeddings.enabled` has to
             be set, too.
-        trace: whether all clients may ask what became of the tokens of their requests (`trace`);
+        trace: whether all clients may ask how the tokens of their requests were chosen (`trace`);
             if not, those whose keys have `trace = true`.
         page: whether `/` is a web page.
         access_log: log of requests, on standard error.

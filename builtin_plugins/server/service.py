@@ -398,7 +398,7 @@ class Service:
             )
 
     def _check_trace(self, client: Client, asked: Any) -> None:
-        """Check that a client may see what became of its tokens, if it asks for that.
+        """Check that a client may see how its tokens were chosen, if it asks for that.
 
         Raises:
             AnswerError: it may not.

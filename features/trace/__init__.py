@@ -1,4 +1,4 @@
-"""Traces: what became of each token of a request, and what each step did with the request."""
+"""Traces: how each token of a request was chosen, and what each step did with the request."""
 
 from .part import Tracing
 

@@ -1,4 +1,4 @@
-"""What the stages of one row of logits changed, on the host, where numpy is quicker than torch."""
+"""Changes of one row of logits by its stages, on the host, where numpy is quicker than torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def token_trace(
 def _change(
     stage: LogitsStage, before: Row, after: Row, changed: np.ndarray[Any, Any], num_tokens: int
 ) -> Change:
-    """Return what a stage changed, with the most changed tokens, at most `num_tokens`."""
+    """Return the change of a stage, with the most changed tokens, at most `num_tokens`."""
     assert stage.phase is not None  # of the model alone
     was_out, is_out = before == -math.inf, after == -math.inf
     switched = was_out ^ is_out
@@ -111,7 +111,7 @@ def _candidates(
         rows: logits of the model, then those after each change.
         token: the chosen token.
         num_tokens: how many, at most.
-        seed: of the race that chooses the token, mixed; None if something else does.
+        seed: seed of the race that chooses the token, mixed; None if something else does.
         position: output position.
     """
     first, last = rows[0], rows[-1]
@@ -138,7 +138,7 @@ def _candidates(
 
 def _differ(before: Row, after: Row) -> np.ndarray[Any, Any]:
     """Return which logits differ, bool [vocab]; NaN equals NaN."""
-    differing = before != after
+    differing: np.ndarray[Any, Any] = before != after
     if differing.any():
         differing &= ~(np.isnan(before) & np.isnan(after))
     return differing
@@ -163,7 +163,7 @@ def _log_total(logits: Row) -> float | None:
     return best + math.log(float(np.exp(logits - best, dtype=np.float64).sum()))
 
 
-def _number(value: np.float32) -> float | None:
+def _number(value: Any) -> float | None:
     """Return a logit; None if it is not finite."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -14,7 +14,7 @@ from .recorder import TraceRecorder
 
 
 class Tracing(StepPart):
-    """Records what became of the tokens of requests whose `include` names it.
+    """Records how the tokens of requests were chosen whose `include` names it.
 
     It reads, and changes nothing; a fault of it costs traces, and no request.
     """

@@ -23,8 +23,8 @@ class _Row:
 
     Attributes:
         request: the request, or its view after drafts.
-        stages: of the last pass.
-        first: of the pass that met a fault first, or of the only one.
+        stages: logits of the last pass.
+        first: logits of the pass that met a fault first; empty if there was one pass.
     """
 
     request: LogitsRequest

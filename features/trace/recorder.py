@@ -186,7 +186,7 @@ class TraceRecorder(EngineHalf):
         )
 
     def _notes(self, traced: _Traced, before: int, length: int) -> list[str]:
-        """Return what the record lacks."""
+        """Return the notes on what the record lacks."""
         notes = []
         if before:
             notes.append(f"positions before {before} were sampled by another engine: no record")

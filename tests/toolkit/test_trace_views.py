@@ -1,4 +1,4 @@
-"""A trace as a table and as a page: what they say, and that hostile texts stay texts."""
+"""A trace as a table and as a page, in which hostile texts stay texts."""
 
 from __future__ import annotations
 

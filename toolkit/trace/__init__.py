@@ -1,7 +1,7 @@
-"""Traces of requests: what became of each token, as records, a table and a page."""
+"""Traces of requests: how each token was chosen, as records, a table and a page."""
 
-from .records import Candidate, Change, Draw, StepTrace, TokenChange, TokenTrace
-from .trace import TRACE, CompletionTrace, Trace, asking_for_trace, completion_trace, trace_of
+from .records import Candidate, Change, CompletionTrace, Draw, StepTrace, TokenChange, TokenTrace
+from .trace import TRACE, Trace, asking_for_trace, completion_trace, trace_of
 
 __all__ = [
     "TRACE",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from .records import Change, TokenTrace
-from .trace import CompletionTrace, Trace
+from .records import Change, CompletionTrace, TokenTrace
 from .wording import (
     chances,
     change_name,
@@ -52,19 +51,25 @@ tr.chosen td:first-child { font-weight: 600; } ol, ul { padding-left: 1.25rem; }
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def trace_page(trace: Trace) -> str:
-    """Return a trace as a page: of each completion the tokens, their details, and the steps."""
+def trace_page(prompt: str | None, count: int, completions: Sequence[CompletionTrace]) -> str:
+    """Return traces as a page: of each completion the tokens, their details, and the steps.
+
+    Args:
+        prompt: text of the prompt.
+        count: tokens of the prompt.
+        completions: traces of its completions.
+    """
     lines = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Trace</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>Trace</h1>",
     ]
-    if trace.prompt is not None:
-        summary = f"Prompt, {trace.num_prompt_tokens} tokens"
-        prompt = f"<p><code>{_safe(trace.prompt)}</code></p>"
-        lines.append(f"<details><summary>{summary}</summary>{prompt}</details>")
-    for completion in trace.completions:
+    if prompt is not None:
+        summary = f"Prompt, {count} tokens"
+        text = f"<p><code>{_safe(prompt)}</code></p>"
+        lines.append(f"<details><summary>{summary}</summary>{text}</details>")
+    for completion in completions:
         lines += _completion(completion)
     return "\n".join([*lines, "</main>\n</body>\n</html>\n"])
 

@@ -1,4 +1,4 @@
-"""The record of a traced completion: what became of each token, and of the request in each step."""
+"""Records of a traced completion: its tokens, and its steps. A logit that is None is -inf."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ __all__ = ["Candidate", "Change", "Draw", "StepTrace", "TokenChange", "TokenTrac
 PhaseName = Literal["mask", "bias", "penalty", "temperature", "truncate", "force"]
 
 
-class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of the records. A logit that is None is -inf: the token cannot be chosen."""
-
-
-class Candidate(_Record, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A token that could have been chosen.
 
     Attributes:
@@ -36,8 +32,8 @@ class Candidate(_Record, kw_only=True):
     noise: float | None = None
 
 
-class TokenChange(_Record, kw_only=True):
-    """What a change did to one token."""
+class TokenChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A token before and after a change."""
 
     token_id: int
     text: str | None = None
@@ -45,8 +41,8 @@ class TokenChange(_Record, kw_only=True):
     after: float | None
 
 
-class Change(_Record, kw_only=True):
-    """What a plugin changed at one position.
+class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The changes of a plugin at one position.
 
     Attributes:
         phase: when it ran.
@@ -75,7 +71,7 @@ class Change(_Record, kw_only=True):
     tokens: list[TokenChange] = []
 
 
-class Draw(_Record, kw_only=True):
+class Draw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the token was chosen from the last logits.
 
     Attributes:
@@ -89,8 +85,8 @@ class Draw(_Record, kw_only=True):
     seed: int | None = None
 
 
-class TokenTrace(_Record, kw_only=True):
-    """What became of the token at one output position.
+class TokenTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The record of one output position.
 
     Attributes:
         position: output position, from 0.
@@ -119,8 +115,8 @@ class TokenTrace(_Record, kw_only=True):
     draw: Draw | None = None
 
 
-class StepTrace(_Record, kw_only=True):
-    """What one step, or several in which it waited for the same, did with the request.
+class StepTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of the request, or several in which it waited for the same.
 
     Attributes:
         step: number of the first step.
@@ -130,7 +126,7 @@ class StepTrace(_Record, kw_only=True):
         num_computed: its tokens that were computed before the step.
         num_cached: tokens of the prompt that the cache had, in the first step that computed any.
         waits_for: kind of what it waited for, see `WaitingFor`.
-        reason: what it waited for, in words.
+        reason: what it waited for, as text.
         is_preempted: whether it had to leave the batch before this step.
         is_resumed: whether it came back to it.
         is_lost: whether the step was not executed to its end, so that it was planned again.
@@ -155,7 +151,31 @@ class StepTrace(_Record, kw_only=True):
     masks: list[tuple[str, str]] = []
 
 
-class TraceRecord(_Record, kw_only=True):
+class CompletionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The record of one completion.
+
+    Attributes:
+        index: among the `n` completions of the prompt.
+        text: the output.
+        token_ids: tokens of the output.
+        finish_reason: see `CompletionOutput`.
+        tokens: records of the output positions.
+        steps: what each step did with the request, in order.
+        error: why the request ended, if a plugin or the model failed.
+        notes: what the trace lacks.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    tokens: list[TokenTrace] = []
+    steps: list[StepTrace] = []
+    error: str | None = None
+    notes: list[str] = []
+
+
+class TraceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A traced completion as the engine reports it.
 
     Attributes:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from .records import TokenTrace
-from .trace import CompletionTrace, Trace
+from .records import CompletionTrace, TokenTrace
 from .wording import (
     chances,
     change_name,
@@ -22,16 +21,19 @@ from .wording import (
 )
 
 
-def trace_table(trace: Trace, width: int) -> str:
-    """Return a trace as text.
+def trace_table(
+    prompt: str | None, count: int, completions: Sequence[CompletionTrace], width: int
+) -> str:
+    """Return traces as text.
 
     Args:
-        trace: to show.
+        prompt: text of the prompt.
+        count: tokens of the prompt.
+        completions: traces of its completions.
         width: columns of the terminal.
     """
-    count = trace.num_prompt_tokens
-    lines = [f"prompt, {count} token{'s' * (count != 1)}: {plain_text(trace.prompt or '')}"[:width]]
-    for completion in trace.completions:
+    lines = [f"prompt, {count} token{'s' * (count != 1)}: {plain_text(prompt or '')}"[:width]]
+    for completion in completions:
         lines += ["", *_completion_lines(completion, width)]
     return "\n".join(lines)
 

@@ -9,7 +9,9 @@ import msgspec
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import CompletionOutput, RequestOutput, SamplingParams
 
-from .records import Change, StepTrace, TokenTrace, TraceRecord
+from .page import trace_page
+from .records import Change, CompletionTrace, StepTrace, TokenTrace, TraceRecord
+from .table import trace_table
 
 TRACE = "trace"
 """Name of the step part, which requests have in `include`."""
@@ -19,32 +21,8 @@ Decode = Callable[[Sequence[int]], str]
 _replace = msgspec.structs.replace
 
 
-class CompletionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of the tokens of one completion.
-
-    Attributes:
-        index: among the `n` completions of the prompt.
-        text: the output.
-        token_ids: tokens of the output.
-        finish_reason: see `CompletionOutput`.
-        tokens: what became of each output position that is traced.
-        steps: what each step did with the request, in order.
-        error: why the request ended, if a plugin or the model failed.
-        notes: what the trace lacks.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    tokens: list[TokenTrace] = []
-    steps: list[StepTrace] = []
-    error: str | None = None
-    notes: list[str] = []
-
-
 class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of the tokens of a prompt's completions.
+    """The records of a prompt's completions.
 
     Attributes:
         prompt: text of the prompt, if there is one.
@@ -56,6 +34,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_tokens: int = 0
     completions: list[CompletionTrace] = []
 
+    @property
+    def errors(self) -> list[str]:
+        """The errors that ended completions, each with the index."""
+        return [f"completion {c.index}: {c.error}" for c in self.completions if c.error is not None]
+
     def json(self) -> str:
         """Return the trace as JSON."""
         return msgspec.json.format(msgspec.json.encode(self)).decode()
@@ -66,21 +49,17 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Args:
             width: columns of the terminal.
         """
-        from .table import trace_table  # noqa: PLC0415 - it reads traces
-
-        return trace_table(self, width)
+        return trace_table(self.prompt, self.num_prompt_tokens, self.completions, width)
 
     def html(self) -> str:
         """Return the trace as one HTML page, which loads nothing."""
-        from .page import trace_page  # noqa: PLC0415 - it reads traces
-
-        return trace_page(self)
+        return trace_page(self.prompt, self.num_prompt_tokens, self.completions)
 
 
 def asking_for_trace(params: SamplingParams) -> SamplingParams:
     """Return the parameters with "trace" in `include`."""
     if not isinstance(params, SamplingParams) or not isinstance(params.include, list):
-        return params  # the engine refuses them, and says what is wrong
+        return params  # the engine refuses them by name
     return _replace(params, include=list(dict.fromkeys([*params.include, TRACE])))
 
 

@@ -1,4 +1,4 @@
-"""The words and numbers of traces, for the table and the page."""
+"""Texts of traces, for the table and the page."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .records import Candidate, Change, StepTrace, TokenTrace, probability
-from .trace import CompletionTrace
+from .records import Candidate, Change, CompletionTrace, StepTrace, TokenTrace, probability
 
 _SHOWN = 24
 """Characters of a token's text that are shown."""
@@ -52,7 +51,7 @@ def change_name(change: Change) -> str:
 
 
 def change_text(change: Change) -> str:
-    """Return what a change did, in one line."""
+    """Return the numbers of a change, in one line."""
     total = change.num_left + change.num_removed - change.num_restored
     parts = []
     if change.num_removed:
@@ -88,7 +87,7 @@ def draw_text(token: TokenTrace) -> str:
 
 
 def draft_text(token: TokenTrace) -> str:
-    """Return what became of the draft of a position; empty if there was none."""
+    """Return the outcome of the draft of a position; empty if there was none."""
     if token.draft is None:
         return ""
     if token.draft == token.token_id:
@@ -97,9 +96,9 @@ def draft_text(token: TokenTrace) -> str:
 
 
 def step_lines(steps: Sequence[StepTrace]) -> list[str]:
-    """Return what steps did with the request; like ones that follow each other are one line."""
+    """Return a line for each step; like ones that follow each other are one line."""
     lines = []
-    for _, same in itertools.groupby(enumerate(steps), lambda each: _likeness(*each)):
+    for _, same in itertools.groupby(enumerate(steps), lambda item: _likeness(*item)):
         run = [step for _, step in same]
         first, last = run[0], run[-1]
         end = last.step + last.num_steps - 1
@@ -109,7 +108,7 @@ def step_lines(steps: Sequence[StepTrace]) -> list[str]:
 
 
 def _likeness(index: int, step: StepTrace) -> tuple[object, ...]:
-    """Return what is equal for steps that computed a token each, one after the other."""
+    """Return a key that is equal for steps that computed a token each, one after the other."""
     plain = StepTrace(step=0, num_requests=step.num_requests, num_tokens=1)
     is_plain = msgspec.structs.replace(step, step=0, num_computed=0) == plain
     if not is_plain:
@@ -128,7 +127,7 @@ def _step_text(step: StepTrace, count: int) -> str:
         parts.append(f"{tokens} in each" if count > 1 else f"{tokens} planned")
         parts.append(f"{step.num_computed} were computed before")
     else:
-        parts.append(f"waited: {plain_text(step.reason or 'the scheduler does not say why')}")
+        parts.append(f"waited: {plain_text(step.reason or 'the scheduler gives no reason')}")
     if step.num_cached is not None:
         parts.append(f"{step.num_cached} of them from the cache")
     if step.drafts:
@@ -142,7 +141,7 @@ def _step_text(step: StepTrace, count: int) -> str:
 
 
 def head_lines(completion: CompletionTrace) -> list[str]:
-    """Return what is to be said of a completion as a whole."""
+    """Return the lines about a completion as a whole."""
     count = len(completion.token_ids)
     finish = f", finish reason {completion.finish_reason}" if completion.finish_reason else ""
     lines = [f"{count} token{'s' * (count != 1)}{finish}"]

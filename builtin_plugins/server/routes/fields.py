@@ -266,7 +266,7 @@ class SamplingFields(GenerationFields):
         return_token_ids: whether choices hold token ids.
         include: names of step parts, such as "speculation", whose figures choices hold, as
             `part_figures`.
-        trace: whether choices hold what became of each token and why; for clients that may.
+        trace: whether choices hold how each token was chosen, and why; for clients that may.
         kv_transfer_params: for the KV connector; from keys that may.
     """
 

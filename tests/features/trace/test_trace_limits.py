@@ -1,4 +1,4 @@
-"""What a trace leaves out, it says: positions, rows of a step, those of another engine, steps."""
+"""Notes on what a trace leaves out: positions, rows of a step, those of another engine, steps."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_the_part_adds_neither_an_operation_nor_a_call(engines):
 
 
 def differences(found, expected):
-    """What was called more or less often, with both numbers."""
+    """Return the names of what was called more or less often, with both numbers."""
     return [
         (name, one[name], other[name])
         for one, other in zip(found, expected, strict=True)

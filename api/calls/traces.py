@@ -84,4 +84,7 @@ def _params(model: _Model, given: SamplingParams | None) -> SamplingParams:
     check_generates(params)
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params: expected SamplingParams, got {shown(params)}")
-    return with_output_kind(asking_for_trace(params), RequestOutputKind.FINAL_ONLY)
+    asking: SamplingParams = with_output_kind(
+        asking_for_trace(params), RequestOutputKind.FINAL_ONLY
+    )
+    return asking

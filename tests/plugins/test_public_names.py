@@ -50,6 +50,7 @@ PUBLIC = (
     "hardpoint.toolkit.parsing.format_parser",
     "hardpoint.toolkit.parsing.json_text",
     "hardpoint.toolkit.parsing.python_literals",
+    "hardpoint.toolkit.trace",
     "hardpoint.toolkit.workers.calls",
     "hardpoint.toolkit.workers.joining",
 )

@@ -72,7 +72,6 @@ SMALL_MODULES = {
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
-    "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
     "hardpoint.features.prompt_embeddings.worker_half": "imports torch; the part does not",
     "hardpoint.builtin_plugins.server.dialects.embedded_prompts": "tensors in bodies, from anyone",
 }

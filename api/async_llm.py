@@ -41,6 +41,7 @@ from hardpoint.registry.references import handed_over
 from .calls.adapter_resolvers import AdapterResolvers
 from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart
 from .calls.sessions import AsyncSessionCalls
+from .calls.traces import AsyncTraceCalls
 from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
@@ -53,7 +54,9 @@ from .requests import check_generates, make_extras, takes_options
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(AsyncProcessorCalls, AsyncSessionCalls, AsyncWeightCalls, AsyncEngineCalls):
+class AsyncLLM(
+    AsyncProcessorCalls, AsyncSessionCalls, AsyncTraceCalls, AsyncWeightCalls, AsyncEngineCalls
+):
     """A model that generates text for many tasks of one event loop at once.
 
     The model runs in a process of its own, so tokenising, streaming and all other work of the

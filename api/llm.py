@@ -33,6 +33,7 @@ from hardpoint.typed import copied, is_list
 
 from .calls.engines import SyncEngineCalls, engines_of
 from .calls.sessions import SyncSessionCalls
+from .calls.traces import SyncTraceCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, check_options
@@ -57,7 +58,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls, SyncEngineCalls):
+class LLM(ProcessorCalls, SyncSessionCalls, SyncTraceCalls, SyncWeightCalls, SyncEngineCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;

@@ -68,7 +68,7 @@ class StepFaults:
     def check_slow(self) -> None:
         """Count the plugins that took too long since the last call; called once per step."""
         for calls in self._timed:
-            if (seconds := calls.take_seconds()) > self._slow_seconds:
+            if calls.seconds and (seconds := calls.take_seconds()) > self._slow_seconds:
                 message = slow_message(calls.source, seconds, self._slow_seconds)
                 _count(self._slow, calls.source.name, message)
 

@@ -16,6 +16,7 @@ class DefaultSampler(Sampler):
     """
 
     contract = 1
+    draws = True
     context: SamplerContext
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -233,6 +233,23 @@ class PluginCatalog(Protocol):
         """
 
 
+class PromptTrace(Protocol):
+    """A trace, `hardpoint.toolkit.trace.Trace`."""
+
+    @property
+    def errors(self) -> Sequence[str]:
+        """The errors that ended completions."""
+
+    def json(self) -> str:
+        """Return it as JSON."""
+
+    def table(self, width: int = ...) -> str:
+        """Return it as text for a terminal of so many columns."""
+
+    def html(self) -> str:
+        """Return it as one HTML page."""
+
+
 class Generator(Protocol):
     """An open model."""
 
@@ -263,6 +280,13 @@ class Generator(Protocol):
 
         Prompts are taken from the iterable when the engine has room for them, so there may be any
         number. One that is refused yields its error, and the others go on.
+        """
+
+    def trace(self, prompt: Prompt, params: SamplingParams | None = None) -> PromptTrace:
+        """Complete a prompt; return how each token of its completions was chosen.
+
+        Raises:
+            RequestError: it is refused.
         """
 
     def embed(

@@ -14,6 +14,7 @@ from hardpoint import typed
 from .arguments import ComponentWithArguments
 from .component import Context
 from .logits_ops import LogitsOps, Op
+from .manifest import Source
 from .params import SamplingParams
 from .type_variables import ArgumentsT_co, StateT_co
 
@@ -30,6 +31,7 @@ __all__ = [
     "LogitsPlugin",
     "LogitsProcessor",
     "LogitsRequest",
+    "LogitsStage",
     "Move",
     "Moved",
     "Phase",
@@ -162,6 +164,26 @@ class Phase(IntEnum):
     """Drop unlikely tokens (top_k, then top_p, then min_p)."""
     FORCE = 5
     """Allow only the token that must come next."""
+
+
+@dataclass(frozen=True)
+class LogitsStage:
+    """A stage of the logits of a step: the model, the masks, or a logits processor.
+
+    Attributes:
+        source: identity of the logits processor; None of `MODEL` and `MASK`.
+        phase: phase of the processor; None of `MODEL`.
+    """
+
+    source: Source | None
+    phase: Phase | None
+
+
+MODEL = LogitsStage(None, None)
+"""The model, as step parts change its logits: a pass begins with it, again where one failed."""
+
+MASK = LogitsStage(None, Phase.MASK)
+"""The masks of step parts, such as those of grammars."""
 
 
 class Reads(Enum):

@@ -211,3 +211,22 @@ def _mask_below(
     """Set logits below each row's threshold to -inf, in place; `best[:, :1]` are the largest."""
     threshold = threshold.masked_fill(is_off | ~best[:, :1].isfinite(), -math.inf)
     logits.masked_fill_(logits < threshold, -math.inf)
+
+
+def warm_up(ops: LogitsOps, vocab_size: int, device: torch.device) -> None:
+    """Choose tokens of a row of logits in each of the usual ways.
+
+    What operations compile when they are first called is compiled then, and no request waits for
+    it: the trial step of a model calls none of these.
+    """
+    import torch  # noqa: PLC0415 - the contract is imported without it
+
+    logits = torch.zeros(1, vocab_size, device=device)
+    one = torch.ones(1, 1, device=device)
+    number = torch.ones(1, dtype=torch.int64, device=device)
+    ops.argmax(logits)
+    ops.divide(logits, one)
+    ops.keep_top_k(logits, number.unsqueeze(1), 1)
+    ops.keep_top_p(logits, one / 2)
+    ops.keep_min_p(logits, one / 2)
+    ops.draw(logits, number, number, torch.zeros(1, dtype=torch.bool, device=device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from hardpoint.errors import shown
 
@@ -97,9 +97,14 @@ class Sampler(ComponentWithArguments):
     """Chooses the next token of every row.
 
     A request gives it arguments under `plugin_args[name]`; `rows.arguments()` has them.
+
+    Attributes:
+        draws: whether rows that are not greedy get what `LogitsOps.draw` gives, so that traces can
+            show the noise.
     """
 
     context: SamplerContext
+    draws: ClassVar[bool] = False
 
     @returns(TOKENS)
     @abstractmethod

@@ -41,6 +41,7 @@ class Client(Strict):
         max_timeout: seconds that requests may run; also the timeout of those that have none. None
             is no limit.
         kv_transfer: whether requests may bring `kv_transfer_params`.
+        trace: whether requests may ask how their tokens were chosen, also if `server.trace` is off.
         admin: whether it may use the admin address.
     """
 
@@ -51,6 +52,7 @@ class Client(Strict):
     max_priority: int = 2**31 - 1
     max_timeout: float | None = None
     kv_transfer: bool = False
+    trace: bool = False
     admin: bool = False
 
 

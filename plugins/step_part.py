@@ -22,6 +22,7 @@ from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
 from .kv_cache import BlockIds, KVEvent, RetainedBlocks
 from .loader import ModelConfig, ModelFiles
+from .manifest import Source
 from .part_components import ComponentFactory, FaultCounter
 from .plan import GrammarBitmask, ModelRunnerOutput, RequestFault, SchedulerOutput
 from .request import Request
@@ -96,6 +97,8 @@ class EngineHalfContext:
         retained: the cached blocks that eviction policies are to keep, if they can.
         step_cost: returns what a step takes, as far as is known by now; it is measured if
             `scheduler.step_milliseconds` is set or a part drafts.
+        why_waiting: returns why a live request got no tokens in the last plan; None if it got some,
+            or the scheduler gives no reasons.
         call_workers: returns what `WorkerHalf.call` answers in each rank, in rank order, after the
             steps that were planned before; raises what one of them raised. Once workers run.
     """
@@ -114,6 +117,7 @@ class EngineHalfContext:
     retained: RetainedBlocks = field(default_factory=RetainedBlocks)
     step_cost: Callable[[], StepCost] = StepCost
     call_workers: Callable[[bytes], Sequence[bytes]] = _without_workers
+    why_waiting: Callable[[str], WaitReason | None] = lambda _request_id: None
 
 
 class EngineHalf:
@@ -127,6 +131,8 @@ class EngineHalf:
             starts. There is nothing of a resource that is not named here.
         every_plan: whether methods are called for every plan, also without a request that uses the
             part; read once. The worker halves of such a part get the rows of all requests.
+        only_included: whether requests use the part only if their `include` names it; read once.
+            `uses` is asked for these alone.
         num_draft_tokens: most drafts of a request and a step; read once, when the engine starts.
             0: `drafts` is never called.
         encoder_cache: an `EncoderCache`, which the scheduler asks for room for features in workers;
@@ -138,6 +144,7 @@ class EngineHalf:
 
     capacity: Mapping[str, int] = {}
     every_plan: bool = False
+    only_included: bool = False
     num_draft_tokens: int = 0
     tasks: Collection[str] = ()
     encoder_cache: Any = None
@@ -241,6 +248,12 @@ class EngineHalf:
         are combined: a token needs to be allowed by each.
         """
         return None
+
+    def masked(self, plan: SchedulerOutput, masks: Mapping[Source, GrammarBitmask]) -> None:
+        """Notify the part of the masks of a step, by the identity of the part that made each.
+
+        Called after `mask` of all parts, if there is a mask.
+        """
 
     def get_num_new_matched_tokens(
         self,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from .attention import AttentionStep
+    from .logits import LogitsRequest, LogitsStage
     from .model import Attend, Branch, ForwardBatch, LinearMatrix
     from .ops import Ops
 
@@ -303,8 +304,8 @@ class WorkerHalf:
     """The half of a step part in a worker.
 
     Every method is optional. `begin`, `around_layers`, `embedded`, `linear`, `added`,
-    `after_layers`, `hidden`, `logits`, `sampled` and `report` are called in steps for which the
-    engine's half gave data; `embedded`, `linear`, `added`, `hidden` and `logits` get the rows of
+    `after_layers`, `hidden`, `logits`, `processed`, `sampled` and `report` are called in steps for
+    which the engine's half gave data; those between `around_layers` and `sampled` get the rows of
     the requests that use the part, and no others. The other methods need no half in the engine.
 
     Attributes:
@@ -475,6 +476,20 @@ class WorkerHalf:
             request_ids: request of each row; a request with drafts has one more row for each.
         """
         return None
+
+    def processed(
+        self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
+    ) -> None:
+        """Read the logits as they are after a stage, in the rank that samples.
+
+        Called for `MODEL`, then for `MASK`, if there is one, and for each logits processor that
+        runs. After a fault of a processor, they follow again; the last time counts.
+
+        Args:
+            stage: what ran last.
+            logits: float32 [rows, vocab_size]; a copy, which the half may keep.
+            requests: request of each row, or its view after a draft.
+        """
 
     def sampled(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         """Read the tokens of the step by request, before `report`, in the rank that samples.

@@ -47,6 +47,7 @@ SMALL_MODULES = {
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
     "hardpoint.progress_bars": "rich, which only terminals need, and hardpoint-core lacks",
     "hardpoint.boundary.hang_watch": "an algorithm with tests of its own",
+    "hardpoint.toolkit.trace.table": "one view of two; the page has a module",
     "hardpoint.replicas.load": "what operators and autoscalers read; no request needs it",
     "hardpoint.system.process.garbage": "Python's collector; has tests of its own",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
@@ -72,7 +73,6 @@ SMALL_MODULES = {
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
-    "hardpoint.boundary.parts.calls": "what programs call, beside what steps call",
     "hardpoint.features.prompt_embeddings.worker_half": "imports torch; the part does not",
     "hardpoint.builtin_plugins.server.dialects.embedded_prompts": "tensors in bodies, from anyone",
 }

@@ -178,7 +178,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         self.users = set[str]()
         self._scope, self._faults = part.fault_scope, faults
         self.capacity = dict(half.capacity)
-        self.every_plan = half.every_plan
+        self.every_plan, self.only_included = half.every_plan, half.only_included
         self.num_draft_tokens = half.num_draft_tokens
 
     def users_of(self, plan: SchedulerOutput) -> list[str] | None:

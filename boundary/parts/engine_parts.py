@@ -6,7 +6,6 @@ request that uses a part, each call is a test of an empty list.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import HardpointError, PluginFaultError, shown
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -26,14 +24,12 @@ from hardpoint.plugins import (
     SchedulerOutput,
     SchedulerStats,
 )
-from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
-from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
+from hardpoint.plugins.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
-from hardpoint.registry.plugin_set import PluginSet
 
 from . import returns
-from .bound_half import BoundPart, call_for, open_halves
+from .bound_half import BoundPart, call_for
 from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 
@@ -156,6 +152,15 @@ class EngineParts:
         """Ask a scheduler which requests are live, where an id was used again."""
         self._scheduler = scheduler
 
+    def why_waiting(self, request_id: str) -> WaitReason | None:
+        """Return why a live request got no tokens in the last plan, if the scheduler knows."""
+        if self._scheduler is None:
+            return None
+        try:
+            return self._scheduler.why_waiting(request_id)
+        except NotImplementedError:  # optional for schedulers
+            return None
+
     def of(self, request_id: str) -> Sequence[BoundPart]:
         """Return the parts that a live request uses."""
         return self._by_request.get(request_id, ())
@@ -173,12 +178,12 @@ class EngineParts:
             self._end(name)
             self._again.add(name)
         try:
-            for part in self._parts:
+            for part in self._may_use(request):
                 if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = returns.asked_for_figures(request, users)
+            asked = returns.asked_for_figures(request, users, self._parts)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
@@ -190,6 +195,11 @@ class EngineParts:
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
+
+    def _may_use(self, request: EngineCoreRequest) -> Sequence[BoundPart]:
+        """Return the parts that are asked whether a request uses them."""
+        included = request.params.include
+        return [p for p in self._parts if not p.only_included or p.name in included]
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -249,6 +259,11 @@ class EngineParts:
                     self._blame(part, plan, f"its mask() {defect}")
                 else:
                     masks.append((part, mask))
+        if masks:
+            by_source = {part.source: mask for part, mask in masks}
+            for part in self._active:
+                if part.overrides("masked"):
+                    self._for_plan(part, "masked", plan, by_source)
         if len(masks) < 2:
             return masks[0][1] if masks else None
         return self._combined(masks)
@@ -459,33 +474,3 @@ class EngineParts:
 
     def _find_active(self) -> None:
         self._active = [part for part in self._parts if part.users or part.every_plan]
-
-
-def open_parts(
-    plugins: PluginSet, about: Mapping[str, Any], context: EngineHalfContext, faults: StepFaults
-) -> EngineParts:
-    """Build the engine's halves of all enabled parts, in their order.
-
-    Args:
-        plugins: the enabled plugins.
-        about: fields of the context of the parts.
-        context: context of the halves.
-        faults: counts the faults of scope *step*.
-
-    Raises:
-        PluginError: one cannot be built; the others are closed.
-    """
-    calls = PartCalls()
-
-    def context_of(part: StepPart) -> EngineHalfContext:
-        call = functools.partial(calls.to_workers, part.name)
-        return dataclasses.replace(context, call_workers=call)
-
-    def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
-        if (defect := returns.limit_defect(half.num_draft_tokens)) is not None:
-            raise PluginFaultError(f"{source}: its {defect}")
-        return BoundPart(part, half, source, faults)
-
-    entries = plugins.entries("step_parts")
-    parts = open_halves(plugins, entries, about, context_of, BoundPart, bind)
-    return EngineParts(parts, context.vocab_size, calls)

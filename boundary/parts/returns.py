@@ -151,8 +151,15 @@ def has_figures(part: BoundPart) -> bool:
     return part.overrides("figures") or part.overrides("arrays")
 
 
-def asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) -> list[BoundPart]:
+def asked_for_figures(
+    request: EngineCoreRequest, users: Sequence[BoundPart], parts: Sequence[BoundPart]
+) -> list[BoundPart]:
     """Return the parts that a request includes figures of.
+
+    Args:
+        request: new request.
+        users: parts that it uses.
+        parts: all parts.
 
     Raises:
         RequestError: it uses no such part.
@@ -162,7 +169,9 @@ def asked_for_figures(request: EngineCoreRequest, users: Sequence[BoundPart]) ->
     having = {part.name: part for part in users if has_figures(part)}
     for name in request.params.include:
         if name not in having:
-            found = " or ".join(sorted(map(repr, having))) or "none, as no part has any of it"
+            could = [part.name for part in parts if part.only_included]
+            found = " or ".join(sorted(map(repr, {*having, *could})))
+            found = found or "none, as no part has any of it"
             raise RequestError(f"include: expected {found}, got {name!r}")
     return [having[name] for name in dict.fromkeys(request.params.include)]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import is_block_view
 from hardpoint.boundary.checked_model import CheckedModel, wrong_result
 from hardpoint.errors import HardpointError, PluginContractError, PluginFaultError, shown
@@ -21,24 +20,23 @@ from hardpoint.plugins import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.logits import LogitsStage
 from hardpoint.plugins.model import Attend, LayerHooks
 from hardpoint.plugins.parallel import Parallel
-from hardpoint.plugins.step_part import StepPart
 from hardpoint.plugins.worker_half import (
     AllocatedCache,
     Forward,
     ForwardStep,
     KVBlocks,
     StepRows,
-    WorkerHalf,
-    WorkerHalfContext,
 )
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
-from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of, open_halves
+from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
 from .layer_calls import LayerCalls
+
+LogitsObserver = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
+"""Reads the logits [rows, vocab] after a stage, and whose rows they are."""
 
 _HOOKS = {"embedded": "embedded tokens", "linear": "linear layers", "added": "what layers add"}
 """What each hook of a model changes."""
@@ -49,7 +47,16 @@ _CALLERS = {
     "added": ", as the built-in decoders do",
 }
 
-_IN_STEPS = ("begin", *IN_LAYERS, "after_layers", "hidden", "logits", "sampled", "report")
+_IN_STEPS = (
+    "begin",
+    *IN_LAYERS,
+    "after_layers",
+    "hidden",
+    "logits",
+    "processed",
+    "sampled",
+    "report",
+)
 
 
 class WorkerParts:
@@ -62,6 +69,7 @@ class WorkerParts:
         packs: whether a half needs packed inputs.
         encodes: whether a half encodes features.
         work_when_idle: whether a half has `idle`.
+        observer: shows the logits of this step to halves that read them; None without such ones.
     """
 
     def __init__(
@@ -88,10 +96,11 @@ class WorkerParts:
         self._users: dict[str, frozenset[str] | None] = {}  # by part; None is all
         self._faults: dict[str, str] = {}
         self._failed_in_layers = False  # in this step
+        self.observer: LogitsObserver | None = None
 
     def __bool__(self) -> bool:
-        """Return whether there are any halves that take part in steps with data for them."""
-        return bool(self._in_steps)
+        """Return whether halves take part in this step, or have failed in it."""
+        return bool(self._active or self._faults)
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes that the halves are going to allocate, by what they are for.
@@ -241,14 +250,15 @@ class WorkerParts:
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Begin a step: the halves for which a plan has data take it."""
-        self._active, self._around, self._faults = [], [], {}
-        self._failed_in_layers = False
+        self._forget_step()
         for half in self._in_steps:
             part = plan.part_data.get(half.name)
             if part is not None:
                 self._active.append(half)
                 users = part.request_ids
                 self._users[half.name] = None if users is None else frozenset(users)
+                if half.overrides("processed"):
+                    self.observer = self._processed
                 if half.overrides("begin"):
                     self._run(half, "begin", plan, part.data)
         if plan.total_num_scheduled_tokens:
@@ -336,6 +346,17 @@ class WorkerParts:
                 logits = self._changed(half, "logits", logits, list(own), list(own.values()))
         return logits
 
+    def _processed(
+        self, stage: LogitsStage, logits: torch.Tensor, requests: Sequence[LogitsRequest]
+    ) -> None:
+        """Show logits to the halves that read them; each gets copies of its rows."""
+        for half in list(self._active):
+            if half.overrides("processed"):
+                names = enumerate(request.request_id for request in requests)
+                own = [row for row, name in names if self._is_user(half, name)]
+                if own:
+                    self._run(half, "processed", stage, logits[own], [requests[i] for i in own])
+
     def _is_user(self, half: BoundWorkerHalf, request_id: str) -> bool:
         users = self._users[half.name]
         return users is None or request_id in users
@@ -391,8 +412,11 @@ class WorkerParts:
                     output.part_reports.setdefault(half.name, {})[self._rank] = report
         output.part_faults.update(self._faults)
         output.is_cache_uncertain |= self._failed_in_layers
+        self._forget_step()
+
+    def _forget_step(self) -> None:
         self._active, self._around, self._faults = [], [], {}
-        self._failed_in_layers = False
+        self._failed_in_layers, self.observer = False, None
 
     def notify(self, method: str, *args: Any) -> None:
         """Call `sleep`, `wake_up` or `weights_changed` of all halves."""
@@ -437,35 +461,6 @@ class WorkerParts:
         if half in self._around:
             self._around.remove(half)
         self._faults[half.name] = message
-
-
-def open_worker_parts(
-    plugins: PluginSet,
-    about: Mapping[str, Any],
-    context: WorkerHalfContext,
-    activity: Activity,
-    *,
-    samples: bool,
-) -> WorkerParts:
-    """Build the worker halves of all enabled parts, in their order.
-
-    Args:
-        plugins: the enabled plugins.
-        about: fields of the context of the parts.
-        context: context of the halves.
-        activity: records the methods that run.
-        samples: whether the result of a step is that of this rank.
-
-    Raises:
-        PluginError: one cannot be built; the others are closed.
-    """
-
-    def bind(part: StepPart, half: WorkerHalf, source: Source) -> BoundWorkerHalf:
-        return BoundWorkerHalf(part, half, PluginCalls(activity, "step_parts", source))
-
-    entries = plugins.entries("step_parts")
-    halves = open_halves(plugins, entries, about, lambda _part: context, BoundWorkerHalf, bind)
-    return WorkerParts(halves, rank=context.rank, samples=samples)
 
 
 def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardStep) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, models
+from . import chat, completion, config, embed, generate, models, trace
 from .plugins import command as plugins
 from .remote import engine, keys
 from .simulation import calibrate, simulate
@@ -21,6 +21,7 @@ def cli_commands() -> Sequence[Command]:
         generate.COMMAND,
         chat.COMMAND,
         embed.COMMAND,
+        trace.COMMAND,
         models.COMMAND,
         plugins.COMMAND,
         config.COMMAND,

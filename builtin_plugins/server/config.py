@@ -99,6 +99,8 @@ class ServerConfig(Strict):
         weight_folders: folders that administrators may load weights from.
         prompt_embeds: whether prompts may be embeddings; `plugin.prompt_embeddings.enabled` has to
             be set, too.
+        trace: whether all clients may ask how the tokens of their requests were chosen (`trace`);
+            if not, those whose keys have `trace = true`.
         page: whether `/` is a web page.
         access_log: log of requests, on standard error.
         heartbeat_seconds: time without an event after which a stream gets a comment, so that no
@@ -135,6 +137,7 @@ class ServerConfig(Strict):
     adapter_folders: list[Annotated[str, Meta(min_length=1)]] = []
     weight_folders: list[Annotated[str, Meta(min_length=1)]] = []
     prompt_embeds: bool = False
+    trace: bool = False
     page: bool = True
     access_log: Literal["text", "json", "off"] = "text"
     heartbeat_seconds: Seconds = 15.0

@@ -20,6 +20,7 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import LoRARequest, RequestError
 from hardpoint.plugins.server import AsyncGenerator as Engine
 from hardpoint.plugins.server import Call, Client, Route
+from hardpoint.toolkit.trace import TRACE
 from hardpoint.typed import shown
 
 from .access.counts import Counts
@@ -344,7 +345,7 @@ class Service:
             adapter: adapter of the request.
 
         Raises:
-            AnswerError: it has kv_transfer_params, and its key may give none.
+            AnswerError: it has kv_transfer_params or asks for a trace, and its key may not.
             RequestError: it has some, and there is no KV connector; or priority or timeout are out
                 of bounds; or it scales an adapter and has none.
         """
@@ -360,6 +361,7 @@ class Service:
         transfer = getattr(asked, "kv_transfer_params", None)
         if transfer is not None:
             self._check_kv_transfer(client)
+        self._check_trace(client, asked)
         tags = {**dict(getattr(asked, "tags", None) or {}), **client.tags}
         last = getattr(asked, "truncate_prompt_tokens", None)
         retained = {name: getattr(asked, name, None) for name in ("session", "retain_seconds")}
@@ -394,6 +396,26 @@ class Service:
             raise RequestError(
                 f"{path}: expected none, because this server has no KV connector (kv_connector.use)"
             )
+
+    def _check_trace(self, client: Client, asked: Any) -> None:
+        """Check that a client may see how its tokens were chosen, if it asks for that.
+
+        Raises:
+            AnswerError: it may not.
+        """
+        if client.trace or self.settings.trace:
+            return
+        for fields in (asked, getattr(asked, "sampling_params", None)):
+            included = getattr(fields, "include", None) or ()  # or UNSET
+            is_included = isinstance(included, list) and TRACE in included
+            if is_included or getattr(fields, "trace", False):
+                name = "include" if is_included else "trace"
+                raise AnswerError(
+                    403,
+                    f"{name}: traces need server.trace = true, or a key with trace = true in "
+                    f"server.keys_file",
+                    param=name,
+                )
 
     def _timeout(self, client: Client, asked: float | None) -> float | None:
         limits = (client.max_timeout, self.settings.limits.timeout_seconds)

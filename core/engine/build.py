@@ -18,7 +18,8 @@ from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import CALL_LOST, StepFaults, create_all
 from hardpoint.boundary.parts.components import Components, GatesAsGrammars, describe_fault
-from hardpoint.boundary.parts.engine_parts import EngineParts, open_parts
+from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.opening import open_parts
 from hardpoint.core.kv_cache import (
     BlockManager,
     BlockMetadata,
@@ -230,11 +231,7 @@ def _open_plugins(
     close_if_failed(undo, policy.close)
     rank = spec.place.rank
     publishers = create_all(
-        spec.plugins,
-        "kv_event_publishers",
-        faults,
-        PublisherContext,
-        data_parallel_rank=rank,
+        spec.plugins, "kv_event_publishers", faults, PublisherContext, data_parallel_rank=rank
     )
     kv_events = KVEventFanout(publishers, time.time, rank)
     close_if_failed(undo, kv_events.close)

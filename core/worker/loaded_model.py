@@ -12,7 +12,8 @@ from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, is_replayable
 from hardpoint.boundary.parts.components import Components, describe_fault
-from hardpoint.boundary.parts.worker_parts import WorkerParts, open_worker_parts
+from hardpoint.boundary.parts.opening import open_worker_parts
+from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.boundary.trial_steps import PaddedTrial, decode_bytes, trial_bytes
 from hardpoint.core.weights.planned_model import PlannedModel
 from hardpoint.core.weights.worker_spec import WorkerSpec

@@ -171,7 +171,7 @@ class ModelRunner:
         self._apply(plan, batch)
         if plan.finished_request_ids:
             self.parts.finished(plan.finished_request_ids)
-        if has_parts := bool(self.parts):
+        if has_parts := bool(plan.part_data or self.parts):
             if self.on_forward is not None:
                 self.on_forward()
             self.parts.begin(plan)
@@ -273,11 +273,9 @@ class ModelRunner:
             if self.parts.moves_blocks is None:
                 return None
             return self._with_reports(ModelRunnerOutput())
-        output = ModelRunnerOutput(
-            prompt_logprobs=prompt_logprobs(
-                step, self._device, functools.partial(self._logits, hidden)
-            )
-        )
+        self._sampling.pipeline.observer = self.parts.observer
+        logits_of = functools.partial(self._logits, hidden)
+        output = ModelRunnerOutput(prompt_logprobs=prompt_logprobs(step, self._device, logits_of))
         output.faults, self._broken = self._broken, {}
         if routed is not None:
             output.routed_experts = step.experts_by_request(routed)

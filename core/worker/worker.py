@@ -23,7 +23,7 @@ from hardpoint.core.weights.planned_model import (
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
-from hardpoint.core.worker.sampling.sampling_stage import open_stage, warm_up
+from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
     AttentionBackend,
@@ -35,6 +35,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 from hardpoint.plugins.component import Component
+from hardpoint.plugins.logits_ops import warm_up
 from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placement
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks

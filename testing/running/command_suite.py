@@ -33,6 +33,7 @@ from hardpoint.testing.suite import (
     reject_replaced_tests,
     short_repr,
 )
+from hardpoint.toolkit.trace import CompletionTrace, Trace
 from hardpoint.typed import Strict
 
 DEFINITION = Rule(
@@ -84,6 +85,12 @@ class ScriptedGenerator:
                 outputs=[new],
                 finished=reason is not None,
             )
+
+    def trace(self, prompt: Prompt, params: SamplingParams | None = None) -> Trace:
+        """Return the trace of a completion without tokens."""
+        *_, output = self.stream(prompt, params)
+        completions = [CompletionTrace(index=0, text=" abc abc", token_ids=[])]
+        return Trace(prompt=output.prompt, num_prompt_tokens=1, completions=completions)
 
     def stream_chat(
         self,

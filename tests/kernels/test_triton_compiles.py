@@ -11,10 +11,10 @@ from support.triton import kernel_device
 pytest.importorskip("triton")
 
 from hardpoint.builtin_plugins.ops.triton import TritonOps
-from hardpoint.core.worker.sampling.sampling_stage import warm_up
 from hardpoint.kernels.triton import code_tiles, layers
 from hardpoint.kernels.triton import logits as logits_kernels
 from hardpoint.plugins import Op, OpsContext
+from hardpoint.plugins.logits_ops import warm_up
 from hardpoint.testing.ops.code_matrices import FORMS
 
 DEVICE = torch.device(kernel_device())

@@ -51,6 +51,7 @@ PUBLIC = (
     "hardpoint.toolkit.parsing.json_text",
     "hardpoint.toolkit.parsing.python_literals",
     "hardpoint.toolkit.ray_cluster",
+    "hardpoint.toolkit.trace",
     "hardpoint.toolkit.workers.calls",
     "hardpoint.toolkit.workers.joining",
 )

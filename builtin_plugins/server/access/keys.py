@@ -57,6 +57,7 @@ class _Settings(Strict):
     max_priority: int = 2**31 - 1
     max_timeout: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     kv_transfer: bool = False
+    trace: bool = False
     requests_per_minute: Annotated[int, Meta(ge=1)] | None = None
 
 

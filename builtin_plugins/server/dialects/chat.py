@@ -29,9 +29,10 @@ from hardpoint.builtin_plugins.server.routes.fields import (
 )
 from hardpoint.builtin_plugins.server.routes.images import placed_images
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
+from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
+from hardpoint.toolkit.trace import TRACE, CompletionTrace, completion_trace
 from hardpoint.typed import Strict
 
 from .chunks import ChunkAnswer, identity_of
@@ -288,6 +289,7 @@ class Choice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -305,6 +307,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -364,7 +367,9 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
         return renamed(outputs, (), body), ChatAnswer(self._service, asked)
 
 
-def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choice:
+def _choice(
+    completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
+) -> Choice:
     message = AnswerMessage("assistant", completion.content or None, refusal=None)
     if asked.include_reasoning and completion.reasoning:
         message.reasoning = message.reasoning_content = completion.reasoning
@@ -380,12 +385,17 @@ def _choice(completion: CompletionOutput, asked: ChatCompletionRequest) -> Choic
         logprobs=_asked_logprobs(completion, asked),
         finish_reason=completion.finish_reason,
         token_ids=completion.token_ids if asked.return_token_ids else msgspec.UNSET,
-        **ended(completion),
+        **ended(completion, tokenizer),
     )
 
 
-def ended(completion: CompletionOutput) -> dict[str, Any]:
-    """Return the fields of a choice about how its completion ended."""
+def ended(completion: CompletionOutput, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Return the fields of a choice about how its completion ended.
+
+    Args:
+        completion: may still run.
+        tokenizer: gives the texts of tokens in a trace; None leaves them out.
+    """
     fields: dict[str, Any] = {}
     if completion.finish_reason is not None:
         fields["stop_reason"] = completion.stop_reason
@@ -393,8 +403,12 @@ def ended(completion: CompletionOutput) -> dict[str, Any]:
         fields["warning"] = completion.warning
     if completion.validation_error:
         fields["validation_error"] = completion.validation_error
-    if completion.part_figures is not None:
-        fields["part_figures"] = completion.part_figures
+    figures = dict(completion.part_figures or {})
+    if figures.pop(TRACE, None):
+        decode = None if tokenizer is None else tokenizer.decode
+        fields["trace"] = completion_trace(completion, decode)
+    if figures:
+        fields["part_figures"] = figures
     if completion.part_arrays is not None:
         fields["part_arrays"] = encoded_arrays(completion.part_arrays)
     if completion.weight_runs is not None and completion.finish_reason is not None:
@@ -468,7 +482,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
 
     async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> ChatCompletion:
         """Return the whole answer; see the base."""
-        output = await only(outputs)
+        output, tokenizer = await only(outputs), self._service.engine.tokenizer
         for completion in output.outputs:
             check_ended(completion)
         self._usage.add(output)
@@ -476,7 +490,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
         ids = output.prompt_token_ids if self._asked.return_token_ids else None
         return ChatCompletion(
             **self._identity,
-            choices=[_choice(completion, self._asked) for completion in output.outputs],
+            choices=[_choice(one, self._asked, tokenizer) for one in output.outputs],
             usage=self._usage.usage(),
             prompt_logprobs=prompt_logprobs(output),
             prompt_token_ids=ids,
@@ -540,7 +554,7 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
             choice = ChunkChoice(index=completion.index, delta=AnswerMessage())
             chunks.append(choice)
         choice.finish_reason = completion.finish_reason
-        for name, value in ended(completion).items():
+        for name, value in ended(completion, self._service.engine.tokenizer).items():
             setattr(choice, name, value)
         return chunks
 

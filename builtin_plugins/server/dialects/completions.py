@@ -25,6 +25,7 @@ from hardpoint.builtin_plugins.server.routes.fields import TEXT_REFUSED, TextFie
 from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput
 from hardpoint.plugins.requests import WeightRun
+from hardpoint.toolkit.trace import CompletionTrace
 
 from .chat import ended
 from .chunks import ChunkAnswer, identity_of
@@ -231,6 +232,7 @@ class Choice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -463,7 +465,7 @@ class CompletionAnswer(ChunkAnswer[Numbered]):
             text=text,
             logprobs=columns if asked.wants_logprobs else None,
             finish_reason="length" if asked.max_tokens == 0 else completion.finish_reason,
-            **ended(completion),
+            **ended(completion, self._service.engine.tokenizer),
         )
         if asked.return_token_ids:
             choice.token_ids = token_ids

@@ -88,6 +88,7 @@ class InputCommit(SamplingFields):
         "return_token_ids": "the route has the text and the usage alone",
         "stream": "answers come as they are made",
         "stream_options": "each answer ends with its usage",
+        "trace": "the route has the text and the usage alone",
     }
 
 

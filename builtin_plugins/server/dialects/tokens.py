@@ -39,6 +39,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import AdapterScale, WeightRun
 from hardpoint.plugins.server import Route
+from hardpoint.toolkit.trace import CompletionTrace
 from hardpoint.typed import Strict
 
 from .chat import (
@@ -154,6 +155,7 @@ class GeneratedChoice(msgspec.Struct, kw_only=True):
     validation_error: str | msgspec.UnsetType = msgspec.UNSET
     part_figures: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     part_arrays: EncodedArrays | msgspec.UnsetType = msgspec.UNSET
+    trace: CompletionTrace | msgspec.UnsetType = msgspec.UNSET
     weight_runs: list[WeightRun] | msgspec.UnsetType = msgspec.UNSET
     num_resumes: int | msgspec.UnsetType = msgspec.UNSET
 

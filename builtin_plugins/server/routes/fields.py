@@ -21,6 +21,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.requests import AdapterScale
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.toolkit.trace import asking_for_trace
 from hardpoint.typed import Strict, shown
 
 _ANY_CASE = "it is for the provider's own platform"
@@ -265,6 +266,7 @@ class SamplingFields(GenerationFields):
         return_token_ids: whether choices hold token ids.
         include: names of step parts, such as "speculation", whose figures choices hold, as
             `part_figures`.
+        trace: whether choices hold how each token was chosen, and why; for clients that may.
         kv_transfer_params: for the KV connector; from keys that may.
     """
 
@@ -284,6 +286,7 @@ class SamplingFields(GenerationFields):
     guided_grammar: str | None = None
     return_token_ids: bool = False
     include: list[str] | UnsetType = UNSET
+    trace: bool = False
     kv_transfer_params: dict[str, Any] | None = None
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
@@ -312,7 +315,8 @@ class SamplingFields(GenerationFields):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: expected stream to be true with it")
-        return super().sampling_params(defaults, limits, **fields)
+        params = super().sampling_params(defaults, limits, **fields)
+        return asking_for_trace(params) if self.trace else params
 
     @property
     def wants_logprobs(self) -> bool:

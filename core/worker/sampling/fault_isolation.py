@@ -51,8 +51,7 @@ class FaultIsolation:
 
     def recompute(self) -> torch.Tensor:
         """Return the step's logits again, as the processors get them."""
-        logits = self._recompute()
-        return logits if self._mask is None else self._mask.apply(logits)
+        return self._pipeline.masked(self._recompute(), self._requests, self._mask)
 
     def isolate(self, name: str, error: BaseException | None = None) -> None:
         """Isolate a processor; the first `error` of a processor is kept."""
@@ -112,10 +111,12 @@ class FaultIsolation:
         for active in self._pipeline.active_rows(self._requests):
             if active.runner.name in self._isolated:
                 self._run_per_row(active, logits)
-                continue
-            logits = active.run(logits, self._pipeline.batch_size)
-            if check_batch_level and _is_batch_level(active.runner):
-                self._check_rows(active, logits)
+            else:
+                logits = active.run(logits, self._pipeline.batch_size)
+                if check_batch_level and _is_batch_level(active.runner):
+                    self._check_rows(active, logits)
+            if self._pipeline.observer is not None:
+                self._pipeline.observer(active.runner.stage, logits, self._requests)
         return logits
 
     def _run_per_row(self, active: ActiveRows, logits: torch.Tensor) -> None:

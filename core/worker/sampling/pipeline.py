@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
+from hardpoint.boundary.parts.worker_parts import LogitsObserver
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import BatchUpdate, LogitsRequest, RequestFault
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import FollowsBatch
+from hardpoint.plugins.logits import MASK, MODEL, FollowsBatch
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system import torch_state
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList
 
+from .grammar_mask import GrammarMask
 from .observed_states import ObservedStates
 from .processor_runner import ActiveRows, ProcessorRunner
 from .rows import ProcessorRows
@@ -33,7 +35,10 @@ class LogitsPipeline:
     Attributes:
         runners: runners of all processors, in the order in which they run.
         batch_size: rows of the worker's batch.
+        observer: called after each stage, in steps that step parts observe; None in others.
     """
+
+    observer: LogitsObserver | None = None
 
     def __init__(
         self,
@@ -119,6 +124,18 @@ class LogitsPipeline:
         for runner in self._batch_followers:
             runner.update(update, full_update)
 
+    def masked(
+        self, logits: torch.Tensor, requests: Sequence[LogitsRequest], mask: GrammarMask | None
+    ) -> torch.Tensor:
+        """Apply a mask, if there is one, in place; return the logits. A pass begins with it."""
+        if self.observer is not None:
+            self.observer(MODEL, logits, requests)
+        if mask is not None:
+            mask.apply(logits)
+            if self.observer is not None:
+                self.observer(MASK, logits, requests)
+        return logits
+
     def apply(self, logits: torch.Tensor, requests: list[LogitsRequest]) -> torch.Tensor:
         """Run the processors, each on all of its rows at once.
 
@@ -137,6 +154,8 @@ class LogitsPipeline:
             finally:
                 if before is not None and torch_state.read() != before:
                     torch_state.put_back(before, rows.runner.source, rows.runner.method_name)
+            if self.observer is not None:
+                self.observer(rows.runner.stage, logits, requests)
         return logits
 
     def active_rows(self, requests: list[LogitsRequest]) -> Sequence[ActiveRows]:

@@ -25,7 +25,7 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
 )
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import FollowsBatch, LogitsPlugin
+from hardpoint.plugins.logits import FollowsBatch, LogitsPlugin, LogitsStage
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.registry.adapters.tensor_checks import HandedOver
@@ -94,6 +94,7 @@ class ProcessorRunner:
             self.device_state = DeviceState(self.processor, self.max_rows, self.device)
         self.has_device_state = bool(self.device_state)
         self.number = self._number(self.method_name)  # read in every step
+        self.stage = LogitsStage(self.source, self.processor.phase)
 
     def fault(self, method: str, cause: BaseException | str) -> RequestFault:
         """Count a fault of this processor, and return it for the request that it ends.

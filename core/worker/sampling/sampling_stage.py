@@ -211,8 +211,8 @@ class SamplingStage:
         mask: GrammarMask | None,
     ) -> Sampled:
         isolation: FaultIsolation | None = None
-        if mask is not None:
-            mask.apply(logits)
+        if mask is not None or self.pipeline.observer is not None:
+            self.pipeline.masked(logits, requests, mask)
         try:
             # The normal pass.
             choice = self._choose(self.pipeline.apply(logits, requests), requests)
@@ -223,13 +223,8 @@ class SamplingStage:
             if isolation is None:
                 isolation = FaultIsolation(self.pipeline, requests, recompute, mask)
             choice = self._check_pass(choice, requests, isolation)
-        result = Sampled(
-            choice.tokens,
-            choice.device_ids,
-            choice.logprobs,
-            choice.observed,
-            {} if isolation is None else isolation.faults,
-        )
+        faults = {} if isolation is None else isolation.faults
+        result = Sampled(choice.tokens, choice.device_ids, choice.logprobs, choice.observed, faults)
         for row in () if mask is None else mask.forbidden(choice.tokens):
             fault = self._forced(requests[row], choice.tokens[row])
             result.faults.setdefault(requests[row].request_id, fault)
@@ -344,23 +339,6 @@ class SamplingStage:
                 f"sampler {self.sampler.name!r}: expected token ids in 0..{size - 1}, "
                 f"got {wrong[0]}"
             )
-
-
-def warm_up(ops: Ops, vocab_size: int, device: torch.device) -> None:
-    """Choose tokens of a row of logits in each of the usual ways.
-
-    What operations compile when they are first called is compiled then, and no request waits for
-    it: the trial step of a model calls none of these.
-    """
-    logits = torch.zeros(1, vocab_size, device=device)
-    one = torch.ones(1, 1, device=device)
-    number = torch.ones(1, dtype=torch.int64, device=device)
-    ops.argmax(logits)
-    ops.divide(logits, one)
-    ops.keep_top_k(logits, number.unsqueeze(1), 1)
-    ops.keep_top_p(logits, one / 2)
-    ops.keep_min_p(logits, one / 2)
-    ops.draw(logits, number, number, torch.zeros(1, dtype=torch.bool, device=device))
 
 
 def open_stage(

@@ -63,7 +63,7 @@ def test_a_part_without_figures_is_refused(server, route):
     response = server.post(route, body_of(route, ["structured_output"]))
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert message.endswith("include: expected 'speculation', got 'structured_output'")
+    assert message.endswith("include: expected 'speculation' or 'trace', got 'structured_output'")
 
 
 def test_names_of_openai_add_nothing_to_a_response(server):

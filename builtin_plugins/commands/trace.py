@@ -1,0 +1,80 @@
+"""`hardpoint trace`: how each token of an answer was chosen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from hardpoint.plugins import Command, CommandContext, RequestError
+
+from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_params
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] PROMPT"
+    parser.description = (
+        "Continue a prompt as `hardpoint generate` does, and show how each token was chosen: the "
+        "candidates with their logits after each plugin, who changed what, the draw, and what each "
+        "step of the engine did. Without --json and --html it prints a table."
+    )
+    add = parser.add_argument
+    add("prompt", metavar="PROMPT", help="a text; - reads it from standard input")
+    add("--chat", action="store_true", help="use the model's chat template")
+    add("--json", action="store_true", help="print JSON")
+    add("--html", metavar="FILE", help="write a page that loads nothing to a new file")
+    add_sampling_options(parser, max_tokens=16, temperature="as the model recommends, else 0")
+    add("--n", type=int, metavar="N", help="completions (default: 1)")
+
+
+def _run(options: argparse.Namespace, context: CommandContext) -> int:
+    sampling_params(options, GREEDY)  # refuses wrong ones before a model is loaded
+    if options.json and options.html is not None:
+        raise RequestError("--json: expected one of --json and --html, got both")
+    prompt: Any = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with contextlib.ExitStack() as stack:
+        page = None if options.html is None else stack.enter_context(_new_file(options.html))
+        config, config_sources = context.load_config()
+        generator = context.open_model(config, config_sources)
+        stack.callback(generator.close)
+        params = prompt_params(options, generator)
+        if options.chat:
+            prompt = generator.apply_chat_template([{"role": "user", "content": prompt}])
+        trace = generator.trace(prompt, params)
+        if page is not None:
+            page.write(trace.html())
+        else:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+            print(trace.json() if options.json else trace.table(width))
+        for error in trace.errors:
+            context.show_error(error)
+    return 1 if trace.errors else 0
+
+
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[IO[str]]:
+    """Open a file that is not there yet; it is removed again if the body fails.
+
+    Raises:
+        RequestError: it is there, or cannot be written.
+    """
+    try:
+        file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - closed below
+    except FileExistsError:
+        raise RequestError(f"--html: expected a new file, {path!r} exists") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RequestError(f"--html: {path!r} cannot be written: {reason}") from None
+    with file:
+        try:
+            yield file
+        except BaseException:
+            Path(path).unlink(missing_ok=True)
+            raise
+
+
+COMMAND = Command("trace", "Show how each token of an answer was chosen.", _configure, _run)

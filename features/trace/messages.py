@@ -1,0 +1,21 @@
+"""The report of a worker half to the engine's half, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SampledPosition(msgspec.Struct, frozen=True, array_like=True):
+    """A traced position.
+
+    Attributes:
+        position: output position.
+        record: a `TokenTrace` as JSON, without its step.
+    """
+
+    position: int
+    record: bytes
+
+
+Report = dict[str, list[SampledPosition]]
+"""By request id."""

@@ -1,0 +1,56 @@
+"""Traces as a step part."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from hardpoint import plugins
+from hardpoint.plugins import EngineHalf, Meta, Sampler, StepPart, WorkerHalf
+from hardpoint.plugins.step_part import EngineHalfContext
+from hardpoint.plugins.worker_half import WorkerHalfContext
+
+from .reader import LogitsReader
+from .recorder import TraceRecorder
+
+
+class Tracing(StepPart):
+    """Records how the tokens of requests were chosen whose `include` names it.
+
+    It reads, and changes nothing; a fault of it costs traces, and no request.
+    """
+
+    contract = 1
+    fault_scope = "step"
+
+    class Options(plugins.Options):
+        """Options.
+
+        Attributes:
+            candidates: tokens that are shown for a position, and for a change.
+            positions: output positions that are traced; later ones are not.
+            rows: positions of one step that are traced; requests beyond them lack it.
+        """
+
+        candidates: Annotated[int, Meta(ge=1, le=20)] = 8
+        positions: Annotated[int, Meta(ge=1, le=4096)] = 4096
+        rows: Annotated[int, Meta(ge=1, le=256)] = 32
+
+    options: Options
+
+    def engine_half(self, context: EngineHalfContext) -> EngineHalf:
+        """Return the half that knows the steps, and keeps the records."""
+        return TraceRecorder(self.name, self.options.positions, context.why_waiting)
+
+    def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
+        """Return the half that reads logits, in the rank that samples."""
+        if context.rank != self.context.config.parallel.output_rank:
+            return None
+        options, (name, *_) = self.options, context.components.enabled("samplers")
+        return LogitsReader(
+            context.rank,
+            cast(type[Sampler], context.components.find("samplers", name)),
+            name,
+            num_candidates=options.candidates,
+            num_positions=options.positions,
+            max_rows=options.rows,
+        )

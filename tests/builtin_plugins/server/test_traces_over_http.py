@@ -1,0 +1,138 @@
+"""Traces over HTTP: for clients that may have them, refused by name for others."""
+
+from __future__ import annotations
+
+import pytest
+from support.http_server import running
+from support.scripted_server import server_config, user, write_model
+
+from hardpoint import AsyncLLM
+from hardpoint.builtin_plugins.server.dialects.conversations import InputCommit
+from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": user("fox")},
+    "/v1/completions": {"prompt": "say abc"},
+    "/inference/v1/generate": {"token_ids": [1, 2, 1, 2]},
+}
+SAMPLING = {"max_tokens": 5, "temperature": 0.8, "seed": 3, "top_k": 20}
+NEEDED = "traces need server.trace = true, or a key with trace = true in server.keys_file"
+
+
+class ByName:
+    """Lets one of two clients have traces."""
+
+    async def authenticate(self, headers, path):
+        name = headers.get("x-name", "nobody")
+        return Client(name=name, trace=name == "alice")
+
+
+def serving(folder, **server):
+    tables = {"server": server_config(folder)["server"] | server}
+    return running(AsyncLLM(config=server_config(folder, **tables)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def allowing(folder):
+    with serving(folder, trace=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def refusing(folder):
+    with serving(folder) as server:
+        yield server
+
+
+def body_of(route, **fields):
+    sampling = SAMPLING | fields
+    if route == "/inference/v1/generate":
+        stream = {"stream": sampling.pop("stream")} if "stream" in sampling else {}
+        return ROUTES[route] | stream | {"sampling_params": sampling}
+    return ROUTES[route] | sampling
+
+
+def check_trace(trace, has_texts):
+    tokens = trace["tokens"]
+    assert [one["position"] for one in tokens] == list(range(5))
+    assert [one["token_id"] for one in tokens] == trace["token_ids"]
+    assert [change["plugin"] for change in tokens[0]["changes"]] == ["temperature", "top_k"]
+    assert tokens[0]["draw"] == {"sampler": "default", "greedy": False, "seed": 3}
+    assert ("text" in tokens[0]) == has_texts
+    assert trace["steps"][0]["num_tokens"] > 1
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_trace_comes_with_the_answer_and_changes_no_token(allowing, route):
+    answer = allowing.post(route, body_of(route, trace=True)).json()
+    (choice,) = answer["choices"]
+    has_texts = route != "/inference/v1/generate"
+    check_trace(choice.pop("trace"), has_texts)
+    assert "part_figures" not in choice
+    (plain,) = allowing.post(route, body_of(route)).json()["choices"]
+    assert plain == choice
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_has_it_where_the_completion_ends(allowing, route):
+    events = allowing.events(route, body_of(route, trace=True, stream=True))
+    choices = [choice for event in events for choice in event["choices"]]
+    *others, last = choices
+    assert all("trace" not in choice for choice in others)
+    check_trace(last["trace"], route != "/inference/v1/generate")
+
+
+def test_each_completion_has_its_own(allowing):
+    asked = body_of("/v1/completions", trace=True, n=2)
+    first, second = allowing.post("/v1/completions", asked).json()["choices"]
+    assert (first["trace"]["index"], second["trace"]["index"]) == (0, 1)
+    noises = [one["trace"]["tokens"][0]["candidates"][0]["noise"] for one in (first, second)]
+    assert noises[0] != noises[1]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("field", ["trace", "include"])
+def test_it_is_off_by_default_and_refused_by_name(refusing, route, field):
+    value = True if field == "trace" else ["trace"]
+    response = refusing.post(route, body_of(route, **{field: value}))
+    assert response.status_code == 403
+    error = response.json()["error"]
+    assert error["message"] == f"{field}: {NEEDED}"
+    assert (error["type"], error["param"]) == ("permission_error", field)
+    assert refusing.post(route, body_of(route, trace=False)).status_code == 200
+
+
+def test_a_response_is_refused_one_too(refusing, allowing):
+    asked = {"input": "fox", "include": ["trace"]}
+    response = refusing.post("/v1/responses", asked)
+    assert response.status_code == 403
+    assert response.json()["error"]["message"] == f"include: {NEEDED}"
+    assert "record" in allowing.post("/v1/responses", asked).json()["part_figures"]["trace"]
+
+
+def test_a_key_may_have_the_permission(folder):
+    extension = Authenticator(authenticate=ByName().authenticate)
+    engine = AsyncLLM(config=server_config(folder))
+    with running(engine, authenticators=[InstalledExtension("keys", "tests", extension)]) as server:
+        for name, status in (("alice", 200), ("bob", 403)):
+            response = server.post(
+                "/v1/completions",
+                body_of("/v1/completions", trace=True),
+                headers={"x-name": name},
+            )
+            assert response.status_code == status, response.text
+
+
+def test_a_trace_is_yes_or_no(allowing):
+    response = allowing.post("/v1/completions", body_of("/v1/completions", trace="all"))
+    assert response.status_code == 400
+    assert "trace: expected" in response.json()["error"]["message"]
+
+
+def test_a_conversation_has_none():
+    assert "the text and the usage alone" in InputCommit.refused["trace"]

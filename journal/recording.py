@@ -194,6 +194,8 @@ class RecordedCore(EngineCore):
         """Run a step, and record it."""
         if self._writer.why_over:
             return self._plain_step(late_aborts)
+        if not self.has_requests():  # a step would change nothing, and polls would fill the file
+            return {}, False
         event = Event("step")
 
         def taken() -> Sequence[str]:
@@ -213,8 +215,7 @@ class RecordedCore(EngineCore):
         self._recorder.end()
         if outputs:
             event.ended = self._ended(outputs)
-        if outputs or event.plans or event.done:  # others change nothing
-            self._write(event)
+        self._write(event)
         return outputs, executed
 
     def _ended(self, outputs: Outputs) -> list[Ended]:
@@ -348,6 +349,7 @@ class RecordedOutside(Outside):
         """Begin to record."""
         super().__init__(spec)
         self._recorder = Recorder()
+        self._build = build_of(spec)
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return the clock, whose readings are recorded."""
@@ -364,7 +366,7 @@ class RecordedOutside(Outside):
             JournalError: the file cannot be created.
         """
         recorder = self._recorder
-        header = header_of(self.spec, parts)
+        header = header_of(self.spec, parts, self._build)
         settings = self.spec.config.engine
         assert settings.journal is not None
         path = journal_path(settings.journal, self.spec.place.rank)
@@ -385,17 +387,18 @@ def taped_parts(parts: EngineCoreParts, tape: Any) -> EngineCoreParts:
     )
 
 
-def header_of(spec: WorkerSpec, parts: EngineCoreParts) -> Header:
+def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Header:
     """Return the header of an engine's journal."""
     config = parts.config or spec.config
     return Header(
-        build=build_of(spec),
+        build=build,
         manifest=spec.plugins.manifest,
         config=msgspec.to_builtins(config),
         model=model_fingerprint(spec.loader.context.files),
         engine_index=spec.place.rank,
         reports_cache=parts.cache_changes is not None,
         started=time.time(),
+        clock=parts.scheduler.context.clock(),
         ring=spec.config.engine.journal_ring,
     )
 

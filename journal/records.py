@@ -50,6 +50,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="he
         engine_index: number of the engine among those of its program.
         reports_cache: whether it reported the changes of its KV cache.
         started: seconds since 1970.
+        clock: the engine's clock then.
         ring: whether earlier records may be gone.
     """
 
@@ -60,6 +61,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="he
     engine_index: int = 0
     reports_cache: bool = False
     started: float = 0.0
+    clock: float = 0.0
     ring: bool = False
 
 

@@ -126,8 +126,9 @@ def build_core(
             spec.plugins.one("schedulers"),
             SchedulerContext,
             limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
-            record=_recorder(hooks, faults),
-            **outside.for_scheduler(opened.for_scheduler(config, kv_cache)),
+            **outside.for_scheduler(
+                {"record": _recorder(hooks, faults), **opened.for_scheduler(config, kv_cache)}
+            ),
         )
         parts = EngineCoreParts(
             scheduler,

@@ -1,0 +1,286 @@
+"""Plays a journal back: an engine core gets what one got when it was recorded."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from hardpoint.boundary.errors import error_of
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.outside import Outside
+from hardpoint.core.engine.step import EngineCoreParts
+from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.plugins import (
+    HardpointError,
+    ModelRunnerOutput,
+    RequestFault,
+    SchedulerOutput,
+    StepRecord,
+    WaitingFor,
+    WaitReason,
+)
+
+from .differences import Difference, plan_difference, token_difference
+from .fingerprint import model_fingerprint
+from .recording import build_of, taped_parts
+from .records import Build, Event, Failure, Gate, Plan, Result, plan_record, result_record
+from .tape import taped_scheduler
+
+_PATIENCE_S = 60.0
+"""For what was ready when it was recorded, such as a grammar, to become ready here."""
+_POLL_S = 0.002
+
+
+class Player:
+    """The tape that returns what was noted, and compares it with what there is.
+
+    Attributes:
+        difference: the first one.
+        reasons: why requests waited in the last step that was planned here.
+    """
+
+    def __init__(self, now: float = 0.0, *, compares: bool = True) -> None:
+        """Play nothing yet.
+
+        Args:
+            now: time on the engine's clock before the first event.
+            compares: whether plans and tokens are compared; if not, the engine's own are used.
+        """
+        self.difference: Difference | None = None
+        self.reasons: StepRecord | None = None
+        self._compares = compares
+        self._event = Event("step")
+        self._next: dict[str, int] = {}
+        self._now = now
+        self._number = 0
+
+    def begin(self, number: int, event: Event) -> None:
+        """Play an event from now on."""
+        self._number, self._event, self._next = number, event, {}
+
+    def end(self) -> None:
+        """Compare what was taken from an event with what it has."""
+        if not self._compares:
+            return
+        if (plan := self._take("plans")) is not None:
+            self.differ(Difference(self._number, plan.step, "plan", recorded=_shown(plan)))
+        if (result := self._take("results")) is not None:
+            self.differ(Difference(self._number, result.step, "result", recorded="a result"))
+        if (failure := self._take("raised")) is not None:
+            shown = f"{failure.kind}: {failure.text}"
+            self.differ(Difference(self._number, None, "failure", recorded=shown))
+
+    def differ(self, difference: Difference) -> None:
+        """Note a difference, if it is the first one."""
+        if self.difference is None:
+            self.difference = difference
+
+    def _take(self, channel: str) -> Any:
+        """Return the next item of a channel; None after the last one."""
+        index, items = self._next.get(channel, 0), getattr(self._event, channel)
+        if index >= len(items):
+            return None
+        self._next[channel] = index + 1
+        return items[index]
+
+    def clock(self, take: Callable[[], float]) -> float:  # noqa: ARG002
+        """Return the next reading; after the last one, that again."""
+        found = self._take("clock")
+        if found is not None:
+            self._now = found
+        return self._now
+
+    def time(self, take: Callable[[], float]) -> float:
+        """Return the next reading of the clock that measures steps."""
+        found: float | None = self._take("times")
+        return take() if found is None else found
+
+    def gate(self, request_id: str, take: Callable[[], WaitReason | None]) -> WaitReason | None:
+        """Return what the gates of a request answered, once they would answer so here."""
+        noted: Gate | None = self._take("gates")
+        if noted is None:
+            return take()
+        if noted.failure is not None:
+            raise error_of(noted.failure.kind, noted.failure.text)
+        if noted.waiting_for:
+            waiting = WaitingFor(noted.waiting_for)
+            return WaitReason(waiting, noted.message, noted.needed, noted.available, noted.ahead)
+        try:
+            self.wait(lambda: take() is None)
+        except HardpointError as error:
+            self._differs_for(request_id, "gate", "it may run", f"{type(error).__name__}: {error}")
+            raise
+        return None
+
+    def matched(
+        self, request_id: str, take: Callable[[], tuple[int | None, bool]]
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens a step part could load; it has to find as many here."""
+        noted: tuple[int | None, bool] | None = self._take("matched")
+        if noted is None or noted[0] is None:
+            return take() if noted is None else noted
+        found: list[Any] = [None]
+
+        def is_same() -> bool:
+            found[0] = tuple(take())
+            return bool(found[0] == tuple(noted))
+
+        if not self.wait(is_same, 5.0):
+            self._differs_for(request_id, "loadable tokens", str(noted[0]), str(found[0][0]))
+        return noted
+
+    def done(self, take: Callable[[], bool]) -> bool:
+        """Return whether a result was there."""
+        found: bool | None = self._take("done")
+        return take() if found is None else found
+
+    def answers(self, part: str, take: Callable[[], list[Any]]) -> list[Any]:
+        """Return what worker halves answered, once they answer so here."""
+        noted = self._take("answers")
+        if noted is None:
+            return take()
+        found: list[Any] = [None]
+
+        def is_same() -> bool:
+            found[0] = [(kind, bytes(answer)) for kind, answer in take()]
+            return bool(found[0] == [tuple(answer) for answer in noted.answers])
+
+        if not self.wait(is_same, 5.0):
+            what = f"answer of workers to the part {part!r}"
+            shown = str(noted.answers)[:200], str(found[0])[:200]
+            self.differ(Difference(self._number, None, what, recorded=shown[0], own=shown[1]))
+        return [tuple(answer) for answer in noted.answers]
+
+    def plan(self, plan: SchedulerOutput) -> None:
+        """Compare a plan with the one that was noted."""
+        if not self._compares:
+            return
+        noted: Plan | None = self._take("plans")
+        own = plan_record(plan)
+        found = plan_difference(self._number, noted, own, self.reasons)
+        if found is not None:
+            self.differ(found)
+
+    def result(
+        self, plan: SchedulerOutput, take: Callable[[], ModelRunnerOutput | None]
+    ) -> ModelRunnerOutput | None:
+        """Return the result of a plan, with all that came from outside as it was noted."""
+        if self._event.raised and self._compares:
+            failure: Failure | None = self._take("raised")
+            if failure is not None:
+                return self._raised(plan, failure, take)
+        own = take()
+        if own is None or not self._compares:
+            return own
+        noted: Result | None = self._take("results")
+        if noted is None:
+            self.differ(Difference(self._number, plan.step, "result", own="a result"))
+            return own
+        found = token_difference(self._number, noted, result_record(plan.step, own))
+        if found is not None:
+            self.differ(found)
+        return with_noted(own, noted)
+
+    def _raised(
+        self,
+        plan: SchedulerOutput,
+        failure: Failure,
+        take: Callable[[], ModelRunnerOutput | None],
+    ) -> ModelRunnerOutput | None:
+        """Return what the executor returns here, where it raised when it was recorded."""
+        recorded = f"{failure.kind}: {failure.text}"
+        try:
+            own = take()
+        except BaseException as error:
+            if type(error).__name__ != failure.kind:
+                self.differ(
+                    Difference(self._number, plan.step, "failure", recorded=recorded, own=str(error))
+                )
+            raise
+        self.differ(
+            Difference(self._number, plan.step, "failure", recorded=recorded, own="a result")
+        )
+        return own
+
+    def _differs_for(self, request_id: str, what: str, recorded: str, own: str) -> None:
+        self.differ(Difference(self._number, None, what, request_id, recorded, own))
+
+    def wait(self, is_so: Callable[[], bool], seconds: float = _PATIENCE_S) -> bool:
+        """Wait until something is so; return whether it is."""
+        until = time.monotonic() + seconds
+        while not is_so():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+def with_noted(own: ModelRunnerOutput, noted: Result) -> ModelRunnerOutput:
+    """Return a result with all that came from outside as it was noted."""
+    assert isinstance(noted.tokens, dict)
+    own.sampled_token_ids = {name: list(tokens) for name, tokens in noted.tokens.items()}
+    own.part_reports = {part: dict(reports) for part, reports in noted.part_reports.items()}
+    own.part_faults = dict(noted.part_faults)
+    own.faults = {name: RequestFault(*fault) for name, fault in noted.faults.items()}
+    own.invalid_block_ids = frozenset(noted.invalid_block_ids)
+    own.is_cache_uncertain = noted.is_cache_uncertain
+    return own
+
+
+def _shown(value: Any) -> str:
+    return str(msgspec.to_builtins(value))[:400]
+
+
+class PlayedOutside(Outside):
+    """Plays a journal back to an engine core.
+
+    Attributes:
+        player: the tape.
+        build: what computes here.
+        model: fingerprint of the model's files here.
+        built: the core, once there is one.
+    """
+
+    def __init__(
+        self, player: Player, check: Callable[[PlayedOutside], None], spec: WorkerSpec
+    ) -> None:
+        """Begin to play, before anything is loaded.
+
+        Args:
+            player: the tape.
+            check: raises an error if the journal cannot be played here.
+            spec: specification of the workers.
+        """
+        super().__init__(spec)
+        self.player = player
+        self.build: Build = build_of(spec)
+        self.model = model_fingerprint(spec.loader.context.files)
+        self.built: EngineCore | None = None
+        check(self)
+
+    def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
+        """Return the clock that was recorded."""
+        return functools.partial(self.player.clock, clock)
+
+    def for_scheduler(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields with gates and transfers that were recorded."""
+
+        def record(record: StepRecord) -> None:
+            self.player.reasons = record
+
+        return {**taped_scheduler(fields, self.player), "record": record}
+
+    def core(self, parts: EngineCoreParts) -> EngineCore:
+        """Return the core."""
+        self.built = EngineCore(taped_parts(parts, self.player))
+        return self.built
+
+
+def taken(ids: Sequence[str]) -> Callable[[], Sequence[str]]:
+    """Return what gives the late aborts of a step, once."""
+    left = [list(ids)]
+    return lambda: left.pop() if left else []

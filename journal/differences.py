@@ -65,7 +65,7 @@ def plan_difference(
         recorded = f"{_tokens(noted, request_id)} of the plan {_scheduled(noted)}"
         mine = f"{_tokens(own, request_id)} of the plan {_scheduled(own)}"
     return Difference(
-        event, noted.step, what, request_id, recorded, mine, _why(reasons, request_id)
+        event, noted.step, what, request_id, recorded, mine, why_of(reasons, request_id)
     )
 
 
@@ -104,7 +104,8 @@ def _of(plan: Plan, name: str) -> Any:
     return getattr(plan, name)
 
 
-def _why(reasons: StepRecord | None, request_id: str | None) -> str:
+def why_of(reasons: StepRecord | None, request_id: str | None) -> str:
+    """Return why a request runs, or does not, in a step; empty if that is not known."""
     if reasons is None or request_id is None:
         return ""
     if (reason := reasons.waiting.get(request_id)) is not None:

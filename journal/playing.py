@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     WaitReason,
 )
 
-from .differences import Difference, plan_difference, token_difference
+from .differences import Difference, plan_difference, token_difference, why_of
 from .fingerprint import model_fingerprint
 from .recording import build_of, taped_parts
 from .records import Build, Event, Failure, Gate, Plan, Result, plan_record, result_record
@@ -33,6 +33,9 @@ from .tape import taped_scheduler
 _PATIENCE_S = 60.0
 """For what was ready when it was recorded, such as a grammar, to become ready here."""
 _POLL_S = 0.002
+NOT_CONSIDERED = "it is not considered"
+_MOVING_S = 0.02
+"""For workers to do here what they reported to have done when it was recorded."""
 
 
 class Player:
@@ -41,22 +44,22 @@ class Player:
     Attributes:
         difference: the first one.
         reasons: why requests waited in the last step that was planned here.
+        moves_blocks: whether a step part loads and saves blocks between steps.
+        has_workers: whether results come from workers, and are compared.
+        is_exact: whether all is as it was recorded; if not, only the clock is, and nothing is
+            compared.
     """
 
-    def __init__(self, now: float = 0.0, *, compares: bool = True) -> None:
-        """Play nothing yet.
-
-        Args:
-            now: time on the engine's clock before the first event.
-            compares: whether plans and tokens are compared; if not, the engine's own are used.
-        """
+    def __init__(self, now: float = 0.0) -> None:
+        """Play nothing yet; `now` is the time on the engine's clock before the first event."""
         self.difference: Difference | None = None
         self.reasons: StepRecord | None = None
-        self._compares = compares
+        self.has_workers = self.is_exact = True
         self._event = Event("step")
         self._next: dict[str, int] = {}
         self._now = now
         self._number = 0
+        self.moves_blocks = False
 
     def begin(self, number: int, event: Event) -> None:
         """Play an event from now on."""
@@ -64,7 +67,7 @@ class Player:
 
     def end(self) -> None:
         """Compare what was taken from an event with what it has."""
-        if not self._compares:
+        if not self.is_exact:
             return
         if (plan := self._take("plans")) is not None:
             self.differ(Difference(self._number, plan.step, "plan", recorded=_shown(plan)))
@@ -81,11 +84,17 @@ class Player:
 
     def _take(self, channel: str) -> Any:
         """Return the next item of a channel; None after the last one."""
+        if not self.is_exact and channel != "clock":
+            return None
         index, items = self._next.get(channel, 0), getattr(self._event, channel)
         if index >= len(items):
             return None
         self._next[channel] = index + 1
         return items[index]
+
+    def why(self, request_id: str | None) -> str:
+        """Return why a request runs, or does not, in the last step that was planned here."""
+        return why_of(self.reasons, request_id) or NOT_CONSIDERED
 
     def clock(self, take: Callable[[], float]) -> float:  # noqa: ARG002
         """Return the next reading; after the last one, that again."""
@@ -121,16 +130,11 @@ class Player:
     ) -> tuple[int | None, bool]:
         """Return how many tokens a step part could load; it has to find as many here."""
         noted: tuple[int | None, bool] | None = self._take("matched")
-        if noted is None or noted[0] is None:
-            return take() if noted is None else noted
-        found: list[Any] = [None]
-
-        def is_same() -> bool:
-            found[0] = tuple(take())
-            return bool(found[0] == tuple(noted))
-
-        if not self.wait(is_same, 5.0):
-            self._differs_for(request_id, "loadable tokens", str(noted[0]), str(found[0][0]))
+        own = take()  # also where it was not known yet: the part begins to look
+        if noted is None:
+            return own
+        if noted[0] is not None and own[0] != noted[0]:
+            self._differs_for(request_id, "loadable tokens", str(noted[0]), str(own[0]))
         return noted
 
     def done(self, take: Callable[[], bool]) -> bool:
@@ -143,6 +147,8 @@ class Player:
         noted = self._take("answers")
         if noted is None:
             return take()
+        if not self.has_workers:
+            return [tuple(answer) for answer in noted.answers]
         found: list[Any] = [None]
 
         def is_same() -> bool:
@@ -157,7 +163,7 @@ class Player:
 
     def plan(self, plan: SchedulerOutput) -> None:
         """Compare a plan with the one that was noted."""
-        if not self._compares:
+        if not self.is_exact:
             return
         noted: Plan | None = self._take("plans")
         own = plan_record(plan)
@@ -169,19 +175,22 @@ class Player:
         self, plan: SchedulerOutput, take: Callable[[], ModelRunnerOutput | None]
     ) -> ModelRunnerOutput | None:
         """Return the result of a plan, with all that came from outside as it was noted."""
-        if self._event.raised and self._compares:
+        if self._event.raised and self.is_exact:
             failure: Failure | None = self._take("raised")
             if failure is not None:
                 return self._raised(plan, failure, take)
         own = take()
-        if own is None or not self._compares:
+        if own is None or not self.is_exact:
             return own
         noted: Result | None = self._take("results")
         if noted is None:
             self.differ(Difference(self._number, plan.step, "result", own="a result"))
             return own
-        found = token_difference(self._number, noted, result_record(plan.step, own))
-        if found is not None:
+        mine = result_record(plan.step, own)
+        if self.moves_blocks and noted.part_reports and noted.part_reports != mine.part_reports:
+            time.sleep(_MOVING_S)
+        found = token_difference(self._number, noted, mine)
+        if found is not None and self.has_workers:
             self.differ(found)
         return with_noted(own, noted)
 
@@ -262,6 +271,10 @@ class PlayedOutside(Outside):
         self.built: EngineCore | None = None
         check(self)
 
+    def why(self, request_id: str | None) -> str:
+        """Return why a request runs, or does not, in the last step that was planned here."""
+        return why_of(self.reasons, request_id) or NOT_CONSIDERED
+
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return the clock that was recorded."""
         return functools.partial(self.player.clock, clock)
@@ -272,6 +285,7 @@ class PlayedOutside(Outside):
         def record(record: StepRecord) -> None:
             self.player.reasons = record
 
+        self.player.moves_blocks = fields["transfers"] is not None
         return {**taped_scheduler(fields, self.player), "record": record}
 
     def core(self, parts: EngineCoreParts) -> EngineCore:

@@ -390,6 +390,7 @@ def taped_parts(parts: EngineCoreParts, tape: Any) -> EngineCoreParts:
 def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Header:
     """Return the header of an engine's journal."""
     config = parts.config or spec.config
+    windows = [group.window for group in parts.kv_cache.groups]
     return Header(
         build=build,
         manifest=spec.plugins.manifest,
@@ -400,6 +401,7 @@ def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Header:
         started=time.time(),
         clock=parts.scheduler.context.clock(),
         ring=spec.config.engine.journal_ring,
+        windows=[] if windows == [None] else windows,
     )
 
 

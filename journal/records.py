@@ -52,6 +52,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="he
         started: seconds since 1970.
         clock: the engine's clock then.
         ring: whether earlier records may be gone.
+        windows: of the groups of its KV cache, if there are several or one has a window.
     """
 
     build: Build
@@ -63,6 +64,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="he
     started: float = 0.0
     clock: float = 0.0
     ring: bool = False
+    windows: list[int | None] = []
 
 
 BlockIds = Sequence[Sequence[int]]

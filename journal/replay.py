@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,11 @@ class ReplayReport:
     def is_same(self) -> bool:
         """Whether all was as it was recorded."""
         return self.difference is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data, the difference as text."""
+        shown = None if self.difference is None else str(self.difference)
+        return {**dataclasses.asdict(self), "difference": shown}
 
 
 class Journal:
@@ -117,7 +123,7 @@ def replay_config(header: Header) -> EngineConfig:
 
 
 def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) -> ReplayReport:
-    """Replay a journal exactly; stop at the first difference.
+    """Replay a journal exactly, up to the first difference; elsewhere, force its tokens.
 
     Args:
         path: the file.
@@ -129,36 +135,60 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
         HardpointError: the engine cannot be built.
     """
     journal = Journal(path, until_damage=anyway)
-    report = ReplayReport()
     player = Player(journal.header.clock)
+    found: list[str] = []
 
     def check(outside: PlayedOutside) -> None:
-        found = list(mismatches(journal.header, outside))
+        found.extend(mismatches(journal.header, outside))
         if found and not anyway:
-            shown = "; ".join(found)
             raise JournalError(
-                f"journal {str(path)!r}: it was recorded by something else: {shown}. Its tokens may "
-                "be others here: --anyway replays it and says where they begin to differ"
+                f"journal {str(path)!r}: it was recorded by something else: {'; '.join(found)}. Its "
+                "tokens may be others here: --anyway replays it and shows where they differ"
             )
-        report.notes.extend(found)
+        if isinstance(next(journal.records(), None), Keyframe):
+            found.append("it begins at a keyframe: plans are not compared")
+        player.is_exact = not found
 
     core, close = open_played(journal, player, check)
     try:
-        run = Run(core, player, report)
-        for number, record in enumerate(journal.records()):
-            if not run.play(number, record, until):
-                break
+        if player.is_exact:
+            report = _exactly(journal, core, player, until)
+        else:
+            from .forcing import ForcedRun  # noqa: PLC0415 - it needs this module
+
+            report = ForcedRun(core, player, journal).run(journal, until)
     finally:
         close()
+    report.notes[:0] = found
     if journal.end is None and report.is_same and until is None:
         report.notes.append("the journal has no end: its engine was killed, or is running")
     return report
 
 
+def _exactly(
+    journal: Journal, core: EngineCore, player: Player, until: int | None
+) -> ReplayReport:
+    report = ReplayReport()
+    run = Run(core, player, report)
+    for number, record in enumerate(journal.records()):
+        if not run.play(number, record, until):
+            break
+    return report
+
+
 def open_played(
-    journal: Journal, player: Player, check: Callable[[PlayedOutside], None]
+    journal: Journal,
+    player: Player,
+    check: Callable[[PlayedOutside], None],
+    config: EngineConfig | None = None,
 ) -> tuple[EngineCore, Callable[[], None]]:
     """Build the engine of a journal; return its core, and what closes it.
+
+    Args:
+        journal: the journal.
+        player: its tape.
+        check: raises an error if the journal cannot be played here.
+        config: another configuration than its own.
 
     Raises:
         HardpointError: it cannot be built; or what `check` raises.
@@ -170,7 +200,7 @@ def open_played(
         return opened[-1]
 
     engine = build_engine(
-        replay_config(journal.header),
+        config or replay_config(journal.header),
         ConfigSources({"": f"the journal {journal.path}"}),
         open_outside=open_outside,
     )
@@ -185,7 +215,6 @@ class Run:
     def __init__(self, core: EngineCore, player: Player, report: ReplayReport) -> None:
         """Call `core`, whose tape is `player`."""
         self._core, self._player, self._report = core, player, report
-        self._requests = Decoder(EngineCoreRequest)
         self._arguments = Decoder(list[Any])
 
     def play(self, number: int, record: Record, until: int | None) -> bool:
@@ -263,20 +292,9 @@ class Run:
     def _arrived(
         self, arrival: Arrival
     ) -> tuple[EngineCoreRequest, list[bytes] | None, float | None]:
-        request = self.request(arrival)
+        request = request_of(arrival)
         hashes = self._core.hash_prompt(request) if arrival.is_hashed else None
         return request, hashes, arrival.arrived
-
-    def request(self, arrival: Arrival) -> EngineCoreRequest:
-        """Return the request of an arrival.
-
-        Raises:
-            JournalError: it is none.
-        """
-        try:
-            return self._requests.decode(list(arrival.frames))
-        except WireError as cause:
-            raise JournalError(f"journal: request {arrival.request_id!r}: {cause}") from cause
 
     def _control(self, event: Event) -> None:
         """Make a control call; one that was answered with true is made until it is."""
@@ -288,6 +306,19 @@ class Run:
             self._player.wait(lambda: call() is True)
         else:
             call()
+
+
+def request_of(arrival: Arrival) -> EngineCoreRequest:
+    """Return the request of an arrival.
+
+    Raises:
+        JournalError: it is none.
+    """
+    try:
+        request: EngineCoreRequest = Decoder(EngineCoreRequest).decode(list(arrival.frames))
+    except WireError as cause:
+        raise JournalError(f"journal: request {arrival.request_id!r}: {cause}") from cause
+    return request
 
 
 def mismatches(header: Header, outside: PlayedOutside) -> Iterator[str]:

@@ -340,6 +340,49 @@ def _no_joining(*_: object, **__: object) -> None:
     raise NotImplementedError("this CommandContext was made without join_engine")
 
 
+class JournalReport(Protocol):
+    """What the replay of a journal found.
+
+    Attributes:
+        difference: the first one, whose text shows it; None if all was the same.
+    """
+
+    difference: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+
+
+class JournalUse(Protocol):
+    """A journal (`engine.journal`), and what can be done with it.
+
+    Each method raises a HardpointError that names the offset if the file is damaged, or what
+    differs if something else recorded it.
+    """
+
+    def replay(self, until: int | None = None) -> JournalReport:
+        """Run its engine again, up to a step."""
+
+    def replan(self, policy: str, until: int | None = None) -> JournalReport:
+        """Plan its steps again with another scheduling policy, without the model."""
+
+    def request(self, name: str) -> Iterator[str]:
+        """Yield the life of a request, line by line."""
+
+    def export(self, form: str) -> Iterator[str]:
+        """Yield the lines of a trace, "redacted" or "mooncake"."""
+
+
+OpenJournal = Callable[[str, bool], JournalUse]
+"""Opens a journal by its path; the second argument is whether to use a damaged one, or another
+engine's, as far as that goes.
+"""
+
+
+def _no_journals(*_: object) -> JournalUse:
+    raise NotImplementedError("this CommandContext was made without open_journal")
+
+
 MakeApplication = Callable[["AsyncGenerator", str], Any]
 """Returns an ASGI application that serves an engine; the text is Hardpoint's version."""
 
@@ -387,6 +430,7 @@ class CommandContext:
         check_plugin: runs the conformance suites of an installed plugin in a process with limits.
         join_engine: runs engines for a program on another machine, until a signal ends it.
         serve_on_ray: serves the configured model by Ray Serve until a signal.
+        open_journal: opens a journal of an engine.
     """
 
     load_config: Callable[[], tuple[EngineConfig, ConfigSources]]
@@ -402,6 +446,7 @@ class CommandContext:
     check_plugin: CheckPlugin = _no_check
     join_engine: JoinEngine = _no_joining
     serve_on_ray: ServeOnRay = _no_ray
+    open_journal: OpenJournal = _no_journals
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

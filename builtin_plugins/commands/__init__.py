@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, models
+from . import chat, completion, config, embed, generate, journal, models
 from .plugins import command as plugins
 from .remote import engine, keys
 
@@ -25,5 +25,7 @@ def cli_commands() -> Sequence[Command]:
         config.COMMAND,
         engine.COMMAND,
         keys.COMMAND,
+        journal.REPLAY,
+        journal.JOURNAL,
         completion.COMMAND,
     ]

@@ -10,7 +10,6 @@ from typing import Any
 from hardpoint import RequestError, RequestOutputKind, SamplingParams, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.errors import HardpointError
 from hardpoint.journal import outside_of
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.structured import StructuredOutputs
@@ -117,15 +116,12 @@ class Schedule:
             assert "KV blocks" in str(error)
 
 
-def record(seed: int, folder: Path, path: Path, num_calls: int = 40, **engine: Any) -> None:
-    """Record the journal of a random schedule."""
-    draw = random.Random(seed)
-    config = drawn_config(draw, folder, journal=str(path), **engine)
-    opened = open_recorded(config)
+def record(seeds: range, folder: Path, path: Path, num_calls: int = 40, **engine: Any) -> None:
+    """Record random schedules, one after another, in the journal of one engine."""
+    draw = random.Random(seeds[0])
+    opened = open_recorded(drawn_config(draw, folder, journal=str(path), **engine))
     try:
-        Schedule(opened, draw, num_calls).run()
+        for seed in seeds:
+            Schedule(opened, random.Random(seed), num_calls).run()
     finally:
         opened.close()
-
-
-__all__ = ["HardpointError", "Schedule", "drawn_config", "open_recorded", "record"]

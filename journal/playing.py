@@ -180,7 +180,7 @@ class Player:
             if failure is not None:
                 return self._raised(plan, failure, take)
         own = take()
-        if own is None or not self.is_exact:
+        if not isinstance(own, ModelRunnerOutput) or not self.is_exact:
             return own
         noted: Result | None = self._take("results")
         if noted is None:

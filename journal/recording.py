@@ -137,7 +137,7 @@ class Recorder:
         except BaseException as error:
             self._note("raised", failure_record(error))
             raise
-        if result is not None:
+        if isinstance(result, ModelRunnerOutput):  # the engine reports what is none
             self._note("results", result_record(plan.step, result))
         return result
 

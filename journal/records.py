@@ -285,7 +285,7 @@ def plan_record(plan: SchedulerOutput) -> Plan:
     ]
     computed = list(cached.num_computed_tokens)
     if new or list(cached.request_ids) != list(scheduled):
-        known = dict(zip(cached.request_ids, computed, strict=True))
+        known = dict(zip(cached.request_ids, computed, strict=False))
         computed = [known[name] for name in scheduled if name in known]
     return Plan(
         plan.step,

@@ -245,6 +245,8 @@ class Run:
         """Make the call of an event; return what it raised."""
         try:
             self.call(event)
+        except JournalError:
+            raise
         except Exception as error:
             return error
         return None

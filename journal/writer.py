@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -141,13 +140,7 @@ class JournalWriter:
 class RingWriter:
     """Keeps the last part of a journal in memory, from a keyframe on; writes it when asked to."""
 
-    def __init__(
-        self,
-        path: Path,
-        most_bytes: int,
-        header: Header,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path, most_bytes: int, header: Header) -> None:
         """Keep at most `most_bytes` of memory; the file is created when it is written.
 
         Raises:
@@ -157,9 +150,8 @@ class RingWriter:
             raise JournalError(f"engine.journal: {str(path)!r}: its folder cannot be written to")
         self._path, self._most_bytes, self._header = path, most_bytes, header
         self._encoder = msgspec.msgpack.Encoder()
-        self._segments: deque[list[bytes]] = deque([[]])
+        self._segments: deque[list[bytes | Keyframe]] = deque([[]])
         self._sizes: deque[int] = deque([0])
-        self._clock = clock
         self._number = 0
         self.why_over = ""
 
@@ -170,14 +162,14 @@ class RingWriter:
 
     def write(self, record: msgspec.Struct) -> None:
         """Keep a record; a keyframe may let the oldest ones be forgotten."""
-        payload = self._encoder.encode(record)
-        if isinstance(record, Keyframe):
-            self._segments.append([])
+        if isinstance(record, Keyframe):  # encoded if it becomes the first: what it has is shared
+            self._segments.append([record])
             self._sizes.append(0)
         else:
+            payload = self._encoder.encode(record)
             self._number += 1
-        self._segments[-1].append(payload)
-        self._sizes[-1] += FRAME_BYTES + len(payload)
+            self._segments[-1].append(payload)
+            self._sizes[-1] += FRAME_BYTES + len(payload)
         while sum(self._sizes) > self._most_bytes and len(self._segments) > 1:
             self._segments.popleft()
             self._sizes.popleft()
@@ -194,7 +186,10 @@ class RingWriter:
     def _dump(self, reason: str) -> None:
         self.why_over = reason
         payloads = [self._encoder.encode(self._header)]
-        payloads += [payload for segment in self._segments for payload in segment]
+        for segment in self._segments:
+            payloads += [
+                item if isinstance(item, bytes) else self._encoder.encode(item) for item in segment
+            ]
         payloads.append(self._encoder.encode(End(reason, self._number)))
         try:
             descriptor = _create(self._path)

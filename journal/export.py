@@ -100,22 +100,26 @@ def _collected(journal: Journal, blocks: _Blocks) -> dict[str, _Exported]:
             request = request_of(arrival)
             ids = blocks.ids(request)
             found[request.request_id] = _Exported(len(found), time, request, ids)
-        for plan in record.plans:
-            for row in plan.new:
-                if (one := found.get(row.request_id)) is not None and one.cached is None:
-                    one.cached = row.num_computed
-            for name in plan.preempted:
-                if name in found:
-                    found[name].preemptions += 1
-        for result in record.results:
-            for name, tokens in result.tokens.items() if isinstance(result.tokens, dict) else ():
-                if tokens and name in found and found[name].first is None:
-                    found[name].first = time
-        for ended in record.ended:
-            if ended.request_id in found:
-                one = found[ended.request_id]
-                one.ended, one.reason = time, ended.reason
+        _note(found, record, time)
     return found
+
+
+def _note(found: dict[str, _Exported], event: Event, time: float) -> None:
+    """Note what an event says of the requests that are known."""
+    for plan in event.plans:
+        for row in plan.new:
+            if (one := found.get(row.request_id)) is not None and one.cached is None:
+                one.cached = row.num_computed
+        for name in found.keys() & set(plan.preempted):
+            found[name].preemptions += 1
+    for result in event.results:
+        tokens = result.tokens if isinstance(result.tokens, dict) else {}
+        for name in found.keys() & {name for name, ids in tokens.items() if ids}:
+            if found[name].first is None:
+                found[name].first = time
+    for ended in event.ended:
+        if (one := found.get(ended.request_id)) is not None:
+            one.ended, one.reason = time, ended.reason
 
 
 class _Blocks:

@@ -1,9 +1,9 @@
 """Replays a journal elsewhere: its tokens are forced, and an engine's own compared with them.
 
-Another build, or one that begins at a keyframe, schedules otherwise, so that plans are not compared:
-requests, aborts and control calls come before the same steps, and each token of a request is compared
-with that of its position in the journal. After one that is another, the request goes on with the
-journal's tokens, as a request goes on that another engine began (docs/resume.md).
+Another build, or one that begins at a keyframe, schedules otherwise, so that plans are not
+compared: requests, aborts and control calls come before the same steps, and each token of a request
+is compared with that of its position in the journal. After one that is another, the request goes on
+with the journal's tokens, as a request goes on that another engine began (docs/resume.md).
 """
 
 from __future__ import annotations
@@ -31,36 +31,49 @@ def recorded_tokens(journal: Journal) -> dict[str, dict[int, int]]:
 
     A token that was sampled again after a preemption counts as sampled last.
     """
-    prompts: dict[str, int] = {}
-    found: dict[str, dict[int, int]] = {}
-    under_way: dict[int, dict[str, int]] = {}
+    outputs = _Outputs()
     for record in journal.records():
         if isinstance(record, Keyframe):
-            for live in record.live:
-                request = request_of(live.arrival)
-                prompts.setdefault(request.request_id, len(request.prompt_token_ids))
-                outputs = found.setdefault(request.request_id, {})
-                outputs.update(enumerate(live.output_token_ids))
-        if not isinstance(record, Event):
-            continue
-        for arrival in record.arrivals:
-            if record.failure is None:
-                prompts[arrival.request_id] = len(request_of(arrival).prompt_token_ids)
-                found[arrival.request_id] = {}
-        for plan in record.plans:
+            outputs.live_at(record)
+        elif isinstance(record, Event):
+            outputs.after(record)
+    return outputs.found
+
+
+class _Outputs:
+    """The outputs of requests, by id and position, as events have them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[int, int]] = {}
+        self._prompts: dict[str, int] = {}
+        self._ends: dict[int, dict[str, int]] = {}  # of what each plan under way computes
+
+    def live_at(self, keyframe: Keyframe) -> None:
+        """Take the outputs that live requests have."""
+        for live in keyframe.live:
+            request = request_of(live.arrival)
+            self._prompts.setdefault(request.request_id, len(request.prompt_token_ids))
+            outputs = self.found.setdefault(request.request_id, {})
+            outputs.update(enumerate(live.output_token_ids))
+
+    def after(self, event: Event) -> None:
+        """Take what an event has."""
+        for arrival in event.arrivals if event.failure is None else ():
+            self._prompts[arrival.request_id] = len(request_of(arrival).prompt_token_ids)
+            self.found[arrival.request_id] = {}
+        for plan in event.plans:
             computed = num_computed(plan)
-            under_way[plan.step] = {
+            self._ends[plan.step] = {
                 name: computed.get(name, 0) + count - len(plan.drafts.get(name, ()))
                 for name, count in (plan.scheduled or {}).items()
             }
-        for result in record.results:
-            assert isinstance(result.tokens, dict)
-            ends = under_way.pop(result.step, {})
+        for result in event.results:
+            assert isinstance(result.tokens, dict), "the reader expands it"
+            ends = self._ends.pop(result.step, {})
             for name, tokens in result.tokens.items():
-                if name in ends and name in prompts:
-                    first = ends[name] - prompts[name]
-                    found[name].update(enumerate(tokens, first))
-    return found
+                if name in ends and name in self._prompts:
+                    first = ends[name] - self._prompts[name]
+                    self.found[name].update(enumerate(tokens, first))
 
 
 class ForcedRun:

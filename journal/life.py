@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hardpoint.plugins import EngineCoreRequest
 
@@ -24,21 +24,17 @@ def lives(journal: Journal, name: str) -> Iterator[str]:
     chosen: dict[str, _Life] = {}
     now, start = journal.header.clock, journal.header.clock
     for number, record in enumerate(journal.records()):
-        if isinstance(record, Keyframe):
-            for live in record.live:
-                if found := _named(live.arrival, name):
-                    chosen.setdefault(found.request_id, _Life())
-            continue
+        arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
+        for found in _named(arrivals, name):
+            chosen.setdefault(found.request_id, _Life())
         if not isinstance(record, Event):
             continue
         now = record.clock[-1] if record.clock else now
         place = f"{now - start:10.6f} s  event {number:<6}"
-        for arrival in record.arrivals:
-            if found := _named(arrival, name):
-                chosen[found.request_id] = _Life()
-                refused = record.failure
-                how = f"is refused: {refused.text}" if refused else "arrives"
-                yield f"{place} {found.request_id} {how}, {_described(found)}"
+        for found in _named(record.arrivals, name):
+            chosen[found.request_id] = _Life()
+            how = f"is refused: {record.failure.text}" if record.failure else "arrives"
+            yield f"{place} {found.request_id} {how}, {_described(found)}"
         for request_id, life in chosen.items():
             for line in life.lines(record, request_id):
                 yield f"{place} {request_id} {line}"
@@ -46,9 +42,9 @@ def lives(journal: Journal, name: str) -> Iterator[str]:
         raise JournalError(f"journal {str(journal.path)!r}: no request has the id {name!r}")
 
 
-def _named(arrival: Arrival, name: str) -> EngineCoreRequest | None:
-    request = request_of(arrival)
-    return request if name in (request.request_id, request.external_req_id) else None
+def _named(arrivals: Sequence[Arrival], name: str) -> list[EngineCoreRequest]:
+    requests = [request_of(arrival) for arrival in arrivals]
+    return [one for one in requests if name in (one.request_id, one.external_req_id)]
 
 
 def _described(request: EngineCoreRequest) -> str:

@@ -207,7 +207,9 @@ class Player:
         except BaseException as error:
             if type(error).__name__ != failure.kind:
                 self.differ(
-                    Difference(self._number, plan.step, "failure", recorded=recorded, own=str(error))
+                    Difference(
+                        self._number, plan.step, "failure", recorded=recorded, own=str(error)
+                    )
                 )
             raise
         self.differ(

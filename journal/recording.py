@@ -407,7 +407,7 @@ def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Header:
 
 def build_of(spec: WorkerSpec) -> Build:
     """Return what has to be the same for the same bits."""
-    plugins, device = spec.plugins, spec.device
+    device = spec.device
     if device.type == "cpu":
         name = f"cpu {torch.backends.cpu.get_cpu_capability()}"
     else:
@@ -437,4 +437,3 @@ def gate_record(reason: WaitReason | None) -> Gate:
 def failure_record(error: BaseException) -> Failure:
     """Return the record of an error."""
     return Failure(type(error).__name__, describe(error)[:4000])
-

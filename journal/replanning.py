@@ -156,4 +156,3 @@ def _config(journal: Journal, policy: str | None) -> EngineConfig:
         scheduler=replace(config.scheduler, policy=policy or config.scheduler.policy),
         executor=replace(config.executor, use=f"{__name__}:NoWorkers"),
     )
-

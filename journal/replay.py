@@ -108,7 +108,9 @@ def replay_config(header: Header) -> EngineConfig:
     try:
         config = typed.convert(header.config, EngineConfig, path="", error=JournalError)
     except JournalError as cause:
-        raise JournalError(f"journal: its configuration is none of this Hardpoint: {cause}") from cause
+        raise JournalError(
+            f"journal: its configuration is none of this Hardpoint: {cause}"
+        ) from cause
     replace = msgspec.structs.replace
     engine = replace(
         config.engine, in_process=True, journal=None, restart="never", profile_dir=None
@@ -165,9 +167,7 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
     return report
 
 
-def _exactly(
-    journal: Journal, core: EngineCore, player: Player, until: int | None
-) -> ReplayReport:
+def _exactly(journal: Journal, core: EngineCore, player: Player, until: int | None) -> ReplayReport:
     report = ReplayReport()
     run = Run(core, player, report)
     for number, record in enumerate(journal.records()):
@@ -251,9 +251,7 @@ class Run:
             return error
         return None
 
-    def _compare_failures(
-        self, number: int, event: Event, failure: BaseException | None
-    ) -> None:
+    def _compare_failures(self, number: int, event: Event, failure: BaseException | None) -> None:
         recorded = None if event.failure is None else event.failure.kind
         own = None if failure is None else type(failure).__name__
         if recorded != own:

@@ -1,4 +1,4 @@
-"""`hardpoint replay` and `hardpoint journal`: play back what an engine got, and take it elsewhere."""
+"""`hardpoint replay` and `hardpoint journal`: play back what an engine got, or export it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _DIFFERS = 1
 def _configure_replay(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run the engine of a journal (engine.journal) again, from what came to it from outside, and "
-        "compare each plan and each token. Exit code 0: all is the same; 1: something differs; 2: "
-        "the journal cannot be used. The journal names plugins and options, which are loaded: "
+        "compare each plan and each token. Exit code 0: all is the same; 1: something differs; "
+        "2: the journal cannot be used. The journal names plugins and options, which are loaded: "
         "replay those of people that you trust."
     )
     parser.add_argument("file", metavar="FILE", help="the journal")

@@ -108,8 +108,7 @@ def build_core(
         PluginError: a component could not be built.
     """
     activity, outside = activity or Activity(), open_outside(spec)
-    clock = outside.clock(clock)
-    faults = StepFaults.under(spec.config.plugins, activity)
+    clock, faults = outside.clock(clock), StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
         fit = StepCostFit()
         opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo, changes)

@@ -59,7 +59,7 @@ def test_only_the_owner_reads_it(recorded):
 @pytest.mark.parametrize("left", [0, 5, len(MARK) + 2, START_BYTES, START_BYTES + 7])
 def test_a_file_that_is_cut_at_its_begin(journal, left):
     journal.write_bytes(journal.read_bytes()[:left])
-    with pytest.raises(JournalError, match=rf"journal '.*': offset \d+: expected"):
+    with pytest.raises(JournalError, match=r"journal '.*': offset \d+: expected"):
         read(journal)
 
 
@@ -76,7 +76,9 @@ def test_a_file_that_is_cut_anywhere(journal):
         with pytest.raises(JournalError) as caught:
             read(journal)
         assert f"offset {begun}: expected a frame of " in str(caught.value)
-        assert str(left - begun - FRAME_BYTES) in str(caught.value) or "are left" in str(caught.value)
+        assert str(left - begun - FRAME_BYTES) in str(caught.value) or "are left" in str(
+            caught.value
+        )
 
 
 def test_a_killed_engine_leaves_a_journal_without_an_end(journal):
@@ -101,14 +103,18 @@ def test_a_flipped_bit(journal):
 def test_another_version(journal):
     data = journal.read_bytes()
     journal.write_bytes(MARK + struct.pack("<I", 99) + data[START_BYTES:])
-    expected = "offset 18: expected version 1 of the format, got 99; read it with the Hardpoint that"
+    expected = (
+        "offset 18: expected version 1 of the format, got 99; read it with the Hardpoint that"
+    )
     with pytest.raises(JournalError, match=expected):
         read(journal)
 
 
 def test_another_file(journal):
     journal.write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(JournalError, match=r"offset 0: expected a journal, which begins with b'hard"):
+    with pytest.raises(
+        JournalError, match=r"offset 0: expected a journal, which begins with b'hard"
+    ):
         read(journal)
 
 
@@ -143,7 +149,9 @@ def test_a_hostile_record_with_a_right_checksum(journal, payload):
     offset = frames_of(journal.read_bytes())[2][0]
     written(journal, [*payloads[:2], payload, *payloads[3:]])
     tracemalloc.start()
-    with pytest.raises(JournalError, match=f"offset {offset}: expected a record, got another one: "):
+    with pytest.raises(
+        JournalError, match=f"offset {offset}: expected a record, got another one: "
+    ):
         read(journal)
     assert tracemalloc.get_traced_memory()[1] < 1 << 22
     tracemalloc.stop()
@@ -185,7 +193,9 @@ def test_a_result_that_does_not_fit_its_plan(journal):
             payloads[number] = encoder.encode(event)
             break
     written(journal, payloads)
-    with pytest.raises(JournalError, match=r"the result of step \d+ has tokens of \d+ requests, its"):
+    with pytest.raises(
+        JournalError, match=r"the result of step \d+ has tokens of \d+ requests, its"
+    ):
         read(journal)
 
 
@@ -205,7 +215,9 @@ def test_hostile_requests_and_configurations(journal):
     header = msgspec.msgpack.decode(payloads[0])
     header[3]["scheduler"]["max_num_seqs"] = "many"
     written(journal, [msgspec.msgpack.encode(header), *payloads[1:]])
-    with pytest.raises(JournalError, match=r"its configuration is none of this Hardpoint: scheduler\."):
+    with pytest.raises(
+        JournalError, match=r"its configuration is none of this Hardpoint: scheduler\."
+    ):
         replay(journal)
     arrival = ["r1", [b"\x81\xa1x\x01"], False, None]
     event = msgspec.msgpack.encode(["event", "add", [arrival]])

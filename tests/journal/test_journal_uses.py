@@ -35,9 +35,7 @@ def with_header(journal, change) -> None:
 
 
 def of_other_torch(header: Header) -> Header:
-    return msgspec.structs.replace(
-        header, build=msgspec.structs.replace(header.build, torch="1.0")
-    )
+    return msgspec.structs.replace(header, build=msgspec.structs.replace(header.build, torch="1.0"))
 
 
 def test_until_stops_before_a_step(journal):
@@ -84,7 +82,9 @@ def test_another_plugin_is_refused_by_name(journal):
         return msgspec.structs.replace(header, manifest=manifest)
 
     with_header(journal, changed)
-    with pytest.raises(JournalError, match=r"plugin 'top_k' \(logits_processors\): \S+ 0\.0\.1, here"):
+    with pytest.raises(
+        JournalError, match=r"plugin 'top_k' \(logits_processors\): \S+ 0\.0\.1, here"
+    ):
         replay(journal)
 
 
@@ -172,10 +172,14 @@ def test_an_export_has_nothing_of_what_was_written(journal, recorded):
     lines = list(JournalFile(journal).export("redacted"))
     found = [json.loads(line) for line in lines]
     assert len(found) > 20
-    assert {"timestamp", "input_length", "output_length", "hash_ids", "finish_reason"} <= set(found[0])
+    assert {"timestamp", "input_length", "output_length", "hash_ids", "finish_reason"} <= set(
+        found[0]
+    )
     numbers = {number for line in found for number in line["hash_ids"]}
     assert numbers == set(range(len(numbers)))  # no hash is shown
-    assert not any(isinstance(value, str) and len(value) > 12 for line in found for value in line.values())
+    assert not any(
+        isinstance(value, str) and len(value) > 12 for line in found for value in line.values()
+    )
     ends = {line["finish_reason"] for line in found}
     assert {"length", "abort"} <= ends
     assert {type(line["request"]) for line in found} == {int}
@@ -187,7 +191,9 @@ def test_an_export_of_mooncakes_form_is_read_by_simulations(journal, tmp_path):
     requests = read_mooncake(tmp_path / "trace")
     found = [json.loads(line) for line in lines]
     assert len(requests) == len(found)
-    for request, line in zip(requests, sorted(found, key=lambda line: line["timestamp"]), strict=True):
+    for request, line in zip(
+        requests, sorted(found, key=lambda line: line["timestamp"]), strict=True
+    ):
         assert sum(segment.length for segment in request.prompt) == line["input_length"]
         assert request.output.length == line["output_length"]
 
@@ -258,7 +264,9 @@ def test_an_earlier_journal_is_kept_once(tmp_path, scripted):
 def test_a_journal_that_cannot_be_created(tmp_path, scripted):
     path = tmp_path / "none" / "journal"
     config = scripted_config(scripted, {"engine": {"journal": str(path)}})
-    with pytest.raises(JournalError, match=r"engine\.journal: '.*' cannot be created: .*No such file"):
+    with pytest.raises(
+        JournalError, match=r"engine\.journal: '.*' cannot be created: .*No such file"
+    ):
         LLM(config=config)
 
 
@@ -270,7 +278,9 @@ def test_engines_that_follow_others_have_no_journal(tmp_path, scripted):
             "parallel": {"data": 2, "expert": True},
         },
     )
-    expected = r"engine\.journal: expected none, because engines that share experts .* got '.*journal'"
+    expected = (
+        r"engine\.journal: expected none, because engines that share experts .* got '.*journal'"
+    )
     with pytest.raises(ConfigError, match=expected):
         LLM(config=config)
 

@@ -145,7 +145,7 @@ def build_engine(
             check_descriptors()
         prepared = prepare()
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
-            from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
+            from hardpoint.core.engine.build import Outside, build_core  # noqa: PLC0415 - needs torch
 
             built = build_core(
                 prepared.spec,
@@ -153,7 +153,7 @@ def build_engine(
                 prepared.config_sources,
                 clock,
                 vocabulary=prepared.vocabulary,
-                **({} if open_outside is None else {"open_outside": open_outside}),
+                open_outside=open_outside or Outside,
             )
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:

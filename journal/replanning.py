@@ -115,7 +115,8 @@ def _check(journal: Journal) -> None:
     for reason, is_so in reasons.items():
         if is_so:
             raise JournalError(
-                f"journal {str(journal.path)!r}: its steps cannot be planned without workers: {reason}"
+                f"journal {str(journal.path)!r}: its steps cannot be planned without workers: "
+                f"{reason}"
             )
 
 
@@ -124,8 +125,8 @@ def _planned(
 ) -> tuple[ReplayReport, int | None]:
     """Plan the steps with a policy; return what was found, and the number of the last event.
 
-    Without a policy, it is the one that was recorded, changes included; the last note says then what
-    became of the request `asked` in the last step.
+    Without a policy, it is the one that was recorded, changes included; the last note says then
+    what became of the request `asked` in the last step.
     """
     player = Player(journal.header.clock)
     player.has_workers = False

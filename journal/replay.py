@@ -144,8 +144,8 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
         found.extend(mismatches(journal.header, outside))
         if found and not anyway:
             raise JournalError(
-                f"journal {str(path)!r}: it was recorded by something else: {'; '.join(found)}. Its "
-                "tokens may be others here: --anyway replays it and shows where they differ"
+                f"journal {str(path)!r}: it was recorded by something else: {'; '.join(found)}. "
+                "Its tokens may be others here: --anyway replays it and shows where they differ"
             )
         if isinstance(next(journal.records(), None), Keyframe):
             found.append("it begins at a keyframe: plans are not compared")

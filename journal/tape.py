@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from hardpoint.boundary.parts.components import GatesAsGrammars
 from hardpoint.boundary.parts.gates import PartGates, PartTransfers
@@ -23,8 +23,7 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 
-Take = Callable[[], Any]
-"""Takes from outside; may raise."""
+T = TypeVar("T")
 
 
 class Tape(Protocol):
@@ -157,10 +156,11 @@ class TapedExecutor(Executor):
         """Sample the tokens of a step."""
         return self._taped(self._inner.sample_tokens(plan, bitmask), plan)
 
-    def _taped(self, future: Any, plan: SchedulerOutput) -> Any:
+    def _taped(self, future: T, plan: SchedulerOutput) -> T:
         """Return a future that passes the tape; the engine reports what is none."""
-        is_future = isinstance(future, Future)
-        return TapedFuture(future, plan, self._tape) if is_future else future
+        if not isinstance(future, Future):
+            return future
+        return cast(T, TapedFuture(future, plan, self._tape))
 
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), timeout: float | None = None

@@ -123,10 +123,14 @@ class JournalWriter:
         item = self._queue.get()
         if isinstance(item, bytes):
             time.sleep(_GATHER_S)
-        pieces, waiting = [], []
+        pieces: list[bytes] = []
+        waiting: list[threading.Event] = []
         with contextlib.suppress(queue.Empty):
             while item is not None:
-                (pieces if isinstance(item, bytes) else waiting).append(item)
+                if isinstance(item, bytes):
+                    pieces.append(item)
+                else:
+                    waiting.append(item)
                 item = self._queue.get_nowait()
         data = memoryview(b"".join(pieces))
         self._num_pending -= len(data)

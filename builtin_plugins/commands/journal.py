@@ -14,7 +14,7 @@ _DIFFERS = 1
 
 def _configure_replay(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run the engine of a journal (engine.journal) again, from what came to it from outside, and "
+        "Run the engine of a journal (engine.journal) again, from what came to it from outside; "
         "compare each plan and each token. Exit code 0: all is the same; 1: something differs; "
         "2: the journal cannot be used. The journal names plugins and options, which are loaded: "
         "replay those of people that you trust."

@@ -1,4 +1,4 @@
-"""A timer that writes the stacks of all threads, or ends the process, when a step takes too long."""
+"""A timer that writes the stacks of all threads when a step takes too long."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a journal costs: the same requests with and without one, turn about, in one run.
+"""Cost of a journal: the same requests with and without one, turn about, in one run.
 
 python benchmarks/journal.py --model smollm2 --requests 16 --tokens 128 --rounds 5
 
-It prints the median time of a step without a journal, the time that the engine's thread takes for
-the journal in a step, measured around its work, the ratio of both, and the ratio of the times of
-whole runs, which is as uncertain as the spread that stands beside it.
+It prints the median processor time of a step without a journal, that of the engine's thread for
+the journal in a step, measured around its work, the ratio of both, and the ratio of the processor
+times of whole runs, which is as uncertain as their spread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hardpoint.testing import scripted_config, write_scripted_model
 
 
 class Stopwatch:
-    """Adds up the time of calls.
+    """Adds up the processor time of calls.
 
     Attributes:
-        seconds: of all calls.
+        seconds: sum over all calls.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Stopwatch:
         """Return a function whose time counts."""
 
         def timed(*args: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return call(*args)
             finally:
-                self.seconds += time.perf_counter() - began
+                self.seconds += time.thread_time() - began
 
         return timed
 
@@ -75,9 +75,9 @@ def main() -> None:
     with opened(None) as plain, opened(str(path)) as recorded:
         for _ in range(options.rounds + 1):
             for llm, has_journal in ((plain, False), (recorded, True)):
-                began = time.perf_counter()
+                began = time.process_time()
                 llm.generate(prompts, params)
-                times[has_journal].append(time.perf_counter() - began)
+                times[has_journal].append(time.process_time() - began)
                 if len(times[True]) == 1:
                     watch.seconds = 0.0  # the first round warms up
     own = watch.seconds / options.rounds / options.tokens

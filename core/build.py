@@ -130,7 +130,7 @@ def build_engine(
         handed: the plugins that the program hands over, see `handed_over`.
         open_client: opens the client of an engine in a process of its own, or of several.
         companions: open what the program has next to the engine.
-        open_outside: of an engine in this process, as of `build_core`; None is the core's own.
+        open_outside: as of `build_core`, for an engine in this process; None is its default.
 
     Raises:
         ConfigError, PluginError: before any weight is read.

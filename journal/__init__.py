@@ -28,7 +28,7 @@ _OUTSIDE = "hardpoint.journal.recording:RecordedOutside"
 def with_journal(
     open_client: OpenClient, config: EngineConfig, config_sources: ConfigSources
 ) -> OpenClient:
-    """Return what opens a client of engines that record, if the configuration has a journal.
+    """Return the opener of a client whose engines record, if the configuration has a journal.
 
     Raises:
         ConfigError: the engines cannot record.
@@ -56,7 +56,7 @@ def with_journal(
 
 
 def outside_of(config: EngineConfig) -> OpenOutside | None:
-    """Return what opens the outside of an engine in this process; None without a journal."""
+    """Return the opener of the outside of an engine in this process; None without a journal."""
     if config.engine.journal is None:
         return None
     from .recording import RecordedOutside  # noqa: PLC0415 - needs torch

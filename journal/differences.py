@@ -1,4 +1,4 @@
-"""What differs between a journal and its replay, as a person reads it."""
+"""Differences between a journal and its replay, as a person reads them."""
 
 from __future__ import annotations
 

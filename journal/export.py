@@ -1,4 +1,4 @@
-"""Exports of a journal that say nothing of what was written: times, lengths, shared blocks."""
+"""Exports of a journal without its texts: times, lengths, shared blocks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import msgspec
 
 from hardpoint.plugins import EngineCoreRequest
 
-from .errors import JournalError
 from .forcing import recorded_tokens
+from .frames import JournalError
 from .records import Event
-from .replay import Journal, request_of
+from .run import Journal, request_of
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block in Mooncake's traces."""
 
 
 class _Exported(msgspec.Struct):
-    """A request without what it says.
+    """A request without its content.
 
     Attributes:
         arrived: milliseconds since the journal began.
-        first: of its first token, ended: of its end.
+        first, ended: the same, for its first token and its end.
     """
 
     number: int
@@ -88,7 +88,7 @@ def _details(one: _Exported) -> dict[str, Any]:
 
 
 def _collected(journal: Journal, blocks: _Blocks) -> dict[str, _Exported]:
-    """Return the requests by id, with what the events say of them."""
+    """Return the requests by id, with the figures that events have of them."""
     found: dict[str, _Exported] = {}
     now = journal.header.clock
     for record in journal.records():
@@ -105,7 +105,7 @@ def _collected(journal: Journal, blocks: _Blocks) -> dict[str, _Exported]:
 
 
 def _note(found: dict[str, _Exported], event: Event, time: float) -> None:
-    """Note what an event says of the requests that are known."""
+    """Note the figures of known requests in an event."""
     for plan in event.plans:
         for row in plan.new:
             if (one := found.get(row.request_id)) is not None and one.cached is None:
@@ -125,7 +125,7 @@ def _note(found: dict[str, _Exported], event: Event, time: float) -> None:
 class _Blocks:
     """Numbers blocks by what they and all before them hold.
 
-    The hashes are made with a salt that nobody keeps, and only their order of appearance is shown:
+    The hashes are made with a salt that is not kept, and only their order of appearance is shown:
     who guesses a prompt cannot check the guess.
     """
 

@@ -20,7 +20,7 @@ from hardpoint.plugins.resumed import ResumedOutputs
 from .differences import Difference
 from .playing import Player
 from .records import Event, Keyframe, num_computed
-from .replay import Journal, ReplayReport, Run, request_of
+from .run import Journal, ReplayReport, Run, request_of
 
 _MOST_STEPS = 100_000
 """After the journal's last event, for requests that are not done yet."""
@@ -77,7 +77,7 @@ class _Outputs:
 
 
 class ForcedRun:
-    """Calls an engine core as a journal says, and compares the tokens of requests.
+    """Calls an engine core by the events of a journal, and compares the tokens of requests.
 
     Attributes:
         report: what was found.

@@ -14,7 +14,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from .errors import JournalError
+from hardpoint.plugins import HardpointError
+
 from .records import FORMAT_VERSION, Compact, End, Event, Header, Keyframe, Record
 
 MARK = b"hardpoint journal\n"
@@ -29,14 +30,18 @@ FRAME_BYTES = _FRAME.size
 
 
 def start_of_file() -> bytes:
-    """Return what comes before the first frame."""
+    """Return the bytes before the first frame."""
     return MARK + _VERSION.pack(FORMAT_VERSION)
 
 
 def frame_head(payload: bytes, number: int) -> bytes:
-    """Return what comes before a payload."""
+    """Return the bytes before a payload."""
     checksum = zlib.crc32(payload, zlib.crc32(_NUMBER.pack(number)))
     return _FRAME.pack(len(payload), checksum, number)
+
+
+class JournalError(HardpointError):
+    """A journal cannot be read, or cannot be replayed here; the message has the place."""
 
 
 class JournalReader:
@@ -44,7 +49,7 @@ class JournalReader:
 
     Attributes:
         path: the file.
-        offset: of the frame that is read next.
+        offset: offset of the frame that is read next.
         is_ended: whether the record of the end was read; one that an engine left when it was killed
             has none.
     """

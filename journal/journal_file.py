@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .export import export
-from .life import lives
+from .history import history
 from .replanning import replan
 from .replay import Journal, ReplayReport, replay
 
@@ -42,5 +42,5 @@ class JournalFile:
         return export(Journal(self.path, until_damage=self._anyway), form)
 
     def request(self, name: str) -> Iterator[str]:
-        """Yield the life of a request, line by line; see `lives`."""
-        return lives(Journal(self.path, until_damage=self._anyway), name)
+        """Yield the history of a request, line by line; see `history`."""
+        return history(Journal(self.path, until_damage=self._anyway), name)

@@ -69,11 +69,11 @@ class Player:
         """Compare what was taken from an event with what it has."""
         if not self.is_exact:
             return
-        if (plan := self._take("plans")) is not None:
-            self.differ(Difference(self._number, plan.step, "plan", recorded=_shown(plan)))
-        if (result := self._take("results")) is not None:
+        if (plan := self._pop("plans")) is not None:
+            self.differ(Difference(self._number, plan.step, "plan", recorded=_as_text(plan)))
+        if (result := self._pop("results")) is not None:
             self.differ(Difference(self._number, result.step, "result", recorded="a result"))
-        if (failure := self._take("raised")) is not None:
+        if (failure := self._pop("raised")) is not None:
             shown = f"{failure.kind}: {failure.text}"
             self.differ(Difference(self._number, None, "failure", recorded=shown))
 
@@ -82,7 +82,7 @@ class Player:
         if self.difference is None:
             self.difference = difference
 
-    def _take(self, channel: str) -> Any:
+    def _pop(self, channel: str) -> Any:
         """Return the next item of a channel; None after the last one."""
         if not self.is_exact and channel != "clock":
             return None
@@ -96,63 +96,63 @@ class Player:
         """Return why a request runs, or does not, in the last step that was planned here."""
         return why_of(self.reasons, request_id) or NOT_CONSIDERED
 
-    def clock(self, take: Callable[[], float]) -> float:  # noqa: ARG002
+    def clock(self, read: Callable[[], float]) -> float:  # noqa: ARG002
         """Return the next reading; after the last one, that again."""
-        found = self._take("clock")
+        found = self._pop("clock")
         if found is not None:
             self._now = found
         return self._now
 
-    def time(self, take: Callable[[], float]) -> float:
+    def time(self, read: Callable[[], float]) -> float:
         """Return the next reading of the clock that measures steps."""
-        found: float | None = self._take("times")
-        return take() if found is None else found
+        found: float | None = self._pop("times")
+        return read() if found is None else found
 
-    def gate(self, request_id: str, take: Callable[[], WaitReason | None]) -> WaitReason | None:
-        """Return what the gates of a request answered, once they would answer so here."""
-        noted: Gate | None = self._take("gates")
+    def gate(self, request_id: str, read: Callable[[], WaitReason | None]) -> WaitReason | None:
+        """Return the noted answer of the gates of a request, once they would give it here."""
+        noted: Gate | None = self._pop("gates")
         if noted is None:
-            return take()
+            return read()
         if noted.failure is not None:
             raise error_of(noted.failure.kind, noted.failure.text)
         if noted.waiting_for:
             waiting = WaitingFor(noted.waiting_for)
             return WaitReason(waiting, noted.message, noted.needed, noted.available, noted.ahead)
         try:
-            self.wait(lambda: take() is None)
+            self.wait(lambda: read() is None)
         except HardpointError as error:
             self._differs_for(request_id, "gate", "it may run", f"{type(error).__name__}: {error}")
             raise
         return None
 
     def matched(
-        self, request_id: str, take: Callable[[], tuple[int | None, bool]]
+        self, request_id: str, read: Callable[[], tuple[int | None, bool]]
     ) -> tuple[int | None, bool]:
         """Return how many tokens a step part could load; it has to find as many here."""
-        noted: tuple[int | None, bool] | None = self._take("matched")
-        own = take()  # also where it was not known yet: the part begins to look
+        noted: tuple[int | None, bool] | None = self._pop("matched")
+        own = read()  # also where it was not known yet: the part begins to look
         if noted is None:
             return own
         if noted[0] is not None and own[0] != noted[0]:
             self._differs_for(request_id, "loadable tokens", str(noted[0]), str(own[0]))
         return noted
 
-    def done(self, take: Callable[[], bool]) -> bool:
+    def done(self, read: Callable[[], bool]) -> bool:
         """Return whether a result was there."""
-        found: bool | None = self._take("done")
-        return take() if found is None else found
+        found: bool | None = self._pop("done")
+        return read() if found is None else found
 
-    def answers(self, part: str, take: Callable[[], list[Any]]) -> list[Any]:
-        """Return what worker halves answered, once they answer so here."""
-        noted = self._take("answers")
+    def answers(self, part: str, read: Callable[[], list[Any]]) -> list[Any]:
+        """Return the noted answers of worker halves, once they give them here."""
+        noted = self._pop("answers")
         if noted is None:
-            return take()
+            return read()
         if not self.has_workers:
             return [tuple(answer) for answer in noted.answers]
         found: list[Any] = [None]
 
         def is_same() -> bool:
-            found[0] = [(kind, bytes(answer)) for kind, answer in take()]
+            found[0] = [(kind, bytes(answer)) for kind, answer in read()]
             return bool(found[0] == [tuple(answer) for answer in noted.answers])
 
         if not self.wait(is_same, 5.0):
@@ -165,24 +165,24 @@ class Player:
         """Compare a plan with the one that was noted."""
         if not self.is_exact:
             return
-        noted: Plan | None = self._take("plans")
+        noted: Plan | None = self._pop("plans")
         own = plan_record(plan)
         found = plan_difference(self._number, noted, own, self.reasons)
         if found is not None:
             self.differ(found)
 
     def result(
-        self, plan: SchedulerOutput, take: Callable[[], ModelRunnerOutput | None]
+        self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
     ) -> ModelRunnerOutput | None:
         """Return the result of a plan, with all that came from outside as it was noted."""
         if self._event.raised and self.is_exact:
-            failure: Failure | None = self._take("raised")
+            failure: Failure | None = self._pop("raised")
             if failure is not None:
-                return self._raised(plan, failure, take)
-        own = take()
+                return self._raised(plan, failure, read)
+        own = read()
         if not isinstance(own, ModelRunnerOutput) or not self.is_exact:
             return own
-        noted: Result | None = self._take("results")
+        noted: Result | None = self._pop("results")
         if noted is None:
             self.differ(Difference(self._number, plan.step, "result", own="a result"))
             return own
@@ -198,12 +198,12 @@ class Player:
         self,
         plan: SchedulerOutput,
         failure: Failure,
-        take: Callable[[], ModelRunnerOutput | None],
+        read: Callable[[], ModelRunnerOutput | None],
     ) -> ModelRunnerOutput | None:
-        """Return what the executor returns here, where it raised when it was recorded."""
+        """Return the result of an executor here that raised when it was recorded."""
         recorded = f"{failure.kind}: {failure.text}"
         try:
-            own = take()
+            own = read()
         except BaseException as error:
             if type(error).__name__ != failure.kind:
                 self.differ(
@@ -242,7 +242,7 @@ def with_noted(own: ModelRunnerOutput, noted: Result) -> ModelRunnerOutput:
     return own
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return str(msgspec.to_builtins(value))[:400]
 
 
@@ -273,10 +273,6 @@ class PlayedOutside(Outside):
         self.built: EngineCore | None = None
         check(self)
 
-    def why(self, request_id: str | None) -> str:
-        """Return why a request runs, or does not, in the last step that was planned here."""
-        return why_of(self.reasons, request_id) or NOT_CONSIDERED
-
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:
         """Return the clock that was recorded."""
         return functools.partial(self.player.clock, clock)
@@ -297,6 +293,6 @@ class PlayedOutside(Outside):
 
 
 def taken(ids: Sequence[str]) -> Callable[[], Sequence[str]]:
-    """Return what gives the late aborts of a step, once."""
+    """Return a function that returns the late aborts of a step, once."""
     left = [list(ids)]
     return lambda: left.pop() if left else []

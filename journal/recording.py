@@ -78,24 +78,24 @@ class Recorder:
         """Note no more."""
         self.event = None
 
-    def clock(self, take: Callable[[], float]) -> float:
+    def clock(self, read: Callable[[], float]) -> float:
         """Note a reading of the engine's clock by the engine's thread."""
-        now = take()
+        now = read()
         if (event := self.event) is not None and threading.get_ident() == self._thread:
             event.clock.append(now)
         return now
 
-    def time(self, take: Callable[[], float]) -> float:
+    def time(self, read: Callable[[], float]) -> float:
         """Note a reading of the clock that measures steps."""
-        now = take()
+        now = read()
         if self.event is not None:
             self.event.times.append(now)
         return now
 
-    def gate(self, request_id: str, take: Callable[[], WaitReason | None]) -> WaitReason | None:  # noqa: ARG002
+    def gate(self, request_id: str, read: Callable[[], WaitReason | None]) -> WaitReason | None:  # noqa: ARG002
         """Note the answer of the gates of a request."""
         try:
-            reason = take()
+            reason = read()
         except HardpointError as error:
             self._note("gates", Gate(failure=failure_record(error)))
             raise
@@ -105,22 +105,22 @@ class Recorder:
     def matched(
         self,
         request_id: str,  # noqa: ARG002
-        take: Callable[[], tuple[int | None, bool]],
+        read: Callable[[], tuple[int | None, bool]],
     ) -> tuple[int | None, bool]:
         """Note how many tokens a step part can load."""
-        found = take()
+        found = read()
         self._note("matched", found)
         return found
 
-    def done(self, take: Callable[[], bool]) -> bool:
+    def done(self, read: Callable[[], bool]) -> bool:
         """Note whether a result is there."""
-        found = take()
+        found = read()
         self._note("done", found)
         return found
 
-    def answers(self, part: str, take: Callable[[], list[Any]]) -> list[Any]:
+    def answers(self, part: str, read: Callable[[], list[Any]]) -> list[Any]:
         """Note the answers of worker halves."""
-        found = take()
+        found = read()
         self._note("answers", Answer(part, [(kind, bytes(answer)) for kind, answer in found]))
         return found
 
@@ -129,15 +129,15 @@ class Recorder:
         self._note("plans", plan_record(plan))
 
     def result(
-        self, plan: SchedulerOutput, take: Callable[[], ModelRunnerOutput | None]
+        self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
     ) -> ModelRunnerOutput | None:
         """Note a result, or what was raised."""
         try:
-            result = take()
+            result = read()
         except BaseException as error:
             self._note("raised", failure_record(error))
             raise
-        if isinstance(result, ModelRunnerOutput):  # the engine reports what is none
+        if isinstance(result, ModelRunnerOutput):  # the engine reports anything else
             self._note("results", result_record(plan.step, result))
         return result
 
@@ -406,7 +406,7 @@ def header_of(spec: WorkerSpec, parts: EngineCoreParts, build: Build) -> Header:
 
 
 def build_of(spec: WorkerSpec) -> Build:
-    """Return what has to be the same for the same bits."""
+    """Return the build that has to be the same for the same bits."""
     device = spec.device
     if device.type == "cpu":
         name = f"cpu {torch.backends.cpu.get_cpu_capability()}"

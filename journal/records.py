@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be the same for the same bits.
+    """The properties that have to be the same for the same bits.
 
     Attributes:
         hardpoint, python, torch: versions.
@@ -52,7 +52,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="he
         started: seconds since 1970.
         clock: the engine's clock then.
         ring: whether earlier records may be gone.
-        windows: of the groups of its KV cache, if there are several or one has a window.
+        windows: windows of the groups of its KV cache, if there are several or one has a window.
     """
 
     build: Build
@@ -101,10 +101,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """What the executor returned for a plan; see `ModelRunnerOutput`.
+    """The result that the executor returned for a plan; see `ModelRunnerOutput`.
 
     Attributes:
-        step: that of the plan.
+        step: number of the plan.
         tokens: sampled ids by request id; in a file a list, where they are those of the scheduled
             requests of the plan written last.
         part_reports: by step part and rank.
@@ -128,7 +128,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
-    """What step parts said of a request that asked to run.
+    """The answer of step parts for a request that is to run.
 
     Attributes:
         waiting_for: value of a `WaitingFor`; empty if it may run.
@@ -182,7 +182,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
         call: "step", "add", "add_all", "abort", "idle", "loop", "flush" or "leave"; of a control
             call, "call".
         arrivals: requests of "add" and "add_all".
-        request_ids: of "abort"; None is all.
+        request_ids: requests of "abort"; None is all.
         method: name of the control call.
         arguments: its arguments, encoded as requests are.
         returned: its result, if that is true or false.
@@ -192,7 +192,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
         gates: answers of the gates of step parts.
         matched: tokens that a step part could load, and whether between steps.
         done: whether results were there when the engine looked.
-        answers: of worker halves of step parts.
+        answers: answers of worker halves of step parts.
         plans: plans that were executed.
         results: their results, and those of earlier plans.
         raised: what the executor raised instead of results.

@@ -17,10 +17,10 @@ from hardpoint.plugins import (
     WorkerInfo,
 )
 
-from .errors import JournalError
+from .frames import JournalError
 from .playing import NOT_CONSIDERED, Player
 from .records import Event
-from .replay import Journal, ReplayReport, Run, open_played, replay_config
+from .run import Journal, ReplayReport, Run, open_played, replay_config
 
 
 class NoWorkers(Executor):
@@ -125,8 +125,8 @@ def _planned(
 ) -> tuple[ReplayReport, int | None]:
     """Plan the steps with a policy; return what was found, and the number of the last event.
 
-    Without a policy, it is the one that was recorded, changes included; the last note says then
-    what became of the request `asked` in the last step.
+    Without a policy, it is the one that was recorded, changes included; the last note is then why
+    the request `asked` ran in the last step, or did not.
     """
     player = Player(journal.header.clock)
     player.has_workers = False

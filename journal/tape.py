@@ -1,4 +1,4 @@
-"""What stands between an engine core and its outside while it is recorded or played back.
+"""The channels between an engine core and its outside while it is recorded or played back.
 
 Everything that is taken from outside in a call of the core passes one of the channels of a `Tape`:
 the clock, gates, results. One kind of tape notes what passes, another returns what was noted.
@@ -29,31 +29,31 @@ T = TypeVar("T")
 class Tape(Protocol):
     """The channels."""
 
-    def clock(self, take: Callable[[], float]) -> float:
+    def clock(self, read: Callable[[], float]) -> float:
         """Return the time on the engine's clock. In any thread."""
 
-    def time(self, take: Callable[[], float]) -> float:
+    def time(self, read: Callable[[], float]) -> float:
         """Return the time on the clock that measures steps."""
 
-    def gate(self, request_id: str, take: Callable[[], WaitReason | None]) -> WaitReason | None:
+    def gate(self, request_id: str, read: Callable[[], WaitReason | None]) -> WaitReason | None:
         """Return why a request waits; raise the error with which it ends."""
 
     def matched(
-        self, request_id: str, take: Callable[[], tuple[int | None, bool]]
+        self, request_id: str, read: Callable[[], tuple[int | None, bool]]
     ) -> tuple[int | None, bool]:
         """Return how many tokens a step part can load, and whether between steps."""
 
-    def done(self, take: Callable[[], bool]) -> bool:
+    def done(self, read: Callable[[], bool]) -> bool:
         """Return whether a result is there."""
 
-    def answers(self, part: str, take: Callable[[], list[Any]]) -> list[Any]:
+    def answers(self, part: str, read: Callable[[], list[Any]]) -> list[Any]:
         """Return the answers of worker halves to a call of their step part."""
 
     def plan(self, plan: SchedulerOutput) -> None:
         """Note a plan that is about to be executed."""
 
     def result(
-        self, plan: SchedulerOutput, take: Callable[[], ModelRunnerOutput | None]
+        self, plan: SchedulerOutput, read: Callable[[], ModelRunnerOutput | None]
     ) -> ModelRunnerOutput | None:
         """Return the result of a plan."""
 
@@ -114,7 +114,7 @@ class TapedFuture(Future[Any]):
         return self._inner.cancelled()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what the call raised."""
+        """Return the error of the call."""
         return self._inner.exception(timeout)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -157,7 +157,7 @@ class TapedExecutor(Executor):
         return self._taped(self._inner.sample_tokens(plan, bitmask), plan)
 
     def _taped(self, future: T, plan: SchedulerOutput) -> T:
-        """Return a future that passes the tape; the engine reports what is none."""
+        """Return a future that passes the tape; the engine reports anything else."""
         if not isinstance(future, Future):
             return future
         return cast(T, TapedFuture(future, plan, self._tape))
@@ -180,7 +180,7 @@ class TapedExecutor(Executor):
 def taped_calls(
     call_workers: Callable[[str, tuple[Any, ...]], list[Any]], tape: Tape
 ) -> Callable[[str, tuple[Any, ...]], list[Any]]:
-    """Return what calls worker halves of step parts, whose answers pass a tape."""
+    """Return a function that calls worker halves of step parts; their answers pass a tape."""
 
     def call(method: str, args: tuple[Any, ...]) -> list[Any]:
         return tape.answers(str(args[0]), lambda: call_workers(method, args))

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from .errors import JournalError
-from .frames import FRAME_BYTES, MOST_BYTES, START_BYTES, frame_head, start_of_file
+from .frames import FRAME_BYTES, MOST_BYTES, START_BYTES, JournalError, frame_head, start_of_file
 from .records import End, Header, Keyframe
 
 _log = logging.getLogger("hardpoint")

@@ -341,7 +341,7 @@ def _no_joining(*_: object, **__: object) -> None:
 
 
 class JournalReport(Protocol):
-    """What the replay of a journal found.
+    """The findings of the replay of a journal.
 
     Attributes:
         difference: the first one, whose text shows it; None if all was the same.
@@ -367,7 +367,7 @@ class JournalUse(Protocol):
         """Plan its steps again with another scheduling policy, without the model."""
 
     def request(self, name: str) -> Iterator[str]:
-        """Yield the life of a request, line by line."""
+        """Yield the history of a request, line by line."""
 
     def export(self, form: str) -> Iterator[str]:
         """Yield the lines of a trace, "redacted" or "mooncake"."""

@@ -22,7 +22,7 @@ def _configure_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="the journal")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step")
     parser.add_argument(
-        "--request", metavar="ID", help="show the life of a request instead; no engine is run"
+        "--request", metavar="ID", help="show the history of a request instead; no engine is run"
     )
     parser.add_argument(
         "--replan",
@@ -42,7 +42,7 @@ def _configure_replay(parser: argparse.ArgumentParser) -> None:
 def _run_replay(options: argparse.Namespace, context: CommandContext) -> int:
     """Replay, print what was found, return the exit code."""
     if options.request is not None and options.replan is not None:
-        raise ConfigError("--replan: expected no --request beside it, which runs no scheduler")
+        raise ConfigError("--replan: expected no --request with it, which runs no scheduler")
     journal = context.open_journal(options.file, options.anyway)
     if options.request is not None:
         for line in journal.request(options.request):

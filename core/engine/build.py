@@ -121,13 +121,12 @@ def build_core(
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         if start is not None:
             start.start()
+        fields = opened.for_scheduler(config, kv_cache) | {"record": _recorder(hooks, faults)}
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
             limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
-            **outside.for_scheduler(
-                {"record": _recorder(hooks, faults), **opened.for_scheduler(config, kv_cache)}
-            ),
+            **outside.for_scheduler(fields),
         )
         parts = EngineCoreParts(
             scheduler,

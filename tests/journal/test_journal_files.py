@@ -10,12 +10,12 @@ import tracemalloc
 import msgspec
 import pytest
 
-from hardpoint.journal.errors import JournalError
 from hardpoint.journal.frames import (
     FRAME_BYTES,
     MARK,
     MOST_BYTES,
     START_BYTES,
+    JournalError,
     JournalReader,
     frame_head,
     start_of_file,

@@ -1,4 +1,4 @@
-"""What can be done with a journal: stop early, show a request, force, plan again, export."""
+"""Uses of a journal: stop early, show a request, force tokens, plan again, export."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from support.journal.schedules import record
 from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.cli import main
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.journal.errors import JournalError
-from hardpoint.journal.frames import FRAME_BYTES, START_BYTES, JournalReader, frame_head
+from hardpoint.journal.frames import (
+    FRAME_BYTES,
+    START_BYTES,
+    JournalError,
+    JournalReader,
+    frame_head,
+)
 from hardpoint.journal.journal_file import JournalFile
 from hardpoint.journal.records import Compact, Event, Header, Keyframe
 from hardpoint.journal.replay import replay
@@ -45,7 +50,7 @@ def test_until_stops_before_a_step(journal):
     assert report.notes == ["stopped before step 13"]
 
 
-def test_the_life_of_a_request(tmp_path, scripted):
+def test_the_history_of_a_request(tmp_path, scripted):
     config = scripted_config(scripted, {"engine": {"journal": str(tmp_path / "journal")}})
     with LLM(config=config) as llm:
         (output,) = llm.generate([[7] * 20], GREEDY)

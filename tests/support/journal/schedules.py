@@ -65,7 +65,7 @@ def open_recorded(config: Mapping[str, Any]) -> LLMEngine:
 
 
 class Schedule:
-    """Calls an engine as a seed says."""
+    """Calls an engine, as drawn from a seed."""
 
     def __init__(self, engine: LLMEngine, draw: random.Random, num_calls: int = 40) -> None:
         """Begin with no requests."""

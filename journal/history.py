@@ -1,4 +1,4 @@
-"""The life of one request, as a journal tells it; no engine is run."""
+"""The history of one request in a journal; no engine is run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from hardpoint.plugins import EngineCoreRequest
 
-from .errors import JournalError
+from .frames import JournalError
 from .records import Arrival, Event, Keyframe, Plan
-from .replay import Journal, request_of
+from .run import Journal, request_of
 
 
-def lives(journal: Journal, name: str) -> Iterator[str]:
-    """Yield the life of a request, line by line.
+def history(journal: Journal, name: str) -> Iterator[str]:
+    """Yield the history of a request, line by line.
 
     Args:
         journal: the journal.
@@ -21,22 +21,22 @@ def lives(journal: Journal, name: str) -> Iterator[str]:
     Raises:
         JournalError: no request has that id.
     """
-    chosen: dict[str, _Life] = {}
+    chosen: dict[str, _History] = {}
     now, start = journal.header.clock, journal.header.clock
     for number, record in enumerate(journal.records()):
         arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
         for found in _named(arrivals, name):
-            chosen.setdefault(found.request_id, _Life())
+            chosen.setdefault(found.request_id, _History())
         if not isinstance(record, Event):
             continue
         now = record.clock[-1] if record.clock else now
         place = f"{now - start:10.6f} s  event {number:<6}"
         for found in _named(record.arrivals, name):
-            chosen[found.request_id] = _Life()
+            chosen[found.request_id] = _History()
             how = f"is refused: {record.failure.text}" if record.failure else "arrives"
             yield f"{place} {found.request_id} {how}, {_described(found)}"
-        for request_id, life in chosen.items():
-            for line in life.lines(record, request_id):
+        for request_id, known in chosen.items():
+            for line in known.lines(record, request_id):
                 yield f"{place} {request_id} {line}"
     if not chosen:
         raise JournalError(f"journal {str(journal.path)!r}: no request has the id {name!r}")
@@ -55,8 +55,8 @@ def _described(request: EngineCoreRequest) -> str:
     )
 
 
-class _Life:
-    """What happened to a request so far."""
+class _History:
+    """A request, and its outputs so far."""
 
     def __init__(self) -> None:
         self._num_outputs = 0

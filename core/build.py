@@ -145,7 +145,8 @@ def build_engine(
             check_descriptors()
         prepared = prepare()
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
-            from hardpoint.core.engine.build import Outside, build_core  # noqa: PLC0415 - needs torch
+            from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
+            from hardpoint.core.engine.outside import Outside  # noqa: PLC0415 - as above
 
             built = build_core(
                 prepared.spec,

@@ -272,7 +272,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
 
 
 def _open_journal(path: str, anyway: bool) -> JournalUse:
-    from hardpoint.journal.journal_file import JournalFile  # noqa: PLC0415 - needs torch
+    from hardpoint.journal.replay import JournalFile  # noqa: PLC0415 - needs torch
 
     return JournalFile(path, anyway=anyway)
 

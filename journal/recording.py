@@ -35,6 +35,7 @@ from hardpoint.system.encoding import Encoder
 
 from .fingerprint import model_fingerprint
 from .records import (
+    CLOSED,
     Answer,
     Arrival,
     Build,
@@ -51,9 +52,6 @@ from .records import (
 )
 from .tape import TapedExecutor, taped_calls, taped_scheduler
 from .writer import JournalWriter, RingWriter
-
-OUTSIDE = f"{__name__}:RecordedOutside"
-"""Reference of the class below, for the launch of an engine's process."""
 
 
 def journal_path(path: str, engine_index: int) -> Path:
@@ -322,7 +320,7 @@ class RecordedCore(EngineCore):
         try:
             super().close()
         finally:
-            self._writer.close("the engine was closed")
+            self._writer.close(CLOSED)
 
 
 def _recorded_utility(name: str) -> Callable[..., Any]:

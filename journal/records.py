@@ -248,6 +248,10 @@ class Keyframe(msgspec.Struct, frozen=True, array_like=True, tag="keyframe"):
     changes: list[Event]
 
 
+CLOSED = "the engine was closed"
+"""Why a journal ends that is whole."""
+
+
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     """The last record.
 

@@ -155,5 +155,5 @@ def _config(journal: Journal, policy: str | None) -> EngineConfig:
     return replace(
         config,
         scheduler=replace(config.scheduler, policy=policy or config.scheduler.policy),
-        executor=replace(config.executor, use=f"{__name__}:NoWorkers"),
+        executor=replace(config.executor, use=f"{__name__}:{NoWorkers.__qualname__}"),
     )

@@ -9,13 +9,16 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.registry.kinds import KINDS, Process
 
+from .export import export
 from .forcing import ForcedRun
 from .frames import JournalError
+from .history import history
 from .playing import PlayedOutside, Player
-from .records import Header, Keyframe
+from .records import CLOSED, Header, Keyframe
+from .replanning import replan
 from .run import Journal, ReplayReport, Run, open_played
 
-__all__ = ["Journal", "ReplayReport", "replay"]
+__all__ = ["Journal", "JournalFile", "ReplayReport", "replay"]
 
 
 def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) -> ReplayReport:
@@ -54,9 +57,19 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
     finally:
         close()
     report.notes[:0] = found
-    if journal.end is None and report.is_same and until is None:
-        report.notes.append("the journal has no end: its engine was killed, or is running")
+    if report.is_same and until is None:
+        report.notes += _early_end(journal)
     return report
+
+
+def _early_end(journal: Journal) -> list[str]:
+    """Return why a journal ends before its engine did, if it does."""
+    end = journal.end
+    if end is None:
+        return ["the journal has no end: its engine was killed, or is running"]
+    if end.reason == CLOSED:
+        return []
+    return [f"the journal ends after {end.num_events} events: {end.reason}"]
 
 
 def _exactly(journal: Journal, core: EngineCore, player: Player, until: int | None) -> ReplayReport:
@@ -94,3 +107,38 @@ def _computing(entries: Iterator[PluginEntry]) -> Iterator[PluginEntry]:
         frontend = KINDS[entry.kind].processes == (Process.FRONTEND,)
         if not frontend and entry.kind not in ("kv_event_publishers", "hooks"):
             yield entry
+
+
+class JournalFile:
+    """A journal that is used.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path | str, *, anyway: bool = False) -> None:
+        """Name the file; what is called reads it.
+
+        Args:
+            path: path of the file.
+            anyway: whether to use what is before damage, and what another build, model or set of
+                plugins recorded.
+        """
+        self.path, self._anyway = Path(path), anyway
+
+    def replay(self, until: int | None = None) -> ReplayReport:
+        """Run the engine again, up to a step; see `replay`."""
+        return replay(self.path, anyway=self._anyway, until=until)
+
+    def replan(self, policy: str, until: int | None = None) -> ReplayReport:
+        """Plan the steps again with another scheduling policy; see `replan`."""
+        journal = Journal(self.path, until_damage=self._anyway)
+        return replan(journal, policy, until=until, anyway=self._anyway)
+
+    def export(self, form: str) -> Iterator[str]:
+        """Yield the lines of a trace; see `export`."""
+        return export(Journal(self.path, until_damage=self._anyway), form)
+
+    def request(self, name: str) -> Iterator[str]:
+        """Yield the history of a request, line by line; see `history`."""
+        return history(Journal(self.path, until_damage=self._anyway), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -57,8 +56,14 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, the difference as text."""
-        shown = None if self.difference is None else str(self.difference)
-        return {**dataclasses.asdict(self), "difference": shown}
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "requests": self.requests,
+            "difference": None if self.difference is None else str(self.difference),
+            "num_differing": self.num_differing,
+            "notes": self.notes,
+        }
 
 
 class Journal:

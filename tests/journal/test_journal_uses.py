@@ -19,10 +19,8 @@ from hardpoint.journal.frames import (
     JournalReader,
     frame_head,
 )
-from hardpoint.journal.journal_file import JournalFile
 from hardpoint.journal.records import Compact, Event, Header, Keyframe
-from hardpoint.journal.replay import replay
-from hardpoint.simulation import read_mooncake
+from hardpoint.journal.replay import JournalFile, replay
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -21,6 +21,7 @@ from hardpoint.journal.frames import (
 )
 from hardpoint.journal.records import Compact, Event, Header, Keyframe
 from hardpoint.journal.replay import JournalFile, replay
+from hardpoint.simulation import read_mooncake
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -46,7 +46,7 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
             "hardpoint ",
             {
                 *["generate", "models", "chat", "plugins", "config", "completion", "serve"],
-                *["embed", "engine", "keys", "scale"],
+                *["embed", "engine", "keys", "scale", "replay", "journal"],
             },
         ),
         ("hardpoint --max", set()),

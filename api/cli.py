@@ -16,6 +16,7 @@ from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, Mode
 from hardpoint.plugins.commands import (
     Generator,
     JoinEngine,
+    JournalUse,
     MakeApplication,
     ModelReport,
     PluginCatalog,
@@ -271,7 +272,14 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         serve_on_ray=functools.partial(_serve_on_ray, problem, messages),
         simulate=_simulate,
         calibrate=functools.partial(_calibrate, open_model),
+        open_journal=_open_journal,
     )
+
+
+def _open_journal(path: str, anyway: bool) -> JournalUse:
+    from hardpoint.journal.replay import JournalFile  # noqa: PLC0415 - needs torch
+
+    return JournalFile(path, anyway=anyway)
 
 
 def _check_plugin(*given: Any) -> Iterator[Mapping[str, Any]]:

@@ -14,6 +14,7 @@ from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.errors import shown
+from hardpoint.journal import outside_of
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -139,6 +140,7 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncTraceCalls, SyncWeightCalls, Syn
                 handed=handed,
                 open_client=open_client,
                 companions=COMPANIONS,
+                open_outside=outside_of(config),
             )
         self._begin(built)
         self._calls = OpenCalls(self._engine)

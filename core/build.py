@@ -54,6 +54,7 @@ from hardpoint.typed.read_only import read_only
 from .kv_cache import CacheSize
 
 if TYPE_CHECKING:
+    from .engine.outside import OpenOutside
     from .weights.worker_spec import WorkerSpec
 
 _log = logging.getLogger("hardpoint")
@@ -117,6 +118,7 @@ def build_engine(
     handed: Sequence[InstalledPlugin] = (),
     open_client: OpenClient = open_process_client,
     companions: Sequence[OpenCompanion] = (),
+    open_outside: OpenOutside | None = None,
 ) -> LLMEngine:
     """Resolve the plugins, find the model, do all cheap checks, then load.
 
@@ -128,6 +130,7 @@ def build_engine(
         handed: the plugins that the program hands over, see `handed_over`.
         open_client: opens the client of an engine in a process of its own, or of several.
         companions: open what the program has next to the engine.
+        open_outside: as of `build_core`, for an engine in this process; None is its default.
 
     Raises:
         ConfigError, PluginError: before any weight is read.
@@ -143,6 +146,7 @@ def build_engine(
         prepared = prepare()
         with prepared.closed_on_error(), naming_plugin(prepared.spec.plugins):
             from hardpoint.core.engine.build import build_core  # noqa: PLC0415 - needs torch
+            from hardpoint.core.engine.outside import Outside  # noqa: PLC0415 - as above
 
             built = build_core(
                 prepared.spec,
@@ -150,6 +154,7 @@ def build_engine(
                 prepared.config_sources,
                 clock,
                 vocabulary=prepared.vocabulary,
+                open_outside=open_outside or Outside,
             )
             parts = prepared.parts(InprocClient(built.core), built.size)
     else:

@@ -384,6 +384,49 @@ def _no_calibration(*_: object) -> Iterator[Mapping[str, Any]]:
     raise NotImplementedError("this CommandContext was made without calibrate")
 
 
+class JournalReport(Protocol):
+    """The findings of the replay of a journal.
+
+    Attributes:
+        difference: the first one, whose text shows it; None if all was the same.
+    """
+
+    difference: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+
+
+class JournalUse(Protocol):
+    """A journal (`engine.journal`), and what can be done with it.
+
+    Each method raises a HardpointError that names the offset if the file is damaged, or what
+    differs if something else recorded it.
+    """
+
+    def replay(self, until: int | None = None) -> JournalReport:
+        """Run its engine again, up to a step."""
+
+    def replan(self, policy: str, until: int | None = None) -> JournalReport:
+        """Plan its steps again with another scheduling policy, without the model."""
+
+    def request(self, name: str) -> Iterator[str]:
+        """Yield the history of a request, line by line."""
+
+    def export(self, form: str) -> Iterator[str]:
+        """Yield the lines of a trace, "redacted" or "mooncake"."""
+
+
+OpenJournal = Callable[[str, bool], JournalUse]
+"""Opens a journal by its path; the second argument is whether to use a damaged one, or another
+engine's, as far as that goes.
+"""
+
+
+def _no_journals(*_: object) -> JournalUse:
+    raise NotImplementedError("this CommandContext was made without open_journal")
+
+
 MakeApplication = Callable[["AsyncGenerator", str], Any]
 """Returns an ASGI application that serves an engine; the text is Hardpoint's version."""
 
@@ -434,6 +477,7 @@ class CommandContext:
         serve_on_ray: serves the configured model by Ray Serve until a signal.
         simulate: runs a load under several configurations on a virtual clock.
         calibrate: measures what steps of the configured model take.
+        open_journal: opens a journal of an engine.
     """
 
     load_config: Callable[..., tuple[EngineConfig, ConfigSources]]
@@ -451,6 +495,7 @@ class CommandContext:
     serve_on_ray: ServeOnRay = _no_ray
     simulate: Simulate = _no_simulation
     calibrate: Calibrate = _no_calibration
+    open_journal: OpenJournal = _no_journals
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

@@ -246,6 +246,11 @@ class EngineProcessConfig(Strict):
         resume: whether requests of a dead engine go on at another one: "exact" where that gives the
             same tokens, "any" also where it differs, as in its weights; "off" ends them.
         max_resumes: how often a request goes on so.
+        journal: file that gets all that comes to the engine from outside, for `hardpoint replay`;
+            None is no journal. It has prompts, outputs and options of plugins.
+        journal_bytes: largest size of that file.
+        journal_ring: keep the last part of a journal in memory instead, and write it when a step
+            has failed, or the engine ends.
     """
 
     in_process: bool = True
@@ -265,6 +270,9 @@ class EngineProcessConfig(Strict):
     max_restarts_per_minute: Annotated[int, Meta(ge=1)] = 3
     resume: Literal["exact", "any", "off"] = "exact"
     max_resumes: Annotated[int, Meta(ge=0)] = 1
+    journal: Annotated[str, Meta(min_length=1)] | None = None
+    journal_bytes: Annotated[int, Meta(ge=1 << 16)] = 1 << 30
+    journal_ring: bool = False
 
 
 class ExecutorConfig(Strict):

@@ -69,14 +69,14 @@ class Utility(Generic[P, R]):
 
     def call(self, send: Callable[..., Any], *args: P.args, **kwargs: P.kwargs) -> R:
         """Make the call through `send`, which takes the name and the arguments by position."""
-        result: R = send(self.name, *self._by_position(args, kwargs))
+        result: R = send(self.name, *self.by_position(args, kwargs))
         return result
 
     async def call_async(
         self, send: Callable[..., Awaitable[Any]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """Make the call through `send`, as `call` does, and await the result."""
-        result: R = await send(self.name, *self._by_position(args, kwargs))
+        result: R = await send(self.name, *self.by_position(args, kwargs))
         return result
 
     def sender(self, owner: type[SyncCaller | AsyncCaller]) -> Function:
@@ -116,7 +116,7 @@ class Utility(Generic[P, R]):
         by_position = converted[: len(converted) - len(by_keyword)]
         return getattr(core, self.name)(*by_position, **by_keyword)
 
-    def _by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def by_position(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return all arguments by position, defaults included.
 
         Raises:

@@ -50,6 +50,7 @@ SMALL_MODULES = {
     "hardpoint.toolkit.trace.table": "one view of two; the page has a module",
     "hardpoint.replicas.load": "what operators and autoscalers read; no request needs it",
     "hardpoint.system.process.garbage": "Python's collector; has tests of its own",
+    "hardpoint.system.process.watchdog": "faulthandler, whose timer the process has once",
     "hardpoint.system.process.main_module.find_unpicklable": "a search, used for errors alone",
     "hardpoint.core.frontend.outputs.pooling_state": "pooling models fill it",
     "hardpoint.system.rank_store": "a server, which runs only while ranks of hosts meet",

@@ -42,6 +42,7 @@ WHOLE = (
     "boundary",
     "core",
     "features",
+    "journal",
     "plugins",
     "registry",
     "replicas",

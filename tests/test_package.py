@@ -26,6 +26,7 @@ FOLDERS = {
     "ray_serve": "hardpoint/ray_serve",
     "replicas": "hardpoint/replicas",
     "simulation": "hardpoint/simulation",
+    "journal": "hardpoint/journal",
     "testing": "hardpoint/testing",
     "core": "hardpoint/core",
     "kernels": "hardpoint/kernels",

@@ -13,6 +13,7 @@ from hardpoint.core.client.base import EngineCoreClient
 from hardpoint.core.engine.utility_calls import AsyncControlCalls, SyncControlCalls
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
+from hardpoint.journal import with_journal
 from hardpoint.plugins import ConfigError, EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.engine_set import EngineSet, EngineStatus, LoadReport
@@ -51,6 +52,8 @@ def engines_of(
 ) -> tuple[EngineConfig, OpenClient]:
     """Return the configuration of an engine, or of several, and what opens their client.
 
+    With a journal, that starts engines which record.
+
     Raises:
         ConfigError: the engine is to run in this process, and there are several, or it is to be
             restarted.
@@ -60,7 +63,7 @@ def engines_of(
     on_ray = parallel.ray is not None
     joins = on_ray or parallel.join_address is not None or parallel.local is not None
     if num_engines == 1 and config.engine.restart == "never" and not joins:
-        return config, open_process_client
+        return config, with_journal(open_process_client, config, config_sources)
     origin = config_sources.of("engine.in_process")
     if config.engine.in_process and origin != "default":
         why = "engine.restart" if num_engines == 1 else f"parallel.data = {num_engines}"
@@ -78,7 +81,8 @@ def engines_of(
     check_joining(config, config_sources)
 
     engine = msgspec.structs.replace(config.engine, in_process=False)
-    return msgspec.structs.replace(config, engine=engine), open_engines
+    config = msgspec.structs.replace(config, engine=engine)
+    return config, with_journal(open_engines, config, config_sources)
 
 
 class EngineHandle(SyncControlCalls):

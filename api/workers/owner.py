@@ -16,10 +16,10 @@ import msgspec
 from hardpoint.async_llm import AsyncLLM
 from hardpoint.calls.engines import with_restart
 from hardpoint.calls.weights import Weights
-from hardpoint.core.build import OpenClient
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError
+from hardpoint.journal import with_journal
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, IterationStats, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
@@ -48,7 +48,7 @@ class OwnerLLM(AsyncLLM):
         """Start the engines, as `AsyncLLM` does."""
         llm = cls.__new__(cls)
         llm.shared = SharedEngines()
-        open_client: OpenClient = llm.shared.open_engines
+        open_client = with_journal(llm.shared.open_engines, config, config_sources)
         llm._open(
             with_restart(config, restart),
             config_sources,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, models, trace
+from . import chat, completion, config, embed, generate, journal, models, trace
 from .plugins import command as plugins
 from .remote import engine, keys
 from .simulation import calibrate, simulate
@@ -29,5 +29,7 @@ def cli_commands() -> Sequence[Command]:
         keys.COMMAND,
         simulate.COMMAND,
         calibrate.COMMAND,
+        journal.REPLAY,
+        journal.JOURNAL,
         completion.COMMAND,
     ]

@@ -57,7 +57,7 @@ class EngineStart:
         num_sharing: engines of this host that are started at the same time, this one included.
         engines: see EnginePlace.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
-        reports_load, reports_cache: as in Launch.
+        reports_load, reports_cache, outside: as in Launch.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
             in another directory.
     """
@@ -72,6 +72,7 @@ class EngineStart:
     vocabulary: Vocabulary | None = None
     reports_load: bool = False
     reports_cache: bool = False
+    outside: str = ""
     interpreter: Interpreter = field(default_factory=Interpreter.current)
 
 
@@ -253,6 +254,7 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
         vocabulary=start.vocabulary,
         reports_load=start.reports_load,
         reports_cache=start.reports_cache,
+        outside=start.outside,
         folder=str(sockets.folder),
     )
 

@@ -59,6 +59,7 @@ from hardpoint.typed.read_only import read_only
 
 from .cache_changes import CacheChangeLog
 from .core import EngineCore
+from .outside import OpenOutside, Outside
 from .parts_start import PartsStart
 from .policy import PolicySlot
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
@@ -71,8 +72,6 @@ from .worker_launch import WorkerLauncher
 _log = logging.getLogger("hardpoint")
 
 _Clock = Callable[[], float]
-MakeCore = Callable[[EngineCoreParts, WorkerSpec], EngineCore]
-"""Makes an engine core of its parts, and of the specification of its workers."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def build_core(
     activity: Activity | None = None,
     vocabulary: Vocabulary | None = None,
     changes: CacheChangeLog | None = None,
-    make_core: MakeCore | None = None,
+    open_outside: OpenOutside = Outside,
 ) -> BuiltCore:
     """Load the model and build the engine core. If a part fails, the others are closed.
 
@@ -103,14 +102,14 @@ def build_core(
         activity: records what the engine does; None is in memory of this process.
         vocabulary: vocabulary of the tokenizer, for grammars.
         changes: collects the changes of the KV cache for clients; None if they get none.
-        make_core: makes a core of another kind; None is an EngineCore.
+        open_outside: opens what hands the engine core all that comes from outside.
 
     Raises:
         ConfigError: the KV cache does not fit; the message names the size that would.
         PluginError: a component could not be built.
     """
-    activity = activity or Activity()
-    faults = StepFaults.under(spec.config.plugins, activity)
+    activity, outside = activity or Activity(), open_outside(spec)
+    clock, faults = outside.clock(clock), StepFaults.under(spec.config.plugins, activity)
     with contextlib.ExitStack() as undo:
         fit = StepCostFit()
         opened, spec = _open_plugins(spec, vocabulary, clock, faults, fit.current, undo, changes)
@@ -123,12 +122,12 @@ def build_core(
         kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
         if start is not None:
             start.start()
+        fields = opened.for_scheduler(config, kv_cache) | {"record": _recorder(hooks, faults)}
         scheduler = spec.plugins.create(
             spec.plugins.one("schedulers"),
             SchedulerContext,
             limits=_limits(config, size, executor, opened.step_parts, spec.num_draft_tokens),
-            record=_recorder(hooks, faults),
-            **opened.for_scheduler(config, kv_cache),
+            **outside.for_scheduler(fields),
         )
         parts = EngineCoreParts(
             scheduler,
@@ -140,7 +139,7 @@ def build_core(
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info, activity),
         )
-        core = make_core(parts, spec) if make_core else EngineCore(parts)
+        core = outside.core(parts)
         undo.pop_all()
         return BuiltCore(core, size)
 

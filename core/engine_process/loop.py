@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import RefusedInCallError, rejection_output
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import call_utility, failed_call
@@ -18,66 +16,12 @@ from hardpoint.core.protocol import ShutdownState, UtilityCall
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest, HardpointError
 from hardpoint.system.forks import FORKS, end_copy
+from hardpoint.system.process.watchdog import Watchdog
 
 from .reports import ClientReports
 from .sender import ClientSendQueues
 
 _log = logging.getLogger("hardpoint")
-
-_SLACK = 0.1  # of the watchdog's limit
-_STDERR = 2  # not `sys.stderr`, which a plugin may set to anything
-
-
-class Watchdog:
-    """Writes the stacks of all threads to stderr when a step takes too long.
-
-    A step is reported after 1 to 1.1 times the limit. The timer is faulthandler's, outside of the
-    interpreter, so that it works whatever the step hangs in.
-    """
-
-    # Setting the timer costs more than a small step, so it is set again only once a tenth of its
-    # time has passed.
-
-    def __init__(
-        self,
-        limit_s: float,
-        *,
-        exits: bool = False,
-        activity: Activity | None = None,
-        later_s: float = 0.0,
-    ) -> None:
-        """Create a watchdog that is stopped.
-
-        Args:
-            limit_s: 0 switches it off.
-            exits: whether a step that takes longer also ends the process, at once.
-            activity: records when the time of a step began that may end the process.
-            later_s: left to what ends such a step by itself, before the process is ended.
-        """
-        self._limit_s = limit_s
-        self._later_s = later_s if exits else 0.0
-        self._activity = activity if exits else None
-        self._exits = exits
-        self._set_at: float | None = None
-
-    def start_step(self) -> None:
-        """Start the time of a step."""
-        if not self._limit_s:
-            return
-        now = time.monotonic()
-        if self._set_at is None or now - self._set_at > self._limit_s * _SLACK:
-            timeout = self._limit_s * (1 + _SLACK) + self._later_s
-            faulthandler.dump_traceback_later(timeout, exit=self._exits, file=_STDERR)
-            self._set_at = now
-            if self._activity is not None:
-                self._activity.begin_watch(now, self._limit_s)
-
-    def stop(self) -> None:
-        """Stop until the next step."""
-        if self._set_at is not None:
-            faulthandler.cancel_dump_traceback_later()
-            self._set_at = None
-
 
 _IDLE_S = 0.001  # left to other threads while requests wait for something outside of the loop
 _PAUSE_POLL_INTERVAL_S = 0.25  # how often the deadlines of paused requests are checked

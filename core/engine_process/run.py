@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pkgutil
 import signal
 import socket
 import sys
@@ -19,8 +20,9 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.copies import watch_forks
 from hardpoint.boundary.errors import attribute_error, naming_plugin
 from hardpoint.boundary.parts.bound_half import request_fields
-from hardpoint.core.engine.build import BuiltCore, MakeCore, build_core
+from hardpoint.core.engine.build import BuiltCore, build_core
 from hardpoint.core.engine.cache_changes import CacheChangeLog
+from hardpoint.core.engine.outside import OpenOutside, Outside
 from hardpoint.core.engine.prepare import prepare_worker
 from hardpoint.core.engine.worker_launch import check_versions
 from hardpoint.core.protocol import EngineAddresses, EngineCoreReadyResponse
@@ -110,13 +112,13 @@ _EXECUTORS_WATCH_S = 5.0  # for an executor of several ranks to find and end tho
 _ORPHAN_GRACE_S = 4.0  # to shut down in order, after the parent has ended
 
 
-def run_engine(data: bytes, watch: ParentWatch, make_core: MakeCore | None = None) -> None:
+def run_engine(data: bytes, watch: ParentWatch, outside: OpenOutside = Outside) -> None:
     """Serve until a signal, or the end of the parent.
 
     Args:
         data: a Launch.
         watch: watch of the parent.
-        make_core: as of `build_core`.
+        outside: as `open_outside` of `build_core`, unless the launch names it.
 
     Raises:
         HardpointError: the engine cannot be built; the parent raises it too.
@@ -148,7 +150,7 @@ def run_engine(data: bytes, watch: ParentWatch, make_core: MakeCore | None = Non
                 activity,
                 launch.vocabulary,
                 CacheChangeLog() if launch.reports_cache else None,
-                make_core,
+                pkgutil.resolve_name(launch.outside) if launch.outside else outside,
             )
         closing.callback(built.core.close)
         _serve(launch, watch, spec, built, closing)

@@ -46,7 +46,8 @@ def completions(folder: Path, monkeypatch: pytest.MonkeyPatch):
             "hardpoint ",
             {
                 *["generate", "models", "chat", "plugins", "config", "completion", "serve"],
-                *["embed", "engine", "keys", "scale", "simulate", "calibrate"],
+                *["embed", "engine", "keys", "scale", "simulate", "calibrate", "trace"],
+                *["replay", "journal"],
             },
         ),
         ("hardpoint --max", set()),

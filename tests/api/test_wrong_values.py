@@ -40,6 +40,8 @@ LINES = {
     "keys new": ["keys", "a"],
     "keys list": ["keys"],
     "keys revoke": ["keys", "a"],
+    "replay": ["no.journal"],
+    "journal export": ["no.journal", "trace"],
 }
 
 

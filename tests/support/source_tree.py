@@ -20,6 +20,7 @@ FOLDERS = {
     "ray_serve": "hardpoint.ray_serve",
     "replicas": "hardpoint.replicas",
     "simulation": "hardpoint.simulation",
+    "journal": "hardpoint.journal",
     "system": "hardpoint.system",
     "testing": "hardpoint.testing",
     "toolkit": "hardpoint.toolkit",

@@ -1,0 +1,118 @@
+"""`hardpoint replay` and `hardpoint journal`: play back what an engine got, or export it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from hardpoint.errors import ConfigError
+from hardpoint.plugins import Command, CommandContext
+
+_DIFFERS = 1
+
+
+def _configure_replay(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the engine of a journal (engine.journal) again, from what came to it from outside; "
+        "compare each plan and each token. Exit code 0: all is the same; 1: something differs; "
+        "2: the journal cannot be used. The journal names plugins and options, which are loaded: "
+        "replay those of people that you trust."
+    )
+    parser.add_argument("file", metavar="FILE", help="the journal")
+    parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step")
+    parser.add_argument(
+        "--request", metavar="ID", help="show the history of a request instead; no engine is run"
+    )
+    parser.add_argument(
+        "--replan",
+        metavar="policy=NAME",
+        help="plan again with another scheduling policy instead, without the model, and show the "
+        "first step that differs",
+    )
+    parser.add_argument(
+        "--anyway",
+        action="store_true",
+        help="also if another build, model or set of plugins recorded it, or it is damaged later "
+        "on: its tokens are forced, and the first one that is another here is shown",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _run_replay(options: argparse.Namespace, context: CommandContext) -> int:
+    """Replay, print what was found, return the exit code."""
+    if options.request is not None and options.replan is not None:
+        raise ConfigError("--replan: expected no --request with it, which runs no scheduler")
+    journal = context.open_journal(options.file, options.anyway)
+    if options.request is not None:
+        for line in journal.request(options.request):
+            print(line)
+        return 0
+    if options.replan is not None:
+        setting, _, policy = options.replan.partition("=")
+        if setting != "policy" or not policy:
+            raise ConfigError(f"--replan: expected policy=NAME, got {options.replan!r}")
+        report = journal.replan(policy, options.until)
+    else:
+        report = journal.replay(options.until)
+    if options.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        _print_report(report.as_dict())
+    return 0 if report.difference is None else _DIFFERS
+
+
+def _print_report(found: dict[str, object]) -> None:
+    for note in found["notes"] if isinstance(found["notes"], list) else ():
+        print(f"note: {note}", file=sys.stderr)
+    if found["difference"] is None:
+        print(
+            f"the same: {found['steps']} steps, {found['tokens']} tokens of {found['requests']} "
+            "requests"
+        )
+    else:
+        print(f"differs after {found['steps']} steps and {found['tokens']} tokens")
+        print(found["difference"])
+        if count := found["num_differing"]:
+            print(f"requests with another token: {count} of {found['requests']}")
+
+
+REPLAY = Command("replay", "run the engine of a journal again", _configure_replay, _run_replay)
+
+
+def _configure_journal(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Take a journal (engine.journal) elsewhere."
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    export = commands.add_parser(
+        "export",
+        help="write what a journal has of times and lengths, without text, tokens or options",
+        description="Write a trace of a journal: a line of JSON per request. It has no text, no "
+        "token ids, no names and no options of plugins; blocks of prompts are salted hashes.",
+    )
+    export.add_argument("file", metavar="FILE", help="the journal")
+    export.add_argument("output", metavar="OUTPUT", help="the file to write; - is standard output")
+    export.add_argument(
+        "--form",
+        choices=("redacted", "mooncake"),
+        default="redacted",
+        help="redacted: also priorities, ends and steps (default); mooncake: what its traces have",
+    )
+    export.add_argument("--anyway", action="store_true", help="also if it is damaged later on")
+
+
+def _run_journal(options: argparse.Namespace, context: CommandContext) -> int:
+    """Export a journal, return the exit code."""
+    lines = context.open_journal(options.file, options.anyway).export(options.form)
+    if options.output == "-":
+        for line in lines:
+            print(line)
+        return 0
+    try:
+        with open(options.output, "x", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+    except OSError as cause:
+        raise ConfigError(f"OUTPUT: {options.output!r} cannot be written: {cause}") from cause
+    return 0
+
+
+JOURNAL = Command("journal", "take a journal elsewhere", _configure_journal, _run_journal)

@@ -1,0 +1,205 @@
+"""Replays a journal elsewhere: its tokens are forced, and an engine's own compared with them.
+
+Another build, or one that begins at a keyframe, schedules otherwise, so that plans are not
+compared: requests, aborts and control calls come before the same steps, and each token of a request
+is compared with that of its position in the journal. After one that is another, the request goes on
+with the journal's tokens, as a request goes on that another engine began (docs/resume.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.step import Outputs
+from hardpoint.plugins import EngineCoreRequest, HardpointError
+from hardpoint.plugins.resumed import ResumedOutputs
+
+from .differences import Difference
+from .playing import Player
+from .records import Event, Keyframe, num_computed
+from .run import Journal, ReplayReport, Run, request_of
+
+_MOST_STEPS = 100_000
+"""After the journal's last event, for requests that are not done yet."""
+
+
+def recorded_tokens(journal: Journal) -> dict[str, dict[int, int]]:
+    """Return the outputs of all requests, by their position.
+
+    A token that was sampled again after a preemption counts as sampled last.
+    """
+    outputs = _Outputs()
+    for record in journal.records():
+        if isinstance(record, Keyframe):
+            outputs.live_at(record)
+        elif isinstance(record, Event):
+            outputs.after(record)
+    return outputs.found
+
+
+class _Outputs:
+    """The outputs of requests, by id and position, as events have them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[int, int]] = {}
+        self._prompts: dict[str, int] = {}
+        self._ends: dict[int, dict[str, int]] = {}  # of what each plan under way computes
+
+    def live_at(self, keyframe: Keyframe) -> None:
+        """Take the outputs that live requests have."""
+        for live in keyframe.live:
+            request = request_of(live.arrival)
+            self._prompts.setdefault(request.request_id, len(request.prompt_token_ids))
+            outputs = self.found.setdefault(request.request_id, {})
+            outputs.update(enumerate(live.output_token_ids))
+
+    def after(self, event: Event) -> None:
+        """Take what an event has."""
+        for arrival in event.arrivals if event.failure is None else ():
+            self._prompts[arrival.request_id] = len(request_of(arrival).prompt_token_ids)
+            self.found[arrival.request_id] = {}
+        for plan in event.plans:
+            computed = num_computed(plan)
+            self._ends[plan.step] = {
+                name: computed.get(name, 0) + count - len(plan.drafts.get(name, ()))
+                for name, count in (plan.scheduled or {}).items()
+            }
+        for result in event.results:
+            assert isinstance(result.tokens, dict), "the reader expands it"
+            ends = self._ends.pop(result.step, {})
+            for name, tokens in result.tokens.items():
+                if name in ends and name in self._prompts:
+                    first = ends[name] - self._prompts[name]
+                    self.found[name].update(enumerate(tokens, first))
+
+
+class ForcedRun:
+    """Calls an engine core by the events of a journal, and compares the tokens of requests.
+
+    Attributes:
+        report: what was found.
+    """
+
+    def __init__(self, core: EngineCore, player: Player, journal: Journal) -> None:
+        """Call `core`, whose tape is `player`."""
+        self._core, self._player = core, player
+        self._recorded = recorded_tokens(journal)
+        self.report = ReplayReport()
+        self._run = Run(core, player, self.report)
+        self._requests: dict[str, EngineCoreRequest] = {}
+        self._counts: dict[str, int] = {}  # outputs of live requests here
+        self._differing: set[str] = set()
+        self._number = 0
+
+    def run(self, journal: Journal, until: int | None) -> ReplayReport:
+        """Play all events; then let the requests finish that the journal has more tokens of."""
+        has_begun = not journal.header.ring
+        for number, record in enumerate(journal.records()):
+            self._number = number
+            if isinstance(record, Keyframe):
+                if not has_begun and number == 0:
+                    self._begin_at(record)
+                has_begun = True
+                continue
+            assert isinstance(record, Event)
+            has_begun = True
+            if until is not None and any(plan.step > until for plan in record.plans):
+                self.report.notes.append(f"stopped before step {record.plans[0].step}")
+                break
+            self._play(record)
+        for _ in range(_MOST_STEPS):
+            if not self._counts or not self._core.has_requests():
+                break
+            self._player.begin(self._number, Event("step"))
+            self._step()
+        self.report.num_differing = len(self._differing)
+        return self.report
+
+    def _begin_at(self, keyframe: Keyframe) -> None:
+        """Add the requests of a keyframe, with what they have generated."""
+        for change in keyframe.changes:
+            self._run.call(change)
+        for live in keyframe.live:
+            request = request_of(live.arrival)
+            if request.timeout is not None:
+                request.timeout = max(request.timeout - live.age, 0.001)
+            self._add(request, live.output_token_ids)
+
+    def _add(self, request: EngineCoreRequest, given: list[int]) -> None:
+        name = request.request_id
+        resumed = ResumedOutputs(output_token_ids=given) if given else request.resumed
+        try:
+            self._core.add_request(msgspec.structs.replace(request, resumed=resumed))
+        except HardpointError as cause:
+            self.report.notes.append(f"request {name!r} cannot go on here: {cause}")
+            self._counts.pop(name, None)
+            return
+        self._requests[name] = request
+        self._counts[name] = len(resumed.output_token_ids) if resumed is not None else 0
+
+    def _play(self, event: Event) -> None:
+        self._player.begin(self._number, event)
+        if event.call == "step":
+            ended = [*event.late_aborts]
+            if ended:
+                self._core.abort_requests(ended)
+            self._step()
+            self.report.steps += len(event.plans)
+        elif event.arrivals:
+            if event.failure is None:
+                self.report.requests += len(event.arrivals)
+                for arrival in event.arrivals:
+                    self._add(request_of(arrival), [])
+        elif event.call in ("abort", "call"):
+            try:
+                self._run.call(event)
+            except HardpointError as error:
+                if event.failure is None:
+                    self.report.notes.append(f"{event.method or event.call}: {error}")
+            for name in event.request_ids or ():
+                self._counts.pop(name, None)
+
+    def _step(self) -> None:
+        outputs, _ = self._core.step()
+        for name, tokens in self._compared(outputs):
+            self._force(name, tokens)
+
+    def _compared(self, outputs: Outputs) -> Iterator[tuple[str, list[int]]]:
+        """Compare new tokens; yield requests with another one, and the tokens to go on with."""
+        for message in outputs.values():
+            for output in message.outputs:
+                name = output.request_id
+                if name not in self._counts:
+                    continue
+                recorded, first = self._recorded.get(name, {}), self._counts[name]
+                self._counts[name] += len(output.new_token_ids)
+                for index, token in enumerate(output.new_token_ids, first):
+                    if index not in recorded:
+                        continue
+                    self.report.tokens += 1
+                    if recorded[index] != token:
+                        self._differs(name, index, recorded[index], token)
+                        yield name, [recorded[place] for place in range(index + 1)]
+                        break
+                if output.finished and output.finish_reason is not None:
+                    self._counts.pop(name, None)
+
+    def _differs(self, name: str, index: int, recorded: int, own: int) -> None:
+        self._differing.add(name)
+        if self.report.difference is None:
+            what = f"output {index}"
+            self.report.difference = Difference(
+                self._number, None, what, name, str(recorded), str(own)
+            )
+
+    def _force(self, name: str, tokens: list[int]) -> None:
+        """Let a request go on with the journal's tokens."""
+        self._core.abort_requests([name])
+        self._counts.pop(name, None)
+        if len(tokens) < len(self._recorded[name]):
+            request = self._requests[name]
+            before = request.resumed.output_token_ids if request.resumed is not None else []
+            self._add(request, tokens if len(tokens) > len(before) else list(before))

@@ -1,0 +1,103 @@
+"""The history of one request in a journal; no engine is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hardpoint.plugins import EngineCoreRequest
+
+from .frames import JournalError
+from .records import Arrival, Event, Keyframe, Plan
+from .run import Journal, request_of
+
+
+def history(journal: Journal, name: str) -> Iterator[str]:
+    """Yield the history of a request, line by line.
+
+    Args:
+        journal: the journal.
+        name: its id, as users or as the engine know it; all completions of a user's id are shown.
+
+    Raises:
+        JournalError: no request has that id.
+    """
+    chosen: dict[str, _History] = {}
+    now, start = journal.header.clock, journal.header.clock
+    for number, record in enumerate(journal.records()):
+        arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
+        for found in _named(arrivals, name):
+            chosen.setdefault(found.request_id, _History())
+        if not isinstance(record, Event):
+            continue
+        now = record.clock[-1] if record.clock else now
+        place = f"{now - start:10.6f} s  event {number:<6}"
+        for found in _named(record.arrivals, name):
+            chosen[found.request_id] = _History()
+            how = f"is refused: {record.failure.text}" if record.failure else "arrives"
+            yield f"{place} {found.request_id} {how}, {_described(found)}"
+        for request_id, known in chosen.items():
+            for line in known.lines(record, request_id):
+                yield f"{place} {request_id} {line}"
+    if not chosen:
+        raise JournalError(f"journal {str(journal.path)!r}: no request has the id {name!r}")
+
+
+def _named(arrivals: Sequence[Arrival], name: str) -> list[EngineCoreRequest]:
+    requests = [request_of(arrival) for arrival in arrivals]
+    return [one for one in requests if name in (one.request_id, one.external_req_id)]
+
+
+def _described(request: EngineCoreRequest) -> str:
+    params = request.params
+    return (
+        f"{len(request.prompt_token_ids)} tokens of prompt, max_tokens {params.max_tokens}, "
+        f"temperature {params.temperature:g}, seed {params.seed}, priority {request.priority}"
+    )
+
+
+class _History:
+    """A request, and its outputs so far."""
+
+    def __init__(self) -> None:
+        self._num_outputs = 0
+        self._is_over = False
+
+    def lines(self, event: Event, request_id: str) -> Iterator[str]:
+        """Yield what an event did to the request."""
+        if self._is_over:
+            return
+        if event.call == "abort" and (event.request_ids is None or request_id in event.request_ids):
+            yield "is aborted"
+        if request_id in event.late_aborts:
+            yield "is aborted while the step runs"
+        for plan in event.plans:
+            yield from self._planned(plan, request_id)
+        for result in event.results:
+            tokens = result.tokens.get(request_id) if isinstance(result.tokens, dict) else None
+            if tokens:
+                first, self._num_outputs = self._num_outputs, self._num_outputs + len(tokens)
+                yield f"step {result.step}: output {first} is {', '.join(map(str, tokens))}"
+            if request_id in result.faults:
+                yield f"step {result.step}: fault: {result.faults[request_id][0]}"
+        for ended in event.ended:
+            if ended.request_id == request_id:
+                self._is_over = True
+                error = f": {ended.error}" if ended.error else ""
+                yield f"ends: {ended.reason}{error}"
+
+    def _planned(self, plan: Plan, request_id: str) -> Iterator[str]:
+        if request_id in plan.preempted:
+            yield f"step {plan.step}: is preempted"
+        for row in plan.new:
+            if row.request_id == request_id:
+                again = "runs again" if row.resumed else "begins to run"
+                self._num_outputs = row.num_outputs
+                yield (
+                    f"step {plan.step}: {again}, {row.num_computed} tokens need no computing, "
+                    f"blocks {', '.join(str(list(ids)) for ids in row.block_ids)}"
+                )
+        count = (plan.scheduled or {}).get(request_id, 0)
+        if count:
+            drafts = plan.drafts.get(request_id, ())
+            shown = f", {len(drafts)} of them drafts" if drafts else ""
+            yield f"step {plan.step}: {count} tokens are scheduled{shown}"

@@ -1,0 +1,276 @@
+"""Runs the engine of a journal again, event by event."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hardpoint import typed
+from hardpoint.core.build import build_engine
+from hardpoint.core.engine.core import EngineCore
+from hardpoint.core.engine.utility_calls import run_utility
+from hardpoint.plugins import EngineConfig, EngineCoreRequest
+from hardpoint.plugins.config import ConfigSources
+from hardpoint.system.encoding import Decoder, WireError
+
+from .differences import Difference
+from .frames import JournalError, JournalReader
+from .playing import PlayedOutside, Player, taken
+from .records import Arrival, End, Event, Header, Keyframe, Record, Result
+
+_SKIPPED = frozenset({"start_profile", "stop_profile"})
+"""Control calls that leave the engine's state alone, and write files."""
+_INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
+"""Errors that come from outside of the engine, in the middle of a step."""
+
+
+@dataclass
+class ReplayReport:
+    """The findings of a replay.
+
+    Attributes:
+        steps: plans that were executed as they were recorded.
+        tokens: sampled tokens that were compared.
+        requests: requests that arrived.
+        difference: the first one; None if there is none.
+        num_differing: requests with a difference, where tokens were forced.
+        notes: what a reader of the result should know.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    requests: int = 0
+    difference: Difference | None = None
+    num_differing: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all was as it was recorded."""
+        return self.difference is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data, the difference as text."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "requests": self.requests,
+            "difference": None if self.difference is None else str(self.difference),
+            "num_differing": self.num_differing,
+            "notes": self.notes,
+        }
+
+
+class Journal:
+    """A journal that is read from its file.
+
+    Attributes:
+        path: the file.
+        header: its first record.
+    """
+
+    def __init__(self, path: Path | str, *, until_damage: bool = False) -> None:
+        """Read the header.
+
+        Args:
+            path: path of the file.
+            until_damage: whether damage ends the journal, instead of being an error.
+
+        Raises:
+            JournalError: it cannot be read; names the offset.
+        """
+        self.path, self._until_damage = Path(path), until_damage
+        first = next(JournalReader(path).records())
+        assert isinstance(first, Header), "the reader checks it"
+        self.header = first
+        self.end: End | None = None
+
+    def records(self) -> Iterator[Record]:
+        """Yield what follows the header, up to the end.
+
+        Raises:
+            JournalError: it is damaged; names the offset.
+        """
+        records = JournalReader(self.path, until_damage=self._until_damage).records()
+        next(records)
+        for record in records:
+            if isinstance(record, End):
+                self.end = record
+            else:
+                yield record
+
+
+def replay_config(header: Header) -> EngineConfig:
+    """Return the configuration of a replay: that of the engine, in this process, with no sinks."""
+    try:
+        config = typed.convert(header.config, EngineConfig, path="", error=JournalError)
+    except JournalError as cause:
+        raise JournalError(
+            f"journal: its configuration is none of this Hardpoint: {cause}"
+        ) from cause
+    replace = msgspec.structs.replace
+    engine = replace(
+        config.engine, in_process=True, journal=None, restart="never", profile_dir=None
+    )
+    return replace(
+        config,
+        engine=engine,
+        kv_events=replace(config.kv_events, publishers=[]),
+        stats=replace(config.stats, sinks=[], request_metrics=config.stats.on),
+        parallel=replace(config.parallel, data=1, local=None, join_address=None, keys=None),
+    )
+
+
+def open_played(
+    journal: Journal,
+    player: Player,
+    check: Callable[[PlayedOutside], None],
+    config: EngineConfig | None = None,
+) -> tuple[EngineCore, Callable[[], None]]:
+    """Build the engine of a journal; return its core, and what closes it.
+
+    Args:
+        journal: the journal.
+        player: its tape.
+        check: raises an error if the journal cannot be played here.
+        config: another configuration than its own.
+
+    Raises:
+        HardpointError: it cannot be built; or what `check` raises.
+    """
+    opened: list[PlayedOutside] = []
+
+    def open_outside(spec: Any) -> PlayedOutside:
+        opened.append(PlayedOutside(player, check, spec))
+        return opened[-1]
+
+    engine = build_engine(
+        config or replay_config(journal.header),
+        ConfigSources({"": f"the journal {journal.path}"}),
+        open_outside=open_outside,
+    )
+    core = opened[0].built
+    assert core is not None, "the engine is built"
+    return core, engine.close
+
+
+class Run:
+    """Calls an engine core by the events of a journal."""
+
+    def __init__(self, core: EngineCore, player: Player, report: ReplayReport) -> None:
+        """Call `core`, whose tape is `player`."""
+        self._core, self._player, self._report = core, player, report
+        self._arguments: Decoder[list[Any]] = Decoder(list[Any])
+
+    def play(self, number: int, record: Record, until: int | None) -> bool:
+        """Play a record; return whether the next one may be played."""
+        player, report = self._player, self._report
+        if isinstance(record, Keyframe):
+            return True
+        assert isinstance(record, Event)
+        if until is not None and any(plan.step > until for plan in record.plans):
+            report.notes.append(f"stopped before step {record.plans[0].step}")
+            return False
+        if record.failure is not None and record.failure.kind in _INTERRUPTS:
+            report.notes.append(f"{record.failure.kind} ended the engine in event {number}")
+            return False
+        player.begin(number, record)
+        failure = self._failure(record)
+        player.end()
+        self._compare_failures(number, record, failure)
+        report.difference = player.difference
+        if report.difference is not None:
+            return False
+        report.requests += len(record.arrivals)
+        report.steps += len(record.plans)
+        report.tokens += sum(map(_num_tokens, record.results))
+        return True
+
+    def _failure(self, event: Event) -> BaseException | None:
+        """Make the call of an event; return what it raised."""
+        try:
+            self.call(event)
+        except JournalError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _compare_failures(self, number: int, event: Event, failure: BaseException | None) -> None:
+        recorded = None if event.failure is None else event.failure.kind
+        own = None if failure is None else type(failure).__name__
+        if recorded != own:
+            first = "none" if event.failure is None else f"{recorded}: {event.failure.text}"
+            second = "none" if failure is None else f"{own}: {failure}"
+            what = f"error of the call {event.method or event.call!r}"
+            self._player.differ(Difference(number, None, what, recorded=first, own=second))
+
+    def call(self, event: Event) -> None:
+        """Make the call of an event.
+
+        Raises:
+            Exception: what the core raises.
+        """
+        core = self._core
+        match event.call:
+            case "step":
+                core.step(taken(event.late_aborts))
+            case "add":
+                core.add_request(*self._arrived(event.arrivals[0]))
+            case "add_all":
+                core.add_requests([self._arrived(arrival) for arrival in event.arrivals])
+            case "abort":
+                core.abort_requests(event.request_ids)
+            case "call":
+                self._control(event)
+            case "idle":
+                core.went_idle()
+            case "loop":
+                core.enter_loop()
+            case "flush":
+                core.flush()
+            case "leave":
+                core.leave_loop("the engine is shutting down")
+            case other:
+                raise JournalError(f"journal: expected a call of an engine core, got {other!r}")
+
+    def _arrived(
+        self, arrival: Arrival
+    ) -> tuple[EngineCoreRequest, list[bytes] | None, float | None]:
+        request = request_of(arrival)
+        hashes = self._core.hash_prompt(request) if arrival.is_hashed else None
+        return request, hashes, arrival.arrived
+
+    def _control(self, event: Event) -> None:
+        """Make a control call; one that was answered with true is made until it is."""
+        if event.method in _SKIPPED:
+            return
+        arguments = self._arguments.decode(list(event.arguments))
+        call = functools.partial(run_utility, self._core, event.method, arguments)
+        if event.returned:
+            self._player.wait(lambda: call() is True)
+        else:
+            call()
+
+
+def request_of(arrival: Arrival) -> EngineCoreRequest:
+    """Return the request of an arrival.
+
+    Raises:
+        JournalError: it cannot be decoded.
+    """
+    try:
+        request: EngineCoreRequest = Decoder(EngineCoreRequest).decode(list(arrival.frames))
+    except WireError as cause:
+        raise JournalError(f"journal: request {arrival.request_id!r}: {cause}") from cause
+    return request
+
+
+def _num_tokens(result: Result) -> int:
+    assert isinstance(result.tokens, dict), "the reader expands it"
+    return sum(map(len, result.tokens.values()))

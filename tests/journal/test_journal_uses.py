@@ -1,0 +1,309 @@
+"""Uses of a journal: stop early, show a request, force tokens, plan again, export."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import msgspec
+import pytest
+from support.journal.schedules import record
+
+from hardpoint import LLM, ConfigError, SamplingParams
+from hardpoint.cli import main
+from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.journal.frames import (
+    FRAME_BYTES,
+    START_BYTES,
+    JournalError,
+    JournalReader,
+    frame_head,
+)
+from hardpoint.journal.records import Compact, Event, Header, Keyframe
+from hardpoint.journal.replay import JournalFile, replay
+from hardpoint.simulation import read_mooncake
+from hardpoint.testing import scripted_config, write_scripted_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def with_header(journal, change) -> None:
+    """Replace the header of a journal by what `change` returns for it."""
+    data = journal.read_bytes()
+    header = next(JournalReader(journal).records())
+    assert isinstance(header, Header)
+    payload = msgspec.msgpack.encode(change(header))
+    length = int.from_bytes(data[START_BYTES : START_BYTES + 4], "little")
+    rest = data[START_BYTES + FRAME_BYTES + length :]
+    journal.write_bytes(data[:START_BYTES] + frame_head(payload, 0) + payload + rest)
+
+
+def of_other_torch(header: Header) -> Header:
+    return msgspec.structs.replace(header, build=msgspec.structs.replace(header.build, torch="1.0"))
+
+
+def test_until_stops_before_a_step(journal):
+    report = JournalFile(journal).replay(until=12)
+    assert report.is_same
+    assert report.steps == 12
+    assert report.notes == ["stopped before step 13"]
+
+
+def test_the_history_of_a_request(tmp_path, scripted):
+    config = scripted_config(scripted, {"engine": {"journal": str(tmp_path / "journal")}})
+    with LLM(config=config) as llm:
+        (output,) = llm.generate([[7] * 20], GREEDY)
+    lines = list(JournalFile(tmp_path / "journal").request(output.request_id))
+    assert "arrives, 20 tokens of prompt, max_tokens 12, temperature 0" in lines[0]
+    assert "begins to run, 0 tokens need no computing, blocks [" in lines[1]
+    assert "20 tokens are scheduled" in lines[2]
+    tokens = output.outputs[0].token_ids
+    assert f"output 0 is {tokens[0]}" in lines[3]
+    assert f"output 11 is {tokens[-1]}" in lines[-2]
+    assert lines[-1].endswith("ends: length")
+    with pytest.raises(JournalError, match="no request has the id 'none'"):
+        list(JournalFile(tmp_path / "journal").request("none"))
+
+
+def test_another_build_is_refused_by_name(journal):
+    with_header(journal, of_other_torch)
+    expected = r"recorded by something else: torch: '1\.0', here '.*'\. Its tokens may .* --anyway"
+    with pytest.raises(JournalError, match=expected):
+        replay(journal)
+    report = replay(journal, anyway=True)
+    assert report.is_same
+    assert report.tokens > 100
+    assert report.notes[0].startswith("torch: '1.0', here ")
+
+
+def test_another_plugin_is_refused_by_name(journal):
+    def changed(header: Header) -> Header:
+        entries = [
+            msgspec.structs.replace(entry, version="0.0.1") if entry.name == "top_k" else entry
+            for entry in header.manifest.entries
+        ]
+        manifest = msgspec.structs.replace(header.manifest, entries=tuple(entries))
+        return msgspec.structs.replace(header, manifest=manifest)
+
+    with_header(journal, changed)
+    with pytest.raises(
+        JournalError, match=r"plugin 'top_k' \(logits_processors\): \S+ 0\.0\.1, here"
+    ):
+        replay(journal)
+
+
+@pytest.fixture
+def other_model(tmp_path):
+    """The journal of a model, in whose place there is another one, with the first own token."""
+    folder = write_scripted_model(tmp_path / "model")
+    config = scripted_config(folder, {"engine": {"journal": str(tmp_path / "journal")}})
+    with LLM(config=config) as llm:
+        outputs = llm.generate([[7] * 20, [8] * 20, [9] * 40], GREEDY)
+    write_scripted_model(folder, seed=3)
+    return tmp_path / "journal", [output.outputs[0].token_ids for output in outputs]
+
+
+def test_another_model_is_refused_and_its_tokens_forced(other_model):
+    journal, tokens = other_model
+    with pytest.raises(JournalError, match="the model's files have the fingerprint .*, here"):
+        replay(journal)
+    report = replay(journal, anyway=True)
+    assert report.num_differing == 3
+    assert report.difference is not None
+    assert report.difference.what == "output 0"
+    assert report.difference.recorded in {str(ids[0]) for ids in tokens}
+    assert report.tokens == 36  # after each other one, the request went on with the journal's
+
+
+def test_a_difference_names_step_request_and_both(tmp_path, scripted):
+    """A token that was recorded is changed, as if the engine had sampled another one."""
+    record(range(3, 4), scripted, tmp_path / "journal")
+    records = list(JournalReader(tmp_path / "journal").records())
+    for event in records:
+        if isinstance(event, Event) and event.results and event.results[0].step >= 8:
+            tokens = event.results[0].tokens
+            if tokens:
+                break
+    assert isinstance(tokens, dict)
+    name = next(iter(tokens))
+    true, tokens[name] = list(tokens[name]), [5, 5]
+    compact, data = Compact(), (tmp_path / "journal").read_bytes()[:START_BYTES]
+    for number, one in enumerate(records):
+        shrunk = compact.shrink(one) if isinstance(one, Event) else one
+        payload = msgspec.msgpack.encode(shrunk)
+        data += frame_head(payload, number) + payload
+    (tmp_path / "journal").write_bytes(data)
+    report = replay(tmp_path / "journal")
+    assert report.difference is not None
+    assert report.difference.step == event.results[0].step
+    assert report.difference.request_id == name
+    assert (report.difference.recorded, report.difference.own) == ("[5, 5]", str(true))
+    assert f"request {name!r}: tokens" in str(report.difference)
+
+
+def test_planned_again_with_its_own_policy_nothing_differs(tmp_path, scripted):
+    config = scripted_config(scripted, {"engine": {"journal": str(tmp_path / "journal")}})
+    with LLM(config=config) as llm:
+        llm.generate([[7] * 20, [8] * 60], GREEDY)
+    report = JournalFile(tmp_path / "journal").replan("fcfs")
+    assert report.is_same
+    assert report.tokens == 24
+
+
+def test_planned_again_with_another_policy(tmp_path, scripted):
+    config = scripted_config(
+        scripted,
+        {
+            "engine": {"journal": str(tmp_path / "journal")},
+            "scheduler": {"max_num_seqs": 1},
+        },
+    )
+    with LLM(config=config) as llm:
+        llm.generate([[7] * 60, [8] * 5], [GREEDY, SamplingParams(max_tokens=2, ignore_eos=True)])
+    report = JournalFile(tmp_path / "journal").replan("shortest_first")
+    found = report.difference
+    assert found is not None
+    assert found.step == 1
+    assert found.request_id is not None
+    assert found.request_id.startswith("0-")
+    assert found.recorded.startswith("60 tokens of the plan")
+    assert found.own.startswith("no tokens of the plan")
+    assert "shortest_first: others are before it: " in found.why
+    assert found.why.endswith("as recorded: it runs, 1 run and 1 wait")
+
+
+def test_an_export_has_nothing_of_what_was_written(journal, recorded):
+    lines = list(JournalFile(journal).export("redacted"))
+    found = [json.loads(line) for line in lines]
+    assert len(found) > 20
+    assert {"timestamp", "input_length", "output_length", "hash_ids", "finish_reason"} <= set(
+        found[0]
+    )
+    numbers = {number for line in found for number in line["hash_ids"]}
+    assert numbers == set(range(len(numbers)))  # no hash is shown
+    assert not any(
+        isinstance(value, str) and len(value) > 12 for line in found for value in line.values()
+    )
+    ends = {line["finish_reason"] for line in found}
+    assert {"length", "abort"} <= ends
+    assert {type(line["request"]) for line in found} == {int}
+
+
+def test_an_export_of_mooncakes_form_is_read_by_simulations(journal, tmp_path):
+    lines = list(JournalFile(journal).export("mooncake"))
+    (tmp_path / "trace").write_text("\n".join(lines))
+    requests = read_mooncake(tmp_path / "trace")
+    found = [json.loads(line) for line in lines]
+    assert len(requests) == len(found)
+    for request, line in zip(
+        requests, sorted(found, key=lambda line: line["timestamp"]), strict=True
+    ):
+        assert sum(segment.length for segment in request.prompt) == line["input_length"]
+        assert request.output.length == line["output_length"]
+
+
+def test_shared_prefixes_share_numbers(tmp_path, scripted):
+    extra = {"engine": {"journal": str(tmp_path / "journal")}, "kv_cache": {"block_size": 8}}
+    with LLM(config=scripted_config(scripted, extra)) as llm:
+        llm.generate([[7] * 20, [7] * 16 + [1] * 4, [1] + [7] * 19], GREEDY)
+    found = [json.loads(line) for line in JournalFile(tmp_path / "journal").export("redacted")]
+    assert [line["hash_ids"] for line in found] == [[0, 1, 2], [0, 1, 3], [4, 5, 6]]
+
+
+def test_a_ring_begins_at_a_keyframe(tmp_path, scripted):
+    path = tmp_path / "journal"
+    record(range(10, 16), scripted, path, journal_ring=True, journal_bytes=1 << 16)
+    records = list(JournalReader(path).records())
+    assert isinstance(records[1], Keyframe)
+    assert records[-1].num_events > len(records)
+    report = replay(path)
+    assert report.difference is None, str(report.difference)
+    assert report.tokens > 100
+    assert report.notes == ["it begins at a keyframe: plans are not compared"]
+
+
+def test_a_whole_journal_ends_at_its_limit(tmp_path, scripted, caplog):
+    path = tmp_path / "journal"
+    record(range(10, 16), scripted, path, journal_bytes=1 << 16)
+    assert os.path.getsize(path) < (1 << 16) + 200
+    *_, end = JournalReader(path).records()
+    assert end.reason == "it has reached engine.journal_bytes (65536)"
+    assert "ends here: it has reached engine.journal_bytes" in caplog.text
+    assert replay(path).is_same
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["whole", "ring"])
+def test_a_failed_step_is_in_the_file(tmp_path, scripted, ring):
+    """The last event has the error, and a replay meets it, too."""
+    path = tmp_path / "journal"
+    config = scripted_config(
+        scripted,
+        {
+            "engine": {"journal": str(path), "journal_ring": ring},
+            "executor": {"use": "support.plugins.returning:NoFuture"},
+        },
+    )
+    llm = LLM(config=config)
+    with pytest.raises((EngineDeadError, PluginFaultError)):
+        llm.generate([[7] * 20], GREEDY)
+    events = [one for one in JournalReader(path).records() if isinstance(one, Event)]
+    failures = [event.failure for event in events if event.failure is not None]
+    assert failures
+    assert "execute_model" in failures[0].text
+    report = replay(path)
+    assert report.is_same, str(report.difference)
+    llm.close()
+
+
+def test_an_earlier_journal_is_kept_once(tmp_path, scripted):
+    config = scripted_config(scripted, {"engine": {"journal": str(tmp_path / "journal")}})
+    sizes = []
+    for count in (1, 2):
+        with LLM(config=config) as llm:
+            llm.generate([[7] * 20] * count, GREEDY)
+        sizes.append((tmp_path / "journal").stat().st_size)
+    assert (tmp_path / "journal.previous").stat().st_size == sizes[0] != sizes[1]
+
+
+def test_a_journal_that_cannot_be_created(tmp_path, scripted):
+    path = tmp_path / "none" / "journal"
+    config = scripted_config(scripted, {"engine": {"journal": str(path)}})
+    with pytest.raises(
+        JournalError, match=r"engine\.journal: '.*' cannot be created: .*No such file"
+    ):
+        LLM(config=config)
+
+
+def test_engines_that_follow_others_have_no_journal(tmp_path, scripted):
+    config = scripted_config(
+        scripted,
+        {
+            "engine": {"journal": str(tmp_path / "journal")},
+            "parallel": {"data": 2, "expert": True},
+        },
+    )
+    expected = (
+        r"engine\.journal: expected none, because engines that share experts .* got '.*journal'"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        LLM(config=config)
+
+
+def test_the_program(journal, tmp_path, capsys):
+    assert main(["replay", str(journal)]) == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+    assert main(["replay", str(journal), "--json", "--until", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 3
+    assert main(["replay", str(journal), "--request", "r1"]) == 0
+    assert "arrives, " in capsys.readouterr().out
+    assert main(["replay", str(journal), "--replan", "policy=priority"]) in (0, 1)
+    assert main(["replay", str(journal), "--replan", "priority"]) == 2
+    assert "--replan: expected policy=NAME, got 'priority'" in capsys.readouterr().err
+    assert main(["journal", "export", str(journal), str(tmp_path / "trace")]) == 0
+    assert len((tmp_path / "trace").read_text().splitlines()) > 20
+    assert main(["journal", "export", str(journal), str(tmp_path / "trace")]) == 2
+    assert "OUTPUT: " in capsys.readouterr().err
+    with_header(journal, of_other_torch)
+    assert main(["replay", str(journal)]) == 2
+    assert "torch: '1.0', here" in capsys.readouterr().err
+    assert main(["replay", str(journal), "--anyway"]) == 0

@@ -1,0 +1,89 @@
+"""Random schedules are recorded, and replayed bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from support.driving import varied_jobs
+from support.journal.schedules import record
+
+from hardpoint import LLM, RequestOutputKind, SamplingParams
+from hardpoint.journal.replay import replay
+from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.testing import scripted_config
+
+IN_GATE, IN_ALL, OF_ONE_ENGINE = 50, 1000, 10
+TIGHT = {
+    "max_model_len": 128,
+    "kv_cache": {"block_size": 8, "num_blocks": 24},
+    "scheduler": {"max_num_batched_tokens": 48, "policy": "priority"},
+}
+RANKS = {
+    "tensor 2": {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}},
+    "pipeline 2": {"executor": {"use": "multiproc"}, "parallel": {"pipeline": 2}},
+}
+STORES = {"kv_connector": {"stores": ["memory"]}, "plugin": {"memory": {"size_bytes": 1 << 22}}}
+
+
+def schedules(first: int, last: int) -> list[range]:
+    return [range(seed, seed + OF_ONE_ENGINE) for seed in range(first, last, OF_ONE_ENGINE)]
+
+
+def check_same(path, at_least: int) -> None:
+    report = replay(path)
+    assert report.difference is None, str(report.difference)
+    assert report.notes == []
+    assert report.tokens >= at_least
+
+
+@pytest.mark.parametrize("seeds", schedules(0, IN_GATE), ids=str)
+def test_random_schedules(scripted, tmp_path, seeds):
+    record(seeds, scripted, tmp_path / "journal")
+    check_same(tmp_path / "journal", 50 * len(seeds))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seeds", schedules(IN_GATE, IN_ALL), ids=str)
+def test_many_random_schedules(scripted, tmp_path, seeds):
+    record(seeds, scripted, tmp_path / "journal")
+    check_same(tmp_path / "journal", 50 * len(seeds))
+
+
+def generate(config) -> list:
+    """Run the varied jobs and some with grammars, with changes between them."""
+    jobs = varied_jobs(24)
+    prompts = [prompt for _, prompt, _ in jobs]
+    params = [params for _, _, params in jobs]
+    grammars = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=20,
+            structured=StructuredOutputs(regex="[a-z]{3,15}"),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    ]
+    with LLM(config=config) as llm:
+        outputs = llm.generate(prompts, params)
+        llm.set_policy("fair")
+        outputs += llm.generate([[5] * 20] * 3, grammars * 3)
+        llm.reset_prefix_cache()
+        outputs += llm.generate(prompts[:8], params[:8])
+        assert llm.scheduler_stats().num_preemptions > 0
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param(RANKS["tensor 2"], id="tensor 2"),
+        pytest.param(RANKS["pipeline 2"], id="pipeline 2", marks=pytest.mark.nightly),
+        pytest.param(STORES, id="stores"),
+    ],
+)
+@pytest.mark.parametrize("in_process", [True, False], ids=["in process", "own process"])
+def test_engines_of_each_kind(scripted, tmp_path, settings, in_process):
+    path = tmp_path / "journal"
+    engine = {"engine": {"journal": str(path), "in_process": in_process}}
+    outputs = generate(scripted_config(scripted, TIGHT | settings | engine))
+    num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    check_same(path, num_tokens)

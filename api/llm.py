@@ -21,7 +21,6 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    SchedulingPolicy,
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
@@ -32,6 +31,7 @@ from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
 from .calls.engines import SyncEngineCalls, engines_of
+from .calls.live_changes import SyncLiveChanges
 from .calls.sessions import SyncSessionCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
@@ -57,7 +57,7 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls, SyncEngineCalls):
+class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls, SyncLiveChanges, SyncEngineCalls):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
@@ -360,20 +360,6 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncWeightCalls, SyncEngineCalls):
         other requests.
         """
         return self._engine
-
-    def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Replace the scheduling policy; no request is lost.
-
-        Args:
-            use: entry-point name, FQCN or class.
-            options: options of the policy.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built; the old one stays.
-        """
-        self._engine.set_policy(use, options)
 
     def health(self) -> Health:
         """Return the faults of plugins, their effects, and the quarantined plugins."""

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config_tables import PluginsConfig
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import close_if_failed, describe, responsible
 from hardpoint.registry.plugin_set import PluginSet
@@ -156,6 +156,15 @@ class Fanout(Generic[C]):
         """Return whether there are any components."""
         return bool(self._components)
 
+    @property
+    def components(self) -> list[C]:
+        """The components, guarded."""
+        return self._components
+
+    def use(self, components: Sequence[C]) -> None:
+        """Call other components from now on, guarded ones."""
+        self._components = list(components)
+
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every component; return what they return.
 
@@ -199,12 +208,23 @@ def create_all(
     Raises:
         PluginError: a component could not be built.
     """
+    return create_entries(plugins, plugins.entries(kind), faults, context, **fields)
+
+
+def create_entries(
+    plugins: PluginSet,
+    entries: Sequence[PluginEntry],
+    faults: StepFaults,
+    context: type[Context[C]],
+    **fields: Any,
+) -> list[tuple[C, FaultReporter, PluginCalls]]:
+    """Create the components of some entries, as `create_all` does those of a kind."""
     created: list[tuple[C, FaultReporter, PluginCalls]] = []
     with contextlib.ExitStack() as undo:
-        for entry in plugins.entries(kind):
+        for entry in entries:
             component = plugins.create(entry, context, **fields)
             close_if_failed(undo, functools.partial(close_all, [component]))
             report = faults.reporter(entry.source, CALL_LOST)
-            created.append((component, report, faults.calls(kind, entry.source)))
+            created.append((component, report, faults.calls(entry.kind, entry.source)))
         undo.pop_all()
     return created

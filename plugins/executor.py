@@ -148,6 +148,13 @@ class Worker(Protocol):
             None and the answer, or kind and text of the error that it raised.
         """
 
+    def live_change(self, action: str, data: bytes) -> tuple[str | None, str, bool]:
+        """Prepare, commit, keep or undo a change of the logits processors.
+
+        Returns:
+            Kind and text of the error that it raised, if any, and whether it is prepared.
+        """
+
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the maximum length of a request; called before `initialize_cache`."""
 

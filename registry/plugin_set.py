@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -245,6 +245,28 @@ class PluginSet:
             hooks.add(self.target(entry), entry.source, self.options(entry))
         return hooks
 
+    def successor(
+        self, manifest: Manifest, fresh: PluginSet, changed: Collection[str]
+    ) -> PluginSet:
+        """Return the set of another generation, which shares the classes that stay.
+
+        Args:
+            manifest: entries of both sets.
+            fresh: has the classes of the kinds that change.
+            changed: those kinds.
+        """
+        old = {e.key: e for e in self.manifest.tree()}
+        targets = {
+            key: target
+            for key, target in fresh._targets.items()
+            if key[0] in changed and key not in self._targets
+        }
+        for entry in fresh.manifest.tree():
+            before = old.get(entry.key)
+            if entry.kind in changed and (before is None or before.options != entry.options):
+                targets[entry.key] = fresh.target(entry)
+        return PluginSet(manifest, fresh.found, self._targets | targets)
+
     def changed(self, config: EngineConfig, config_sources: ConfigSources, kind: str) -> PluginSet:
         """Return the next generation, with the component of one kind replaced.
 
@@ -259,8 +281,7 @@ class PluginSet:
             entries=(*(e for e in self.manifest.entries if e.kind != kind), entry),
             generation=self.manifest.generation + 1,
         )
-        targets = self._targets | {inner.key: fresh.target(inner) for inner in entry.tree()}
-        return PluginSet(manifest, self.found, targets)
+        return self.successor(manifest, fresh, (kind,))
 
     def without(self, kind: str, name: str) -> PluginSet:
         """Return the next generation, without one component of a kind of many."""

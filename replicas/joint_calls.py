@@ -87,6 +87,7 @@ _MERGES: dict[str, Merge] = {
     "collective_rpc": _joined,
     "is_paused": all,
     "is_sleeping": all,
+    "live_change": _joined,
     "live_requests": _live_requests,
     "plugin_meters": _meters,
     "plugin_report": _reports,

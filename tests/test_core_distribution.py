@@ -42,6 +42,7 @@ WHOLE = (
     "boundary",
     "core",
     "features",
+    "live",
     "plugins",
     "registry",
     "replicas",

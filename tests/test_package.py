@@ -31,6 +31,7 @@ FOLDERS = {
     "kernels": "hardpoint/kernels",
     "boundary": "hardpoint/boundary",
     "features": "hardpoint/features",
+    "live": "hardpoint/live",
     "system": "hardpoint/system",
     "toolkit": "hardpoint/toolkit",
     "typed": "hardpoint/typed",

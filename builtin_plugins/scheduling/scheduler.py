@@ -22,6 +22,7 @@ from hardpoint.plugins import (
     RequestError,
     Scheduler,
     SchedulerContext,
+    SchedulerLimits,
     SchedulerOutput,
     SchedulerStats,
     SchedulingPolicy,
@@ -279,6 +280,10 @@ class DefaultScheduler(Scheduler):
                 waiting.push(request)
         tracker.waiting = waiting
         tracker.set_policy(policy)
+
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """Use other limits from now on."""
+        self._limits = self._tracker.limits = limits
 
     def set_pause(self, state: PauseState) -> None:
         """Set which requests get tokens from the next plan on."""

@@ -14,6 +14,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT, failure_of, run_utility
 from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.errors import EngineDeadError, EngineTimeoutError
+from hardpoint.live.change import Slot
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -57,9 +58,11 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
+        change_slots: what live changes concern in the client.
     """
 
     in_process: bool
+    change_slots: Sequence[Slot] = ()
 
     @property
     def activity(self) -> Activity:
@@ -193,6 +196,8 @@ class RemoteClient(EngineCoreClient, Protocol):
 class UtilityCalls:
     """Calls of utilities of engines in other processes that wait for the answer."""
 
+    change_slots: Sequence[Slot] = ()
+
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is that of utilities which have one, `engine.call_timeout_seconds`."""
         self._timeout_s = timeout_s
@@ -249,6 +254,7 @@ class OneEngine:
     """Base of clients of one engine, which ends with its client."""
 
     ranks: Collection[int] = (0,)
+    change_slots: Sequence[Slot] = ()
     is_serving = True
     num_restarts = 0
 

@@ -45,6 +45,8 @@ class EngineCore(EngineUtilities):
         self._steps = steps = StepRunner(parts)
         self.step = steps.step_fn
         self.activity = parts.activity
+        if parts.changes is not None:
+            parts.changes.end_requests = steps.abort_later
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
         self._pause = PauseController(
             PauseDependencies(

@@ -24,6 +24,8 @@ from hardpoint.boundary.step_check import (
 )
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.errors import PluginFaultError
+from hardpoint.live.engine import EngineChanges
+from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -44,7 +46,6 @@ from hardpoint.registry.blame import is_fault, raise_unless_fault
 from .batch_queue import Batch, BatchQueue, start_batch
 from .cache_changes import CacheChangeLog
 from .parts_start import PartsStart
-from .policy import PolicySlot
 from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
 from .weight_updates import WeightUpdates
@@ -81,6 +82,7 @@ class EngineCoreParts:
         activity: records the requests of each step.
         weights: replaces the weights; None if they stay.
         cache_changes: collects the changes of the KV cache for clients; None if they get none.
+        changes: live changes of plugins and settings; None if there can be none.
     """
 
     scheduler: Scheduler
@@ -106,6 +108,7 @@ class EngineCoreParts:
     activity: Activity = field(default_factory=Activity)
     weights: WeightUpdates | None = None
     cache_changes: CacheChangeLog | None = None
+    changes: EngineChanges | None = None
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Pass events of the KV cache to all that follow it."""

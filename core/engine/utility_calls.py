@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
 from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
+from hardpoint.live.change import Action, Change
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.engine_state import KVCacheChanges
 from hardpoint.plugins.executor import Worker
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.control_calls import (
     AsyncCaller,
     SyncCaller,
@@ -270,9 +269,11 @@ class EngineUtilities(ControlCalls):
         return changes.all_of(self._parts.kv_cache.pool.index[0])
 
     @utility()
-    def set_policy(self: UtilityHost, manifest: Manifest) -> None:
-        """Replace the scheduling policy by that of another generation of the manifest."""
-        self._parts.policy.replace(PluginSet(manifest), self._parts.scheduler)
+    def live_change(self: UtilityHost, action: Action, change: Change | None = None) -> list[str]:
+        """Do something about a change of plugins and settings, see `EngineChanges.run`."""
+        if self._parts.changes is None:
+            raise HardpointError("this engine takes no live changes")
+        return self._parts.changes.run(action, change)
 
     @utility()
     def prepare_weights(

@@ -13,6 +13,9 @@ from hardpoint.boundary.errors import RefusedInCallError, engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.live.change import Running
+from hardpoint.live.driver import next_of
+from hardpoint.live.settings import Settings, with_policy
 from hardpoint.plugins import (
     FinishReason,
     HardpointError,
@@ -46,7 +49,7 @@ class AsyncEngine(WatchedEngine):
         super().__init__(parts, bridge)
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
-        self._policy_lock = asyncio.Lock()
+        self._switch_lock = asyncio.Lock()
 
     async def generate(
         self,
@@ -189,8 +192,8 @@ class AsyncEngine(WatchedEngine):
                 read.append(await self._tokenizer.read(prompt))
             except HardpointError as error:
                 raise named(error, index) from error
-        while self._policy_lock.locked():  # its arguments are for the policy that it will meet
-            async with self._policy_lock:
+        while self._switch_lock.locked():  # its arguments are for the policy that it will meet
+            async with self._switch_lock:
                 pass
         await self._ready()
         submissions = await submit(read, arrived=arrived)
@@ -271,6 +274,35 @@ class AsyncEngine(WatchedEngine):
         reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
+    async def change(
+        self, make: Callable[[Settings], Settings], running: Running = "finish"
+    ) -> Manifest:
+        """Change plugins or settings while requests run, as `LLMEngine.change` does.
+
+        Cancelling the task does not end a change that has begun.
+        """
+        await self._ready()
+        return await asyncio.shield(asyncio.ensure_future(self._run_change(make, running)))
+
+    async def _run_change(self, make: Callable[[Settings], Settings], running: Running) -> Manifest:
+        async with contextlib.AsyncExitStack() as stack:
+            steps, manifest = stack.enter_context(self._change(make, running))
+            answer: list[str] | BaseException | None = None
+            while (action := next_of(steps, answer)) is not None:
+                if isinstance(action, float):
+                    await asyncio.sleep(action)
+                    continue
+                if action == "commit":  # no request is sent before the frontend has switched
+                    await stack.enter_async_context(self._switch_lock)
+                change = self._changes.under_way if action == "prepare" else None
+                try:
+                    answer = await EngineUtilities.live_change.call_async(
+                        self.call_utility, action, change
+                    )
+                except BaseException as error:  # the steps raise it again, once all is undone
+                    answer = error
+        return manifest
+
     async def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
     ) -> Manifest:
@@ -281,14 +313,8 @@ class AsyncEngine(WatchedEngine):
         Raises:
             ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
-        await self._ready()
-        async with self._policy_lock:
-            parts = self.parts.with_policy(use, {} if options is None else options)
-            manifest = parts.plugins.manifest
-            await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
-            self.use(parts)
-            self._frontend.submitter.use_plugins(parts.plugins)
-        return manifest
+        given = {} if options is None else options
+        return await self.change(lambda before: with_policy(before, use, given, "set_policy()"))
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is restarted."""

@@ -13,7 +13,7 @@ from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.core.engine.policy import change_policy
+from hardpoint.live.settings import Settings, with_policy, without_plugin
 from hardpoint.plugins import (
     EngineConfig,
     ModelConfig,
@@ -104,10 +104,21 @@ class EngineParts:
         Raises:
             ConfigError, PluginError: the policy cannot be built.
         """
-        config, plugins = change_policy(
-            self.config, self.config_sources, self.plugins, use, options
+        return self.with_settings(with_policy(self.settings, use, options, "set_policy()"))
+
+    @property
+    def settings(self) -> Settings:
+        """What live changes change."""
+        return Settings(self.config, self.config_sources, self.plugins)
+
+    def with_settings(self, settings: Settings) -> EngineParts:
+        """Return the parts with other settings."""
+        return dataclasses.replace(
+            self,
+            config=settings.config,
+            config_sources=settings.sources,
+            plugins=settings.plugins,
         )
-        return dataclasses.replace(self, config=config, plugins=plugins)
 
     def with_load(self, load: LoadConfig) -> EngineParts:
         """Return the parts of an engine whose weights are read in another way."""
@@ -119,7 +130,9 @@ class EngineParts:
         The built-in default takes the place of a policy.
         """
         if call.kind in _DISPENSABLE:
-            return dataclasses.replace(self, plugins=self.plugins.without(call.kind, call.name))
+            plugins = self.plugins.without(call.kind, call.name)
+            config = without_plugin(self.config, self.plugins.get(call.kind, call.name))
+            return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
             return self.with_policy(SchedulerConfig().policy, {})
         if call.kind == "eviction_policies":

@@ -23,6 +23,7 @@ from hardpoint.core.weights.planned_model import (
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
+from hardpoint.core.worker.sampling.processor_changes import StageChanges
 from hardpoint.core.worker.sampling.sampling_stage import open_stage, warm_up
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
@@ -110,6 +111,8 @@ class LocalWorker:
             rank=None if spec.placement is None else spec.rank,
         )
         self.observed_states = ObservedStates()
+        self._live = StageChanges()
+        self.live_change = self._live.run
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -119,7 +122,7 @@ class LocalWorker:
                 fit.
         """
         assert self._spec is not None
-        spec = self._spec
+        spec = self._live.latest(self._spec)
         self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
@@ -160,8 +163,8 @@ class LocalWorker:
         self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]
         if stage is not None:
-            processors = [runner.processor for runner in stage.pipeline.runners]
-            self._components = [*processors, stage.sampler, *self._components]
+            self._components = [stage.sampler, *self._components]
+        self._live.open(stage, spec, ops, self._activity)
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -169,7 +172,6 @@ class LocalWorker:
             ops,
             stage,
             ranks,
-            {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
         parts = open_parts(spec, planned, ops, ranks, self._activity)
@@ -470,6 +472,7 @@ class LocalWorker:
         runner, self._runner = self._runner, None
         with contextlib.ExitStack() as stack:  # from the last to the first
             stack.callback(close_all, components)
+            stack.callback(self._live.close)
             if runner is not None:
                 stack.callback(runner.forget_cache)  # others may still refer to the runner
                 stack.callback(runner.parts.close)

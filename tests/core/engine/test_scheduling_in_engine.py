@@ -18,9 +18,9 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
+from hardpoint.live.policy import change_policy
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins

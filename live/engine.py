@@ -1,0 +1,212 @@
+"""The live changes of an engine: in its own process, and in its workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from hardpoint.boundary.errors import error_of, kind_of
+from hardpoint.errors import ConfigError, HardpointError
+from hardpoint.plugins import Executor, Request, RequestError, Scheduler
+from hardpoint.plugins.manifest import Manifest
+from hardpoint.plugins.scheduler import SchedulerLimits
+from hardpoint.registry.blame import describe, raise_unless_fault
+from hardpoint.registry.plugin_set import PluginSet
+
+from .change import Action, Change, Changes, Prepared, Slot, Switch
+from .settings import is_same
+
+LIMITS = ("long_prefill_token_threshold", "max_waiting", "max_waiting_tokens")
+"""Settings of the scheduler that change while it runs."""
+
+_PROCESSORS = "logits_processors"
+
+WorkerAnswer = tuple[str | None, str, bool]
+"""Kind and text of the error that an action raised, and whether a change is prepared."""
+
+
+class EngineChanges:
+    """The live changes of an engine, one at a time.
+
+    Attributes:
+        end_requests: ends requests by their ids, with outputs.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], executor: Executor, scheduler: Scheduler, manifest: Manifest
+    ) -> None:
+        """Begin without a change.
+
+        Args:
+            slots: what changes concern in the engine's process.
+            executor: has the workers.
+            scheduler: has the requests.
+            manifest: the plugins at the start.
+        """
+        self._own, self._executor, self._scheduler = Changes(slots), executor, scheduler
+        self._manifest = manifest
+        self.end_requests: Callable[[list[str]], object] = lambda _: None
+
+    def run(self, action: Action, change: Change | None) -> list[str]:
+        """Do something about a change; return what it still waits for, if the action is "state".
+
+        Args:
+            action: what to do.
+            change: of "prepare"; else None.
+
+        Raises:
+            BusyError: another change is under way.
+            HardpointError: it failed; "undo" is to follow, in all processes.
+        """
+        match action:
+            case "prepare":
+                if change is None:
+                    raise RequestError("change: expected one to prepare, got None")
+                self._own.prepare(change)
+                self._call_workers(action, msgspec.msgpack.encode(change))
+            case "state":
+                parts = {"the engine": self._own.is_prepared(), **self._call_workers(action)}
+                return [name for name, is_prepared in parts.items() if not is_prepared]
+            case "commit":
+                self._own.commit()
+                self._call_workers(action)
+            case "keep":
+                self._keep(self._own.keep())
+            case "undo":
+                with contextlib.suppress(HardpointError):
+                    self._call_workers(action)
+                self._own.undo()
+        return []
+
+    def _keep(self, change: Change) -> None:
+        """End a change; let workers close the components that no live request uses any more."""
+        before, self._manifest = self._manifest, change.manifest
+        generation = change.manifest.generation
+        try:
+            live = list(self._scheduler.live_requests())
+        except NotImplementedError:  # what its requests use stays open
+            live, generation = [], before.generation
+        if change.running == "end":
+            ending = _ending(live, before, change.manifest)
+            self.end_requests(ending)
+            live = [one for one in live if one.request_id not in ending]
+        oldest = min((one.source.generation for one in live), default=generation)
+        self._call_workers("keep", str(oldest).encode())
+
+    def _call_workers(self, action: Action, data: bytes = b"") -> dict[str, bool]:
+        """Let all workers do something; return which have prepared the change, by name.
+
+        Raises:
+            HardpointError: one failed; the first error.
+        """
+        answers: list[WorkerAnswer] = self._executor.collective_rpc("live_change", (action, data))
+        for kind, text, _ in answers:
+            if kind is not None:
+                raise error_of(kind, text)
+        return {f"worker {rank}": answer[2] for rank, answer in enumerate(answers)}
+
+
+def _ending(live: Sequence[Request], before: Manifest, after: Manifest) -> list[str]:
+    """Return the ids of live requests that use a processor which a change replaces or disables."""
+    gone = {
+        entry.name
+        for entry in before.entries
+        if entry.kind == _PROCESSORS and not any(is_same(entry, one) for one in after.entries)
+    }
+    return [
+        one.request_id
+        for one in live
+        if one.source.generation < after.generation and not gone.isdisjoint(one.source.plugin_args)
+    ]
+
+
+class WorkerSlot(Slot, Protocol):
+    """A slot of a worker."""
+
+    def release(self, oldest: int) -> None:
+        """Close what no request of a generation of the plugins from `oldest` on uses."""
+
+
+class WorkerChanges:
+    """The live changes of a worker; its errors are data, since each rank answers for itself.
+
+    Attributes:
+        slots: what changes concern; None while the worker has no model.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a model."""
+        self.slots: list[WorkerSlot] | None = None
+        self._own = Changes(())
+
+    def take(self, slots: list[WorkerSlot] | None) -> None:
+        """Let changes concern `slots` from now on."""
+        self._own.undo()
+        self.slots, self._own = slots, Changes(slots or ())
+
+    def run(self, action: Action, data: bytes) -> WorkerAnswer:
+        """Do something about a change.
+
+        Args:
+            action: what to do.
+            data: of "prepare" the change, of "keep" the oldest generation that is in use.
+        """
+        is_prepared = True
+        try:
+            match action:
+                case "prepare":
+                    if self.slots is None:
+                        raise HardpointError("the engine is asleep: wake it up before a change")
+                    self._own.prepare(msgspec.msgpack.decode(data, type=Change))
+                case "state":
+                    is_prepared = self._own.is_prepared()
+                case "commit":
+                    self._own.commit()
+                case "keep":
+                    self._own.keep()
+                    for slot in self.slots or ():
+                        slot.release(int(data))
+                case "undo":
+                    self._own.undo()
+        except BaseException as error:
+            raise_unless_fault(error)
+            text = str(error) if isinstance(error, HardpointError) else describe(error)
+            return kind_of(error), text, False
+        return None, "", is_prepared
+
+
+class LimitsSlot:
+    """The limits of the scheduler that change while it runs."""
+
+    def __init__(self, scheduler: Scheduler, label: str) -> None:
+        """Change the limits of a scheduler; `label` names it."""
+        self._scheduler, self._label = scheduler, label
+        self.limits: SchedulerLimits = scheduler.context.limits
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+        """Check the limits.
+
+        Raises:
+            ConfigError: they conflict, or the scheduler cannot change them.
+        """
+        del plugins
+        wanted = {name: getattr(change.config.scheduler, name) for name in LIMITS}
+        limits = replace(self.limits, **wanted)
+        if limits == self.limits:
+            return None
+        if type(self._scheduler).set_limits is Scheduler.set_limits:
+            changed = next(name for name in LIMITS if wanted[name] != getattr(self.limits, name))
+            raise ConfigError(
+                f"scheduler.{changed}: {self._label} cannot change its limits while it runs; "
+                f"restart the engine with the new value"
+            )
+        before = self.limits
+        return Switch(lambda is_new: self._use(limits if is_new else before))
+
+    def _use(self, limits: SchedulerLimits) -> None:
+        self._scheduler.set_limits(limits)
+        self.limits = limits

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins.component import Component, Context
 from hardpoint.plugins.config_tables import PluginsConfig
-from hardpoint.plugins.manifest import PluginEntry, Source
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.blame import close_if_failed, describe, responsible
 from hardpoint.registry.plugin_set import PluginSet
@@ -144,26 +144,17 @@ C = TypeVar("C", bound=Component)
 
 
 class Fanout(Generic[C]):
-    """Calls all components of a kind, and reports what one raises to its reporter."""
+    """Calls all `components` of a kind, guarded, and reports what one raises to its reporter."""
 
     def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
         """`components` come with the reporters of their faults, in the order of calls."""
-        self._components = [
+        self.components = [
             guard(component, calls.kind, report, calls) for component, report, calls in components
         ]
 
     def __bool__(self) -> bool:
         """Return whether there are any components."""
-        return bool(self._components)
-
-    @property
-    def components(self) -> list[C]:
-        """The components, guarded."""
-        return self._components
-
-    def use(self, components: Sequence[C]) -> None:
-        """Call other components from now on, guarded ones."""
-        self._components = list(components)
+        return bool(self.components)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every component; return what they return.
@@ -172,7 +163,7 @@ class Fanout(Generic[C]):
             PluginFaultError: a component whose faults end the engine failed; all were called.
         """
         results, fatal = [], None  # type: list[Any], PluginFaultError | None
-        for component in self._components:
+        for component in self.components:
             try:
                 results.append(getattr(component, method)(*arguments))
             except PluginFaultError as error:
@@ -208,23 +199,12 @@ def create_all(
     Raises:
         PluginError: a component could not be built.
     """
-    return create_entries(plugins, plugins.entries(kind), faults, context, **fields)
-
-
-def create_entries(
-    plugins: PluginSet,
-    entries: Sequence[PluginEntry],
-    faults: StepFaults,
-    context: type[Context[C]],
-    **fields: Any,
-) -> list[tuple[C, FaultReporter, PluginCalls]]:
-    """Create the components of some entries, as `create_all` does those of a kind."""
     created: list[tuple[C, FaultReporter, PluginCalls]] = []
     with contextlib.ExitStack() as undo:
-        for entry in entries:
+        for entry in plugins.entries(kind):
             component = plugins.create(entry, context, **fields)
             close_if_failed(undo, functools.partial(close_all, [component]))
             report = faults.reporter(entry.source, CALL_LOST)
-            created.append((component, report, faults.calls(entry.kind, entry.source)))
+            created.append((component, report, faults.calls(kind, entry.source)))
         undo.pop_all()
     return created

@@ -207,11 +207,6 @@ class Changes:
             raise BusyError("another live change is under way; try again once it is done")
         self._pending = _Pending(change, self._slots, plugins)
 
-    @property
-    def under_way(self) -> Change:
-        """The change that is under way."""
-        return self._under_way().change
-
     def is_prepared(self) -> bool:
         """Return whether the change is prepared.
 

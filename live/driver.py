@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
 
 from hardpoint.errors import BusyError, HardpointError
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.typed import convert
 
-from .change import Action, Change, Changes
+from .change import Action, Change, Changes, Prepared, Running, Slot, Switch
+from .settings import Settings
 
 _log = logging.getLogger("hardpoint")
 
@@ -83,3 +87,74 @@ def _prepared(own: Changes, seconds: float) -> Steps:
             )
         yield pause
         pause = min(pause * 1.5, longest)
+
+
+class Parts(Protocol):
+    """The parts of an engine, as far as live changes concern them."""
+
+    @property
+    def settings(self) -> Settings:
+        """What live changes change."""
+
+    def with_settings(self, settings: Settings) -> Self:
+        """Return the parts with other settings."""
+
+
+P = TypeVar("P", bound=Parts)
+
+
+class Owner(Protocol[P]):
+    """Owns the parts of an engine; engines that are restarted have the latest ones.
+
+    Attributes:
+        parts: the latest ones.
+    """
+
+    parts: P
+
+    def use(self, parts: P) -> None:
+        """Replace the parts."""
+
+
+class ChangeOwner(Generic[P]):
+    """The live changes of a frontend and its engines, one at a time."""
+
+    def __init__(self, owner: Owner[P], slots: Sequence[Slot]) -> None:
+        """Change the parts of an owner; `slots` is what changes concern in the frontend."""
+        self._owner, self._changes = owner, Changes([*slots, self])
+        self._lock = threading.Lock()
+        self._next: P | None = None
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
+        """Return what lets restarted engines have the plugins of a change: a `Slot`."""
+        del change, plugins
+        before, after = self._owner.parts, self._next
+        assert after is not None, "begin() comes first"
+        return Switch(lambda is_new: self._owner.use(after if is_new else before))
+
+    @contextlib.contextmanager
+    def begin(
+        self, make: Callable[[Settings], Settings], running: Running
+    ) -> Iterator[tuple[Steps, Change]]:
+        """Yield the steps of a change, which the body runs, and the change.
+
+        Args:
+            make: returns the next settings for the current ones.
+            running: what requests do that use a processor which is replaced or disabled.
+
+        Raises:
+            BusyError: another change is under way.
+            ConfigError, PluginError: it cannot be made.
+        """
+        running = convert(running, Running, path="running")  # type: ignore[arg-type]
+        if not self._lock.acquire(blocking=False):
+            raise BusyError("another live change is under way; try again once it is done")
+        try:
+            settings = make(self._owner.parts.settings)
+            self._next = self._owner.parts.with_settings(settings)
+            config, manifest = settings.config.without_tables(), settings.plugins.manifest
+            change = Change(manifest=manifest, config=config, running=running)
+            seconds = config.plugins.change_seconds
+            yield steps(change, self._changes, settings.plugins, seconds), change
+        finally:
+            self._lock.release()

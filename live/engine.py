@@ -18,6 +18,7 @@ from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .change import Action, Change, Changes, Prepared, Slot, Switch
+from .policy import PolicyChanges, PolicySlot
 from .settings import is_same
 
 LIMITS = ("long_prefill_token_threshold", "max_waiting", "max_waiting_tokens")
@@ -30,26 +31,28 @@ WorkerAnswer = tuple[str | None, str, bool]
 
 
 class EngineChanges:
-    """The live changes of an engine, one at a time.
-
-    Attributes:
-        end_requests: ends requests by their ids, with outputs.
-    """
+    """The live changes of an engine, one at a time."""
 
     def __init__(
-        self, slots: Sequence[Slot], executor: Executor, scheduler: Scheduler, manifest: Manifest
+        self,
+        policy: PolicySlot,
+        scheduler: Scheduler,
+        label: str,
+        executor: Executor,
+        end_requests: Callable[[list[str]], object],
     ) -> None:
         """Begin without a change.
 
         Args:
-            slots: what changes concern in the engine's process.
-            executor: has the workers.
+            policy: has the policy of the scheduler.
             scheduler: has the requests.
-            manifest: the plugins at the start.
+            label: names the scheduler.
+            executor: has the workers.
+            end_requests: ends requests by their ids, with outputs.
         """
-        self._own, self._executor, self._scheduler = Changes(slots), executor, scheduler
-        self._manifest = manifest
-        self.end_requests: Callable[[list[str]], object] = lambda _: None
+        self._own = Changes([PolicyChanges(policy, scheduler), LimitsSlot(scheduler, label)])
+        self._executor, self._scheduler = executor, scheduler
+        self._manifest, self._end_requests = policy.plugins.manifest, end_requests
 
     def run(self, action: Action, change: Change | None) -> list[str]:
         """Do something about a change; return what it still waits for, if the action is "state".
@@ -92,7 +95,7 @@ class EngineChanges:
             live, generation = [], before.generation
         if change.running == "end":
             ending = _ending(live, before, change.manifest)
-            self.end_requests(ending)
+            self._end_requests(ending)
             live = [one for one in live if one.request_id not in ending]
         oldest = min((one.source.generation for one in live), default=generation)
         self._call_workers("keep", str(oldest).encode())

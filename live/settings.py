@@ -327,15 +327,7 @@ def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) ->
                     f"the engine runs; restart it with the new configuration"
                 )
             changed.add(kind)
-    manifest = msgspec.structs.replace(
-        old.manifest,
-        entries=(
-            *(entry for entry in old.manifest.entries if entry.kind not in changed),
-            *(entry for entry in fresh.manifest.entries if entry.kind in changed),
-        ),
-        generation=old.manifest.generation + 1,
-    )
-    return Settings(config, sources, old.successor(manifest, fresh, changed))
+    return Settings(config, sources, old.successor(fresh, changed))
 
 
 def is_same(first: PluginEntry | None, second: PluginEntry | None) -> bool:

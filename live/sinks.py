@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from hardpoint.boundary.faults import Fanout, StepFaults, create_entries
+from hardpoint.boundary.faults import Fanout, StepFaults, create_all
 from hardpoint.plugins import StatSink, StatSinkContext
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -42,28 +43,25 @@ class SinkChanges:
             PluginError: one cannot be built.
         """
         del change
-        before, after = self._plugins.entries(KIND), plugins.entries(KIND)
-        own = dict(zip([e.name for e in before], self._sinks.components, strict=True))
-        old = {entry.name: entry for entry in before}
-        new = [entry for entry in after if not is_same(old.get(entry.name), entry)]
-        kept = [entry for entry in after if entry not in new]
-        if not new and len(kept) == len(before):
-            return None
-        created = create_entries(plugins, new, self._faults, StatSinkContext, **self._context)
+        earlier, before = self._plugins, self._sinks.components
+        old = dict(zip(earlier.entries(KIND), before, strict=True))
+        kept = {
+            entry.name: next(sink for one, sink in old.items() if is_same(one, entry))
+            for entry in plugins.entries(KIND)
+            if any(is_same(one, entry) for one in old)
+        }
+        new = functools.reduce(lambda rest, name: rest.without(KIND, name), kept, plugins)
+        created = create_all(new, KIND, self._faults, StatSinkContext, **self._context)
         built = Fanout(created)
-        by_name = dict(zip([e.name for e in new], built.components, strict=True))
-        wanted = [by_name.get(entry.name) or own[entry.name] for entry in after]
-        gone = [sink for sink in self._sinks.components if sink not in wanted]
-
-        earlier = self._plugins
+        if not created and len(kept) == len(old):
+            return None
+        by_name = kept | {sink.name: sink for sink in built.components}
+        after = [by_name[entry.name] for entry in plugins.entries(KIND)]
+        gone: Fanout[StatSink] = Fanout(())
+        gone.components = [sink for sink in before if sink not in after]
 
         def switch(is_new: bool) -> None:
-            self._sinks.use(wanted if is_new else list(own.values()))
+            self._sinks.components = after if is_new else before
             self._plugins = plugins if is_new else earlier
 
-        def close(entries: list[StatSink]) -> None:
-            closing: Fanout[StatSink] = Fanout(())
-            closing.use(entries)
-            closing.close()
-
-        return Switch(switch, lambda: close(gone), lambda: close(built.components))
+        return Switch(switch, gone.close, built.close)

@@ -30,8 +30,7 @@ from hardpoint.core.kv_cache import (
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
-from hardpoint.live.engine import EngineChanges, LimitsSlot
-from hardpoint.live.policy import PolicyChanges, PolicySlot
+from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -137,15 +136,6 @@ def build_core(
             faults=faults,
             parts_start=start,
             weights=opened.weight_updates(config, spec, executor, scheduler, start),
-            changes=EngineChanges(
-                [
-                    PolicyChanges(opened.policy, scheduler),
-                    LimitsSlot(scheduler, str(spec.plugins.one("schedulers").source)),
-                ],
-                executor,
-                scheduler,
-                spec.plugins.manifest,
-            ),
             step_cost=fit if config.scheduler.step_milliseconds or spec.num_draft_tokens else None,
             **opened.for_core(spec, config, info, activity),
         )

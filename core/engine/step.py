@@ -24,7 +24,6 @@ from hardpoint.boundary.step_check import (
 )
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.errors import PluginFaultError
-from hardpoint.live.engine import EngineChanges
 from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     EngineConfig,
@@ -82,7 +81,6 @@ class EngineCoreParts:
         activity: records the requests of each step.
         weights: replaces the weights; None if they stay.
         cache_changes: collects the changes of the KV cache for clients; None if they get none.
-        changes: live changes of plugins and settings; None if there can be none.
     """
 
     scheduler: Scheduler
@@ -108,7 +106,6 @@ class EngineCoreParts:
     activity: Activity = field(default_factory=Activity)
     weights: WeightUpdates | None = None
     cache_changes: CacheChangeLog | None = None
-    changes: EngineChanges | None = None
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Pass events of the KV cache to all that follow it."""

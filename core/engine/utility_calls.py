@@ -12,6 +12,7 @@ from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
 from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
 from hardpoint.live.change import Action, Change
+from hardpoint.live.engine import EngineChanges
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.engine_state import KVCacheChanges
 from hardpoint.plugins.executor import Worker
@@ -53,6 +54,7 @@ class UtilityHost(Protocol):
 
     _parts: EngineCoreParts
     _pause: PauseController
+    _changes: EngineChanges
 
     @property
     def _weights(self) -> WeightUpdates: ...
@@ -271,9 +273,7 @@ class EngineUtilities(ControlCalls):
     @utility()
     def live_change(self: UtilityHost, action: Action, change: Change | None = None) -> list[str]:
         """Do something about a change of plugins and settings, see `EngineChanges.run`."""
-        if self._parts.changes is None:
-            raise HardpointError("this engine takes no live changes")
-        return self._parts.changes.run(action, change)
+        return self._changes.run(action, change)
 
     @utility()
     def prepare_weights(

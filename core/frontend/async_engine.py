@@ -286,7 +286,7 @@ class AsyncEngine(WatchedEngine):
 
     async def _run_change(self, make: Callable[[Settings], Settings], running: Running) -> Manifest:
         async with contextlib.AsyncExitStack() as stack:
-            steps, manifest = stack.enter_context(self._change(make, running))
+            steps, change = stack.enter_context(self._changes.begin(make, running))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
                 if isinstance(action, float):
@@ -294,14 +294,13 @@ class AsyncEngine(WatchedEngine):
                     continue
                 if action == "commit":  # no request is sent before the frontend has switched
                     await stack.enter_async_context(self._switch_lock)
-                change = self._changes.under_way if action == "prepare" else None
                 try:
                     answer = await EngineUtilities.live_change.call_async(
-                        self.call_utility, action, change
+                        self.call_utility, action, change if action == "prepare" else None
                     )
                 except BaseException as error:  # the steps raise it again, once all is undone
                     answer = error
-        return manifest
+        return change.manifest
 
     async def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None

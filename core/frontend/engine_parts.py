@@ -24,7 +24,7 @@ from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
 from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
@@ -140,6 +140,7 @@ class EngineParts:
                 self.config.kv_cache, eviction=KVCacheConfig().eviction
             )
             config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
-            plugins = self.plugins.changed(config, self.config_sources, call.kind)
+            fresh = resolve_plugins(config, self.config_sources, self.plugins.found)
+            plugins = self.plugins.successor(fresh, {call.kind})
             return dataclasses.replace(self, config=config, plugins=plugins)
         return None

@@ -255,7 +255,7 @@ class LLMEngine(EngineOwner):
             HardpointError: a process failed, or took too long. Nothing has changed.
         """
         with contextlib.ExitStack() as stack:
-            steps, manifest = stack.enter_context(self._change(make, running))
+            steps, change = stack.enter_context(self._changes.begin(make, running))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
                 if isinstance(action, float):
@@ -263,12 +263,13 @@ class LLMEngine(EngineOwner):
                     continue
                 if action == "commit":  # no request is sent before the frontend has switched
                     stack.enter_context(self.lock)
-                change = self._changes.under_way if action == "prepare" else None
                 try:
-                    answer = EngineUtilities.live_change.call(self.call_utility, action, change)
+                    answer = EngineUtilities.live_change.call(
+                        self.call_utility, action, change if action == "prepare" else None
+                    )
                 except BaseException as error:  # the steps raise it again, once all is undone
                     answer = error
-        return manifest
+        return change.manifest
 
     def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None

@@ -40,11 +40,7 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placem
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
-from hardpoint.system.memory import (
-    MemoryEstimate,
-    MovedWeights,
-    release_pinned_memory,
-)
+from hardpoint.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory
 from hardpoint.system.profiling import Profiling
 from hardpoint.system.rank_store import served_store
 from hardpoint.system.threads import ComputeThreads, crowding

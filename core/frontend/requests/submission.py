@@ -121,7 +121,6 @@ class Submitter:
                 arrival_time=arrived,
                 given=given,
             )
-        request.generation = self._generation
         held = [parsers]
         try:
             self._check_rank(request.data_parallel_rank)
@@ -152,6 +151,7 @@ class Submitter:
         self, parent: ParentRequest, request: EngineCoreRequest, prompt: Prompt | EngineCoreRequest
     ) -> list[EngineCoreRequest]:
         """Return the requests of a prompt's completions; those that come with outputs have them."""
+        request.generation = self._generation
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):
             given = self._input.outputs_of(prompt)

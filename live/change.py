@@ -15,6 +15,8 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
+from .settings import Asked
+
 _log = logging.getLogger("hardpoint")
 
 Action = Literal["prepare", "state", "commit", "keep", "undo"]
@@ -23,22 +25,22 @@ is; then it is committed, and kept once all processes have committed it. It is u
 fails, whether it was prepared or committed.
 """
 
-Running = Literal["finish", "end"]
-"""What requests do that use a component which is replaced or disabled: finish with it, or end."""
-
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Other plugins and settings, as the processes of an engine get them.
 
     Attributes:
+        asked: what the caller asked for.
         manifest: the next generation of the plugins.
         config: the configuration, without tables of plugins.
-        running: what requests do that use a component which is replaced or disabled.
+        lingers: whether frontends may send requests of the generation before for a moment after
+            the change, so that what those use stays open until the next change.
     """
 
+    asked: Asked
     manifest: Manifest
     config: EngineConfig
-    running: Running = "finish"
+    lingers: bool = False
 
 
 class Prepared:

@@ -6,15 +6,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from hardpoint.errors import BusyError, HardpointError
 from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.typed import convert
 
-from .change import Action, Change, Changes, Prepared, Running, Slot, Switch
-from .settings import Settings
+from .change import Action, Change, Changes, Prepared, Slot, Switch
+from .settings import Asked, Settings
 
 _log = logging.getLogger("hardpoint")
 
@@ -117,11 +116,17 @@ class Owner(Protocol[P]):
 
 
 class ChangeOwner(Generic[P]):
-    """The live changes of a frontend and its engines, one at a time."""
+    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'."""
 
-    def __init__(self, owner: Owner[P], slots: Sequence[Slot]) -> None:
-        """Change the parts of an owner; `slots` is what changes concern in the frontend."""
-        self._owner, self._changes = owner, Changes([*slots, self])
+    def __init__(self, owner: Owner[P], slots: Sequence[Slot], *, lingers: bool) -> None:
+        """Change the parts of an owner.
+
+        Args:
+            owner: the owner.
+            slots: what changes concern in the frontend.
+            lingers: as in `Change`.
+        """
+        self._owner, self._changes, self._lingers = owner, Changes([*slots, self]), lingers
         self._lock = threading.Lock()
         self._next: P | None = None
 
@@ -133,28 +138,62 @@ class ChangeOwner(Generic[P]):
         return Switch(lambda is_new: self._owner.use(after if is_new else before))
 
     @contextlib.contextmanager
-    def begin(
-        self, make: Callable[[Settings], Settings], running: Running
-    ) -> Iterator[tuple[Steps, Change]]:
+    def begin(self, asked: Asked) -> Iterator[tuple[Steps, Change]]:
         """Yield the steps of a change, which the body runs, and the change.
-
-        Args:
-            make: returns the next settings for the current ones.
-            running: what requests do that use a processor which is replaced or disabled.
 
         Raises:
             BusyError: another change is under way.
             ConfigError, PluginError: it cannot be made.
         """
-        running = convert(running, Running, path="running")  # type: ignore[arg-type]
+        change, plugins = self._begin(asked)
+        try:
+            seconds = change.config.plugins.change_seconds
+            yield steps(change, self._changes, plugins, seconds), change
+        finally:
+            self._lock.release()
+
+    def _begin(self, asked: Asked) -> tuple[Change, PluginSet]:
         if not self._lock.acquire(blocking=False):
             raise BusyError("another live change is under way; try again once it is done")
         try:
-            settings = make(self._owner.parts.settings)
+            settings = asked.settings(self._owner.parts.settings)
             self._next = self._owner.parts.with_settings(settings)
-            config, manifest = settings.config.without_tables(), settings.plugins.manifest
-            change = Change(manifest=manifest, config=config, running=running)
-            seconds = config.plugins.change_seconds
-            yield steps(change, self._changes, settings.plugins, seconds), change
-        finally:
+        except BaseException:
+            self._lock.release()
+            raise
+        change = Change(
+            asked=asked,
+            manifest=settings.plugins.manifest,
+            config=settings.config.without_tables(),
+            lingers=self._lingers,
+        )
+        return change, settings.plugins
+
+    def follow(self, asked: Asked) -> None:
+        """Begin to prepare a change that another process runs.
+
+        Raises:
+            BusyError, ConfigError, PluginError: as `begin`.
+        """
+        change, plugins = self._begin(asked)
+        self._changes.prepare(change, plugins)
+
+    def is_prepared(self) -> bool:
+        """Return whether the change is prepared that another process runs.
+
+        Raises:
+            HardpointError: it cannot be.
+        """
+        return self._changes.is_prepared()
+
+    def finish(self, action: Action) -> None:
+        """Commit, keep or undo the change that another process runs."""
+        match action:
+            case "commit":
+                self._changes.commit()
+            case "keep":
+                self._changes.keep()
+            case "undo":
+                self._changes.undo()
+        if action != "commit" and self._lock.locked():
             self._lock.release()

@@ -93,11 +93,13 @@ class EngineChanges:
             live = list(self._scheduler.live_requests())
         except NotImplementedError:  # what its requests use stays open
             live, generation = [], before.generation
-        if change.running == "end":
+        if change.asked.running == "end":
             ending = _ending(live, before, change.manifest)
             self._end_requests(ending)
             live = [one for one in live if one.request_id not in ending]
         oldest = min((one.source.generation for one in live), default=generation)
+        if change.lingers:
+            oldest = min(oldest, before.generation)
         self._call_workers("keep", str(oldest).encode())
 
     def _call_workers(self, action: Action, data: bytes = b"") -> dict[str, bool]:
@@ -151,7 +153,7 @@ class WorkerChanges:
         self._own.undo()
         self.slots, self._own = slots, Changes(slots or ())
 
-    def run(self, action: Action, data: bytes) -> WorkerAnswer:
+    def run(self, action: str, data: bytes) -> WorkerAnswer:
         """Do something about a change.
 
         Args:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,13 +14,16 @@ from msgspec import Meta
 from hardpoint.errors import ConfigError, PluginNotFoundError, shown
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.config_tables import CHANGE, PluginUse
+from hardpoint.plugins.config_tables import CHANGE, PluginUse, Reference
 from hardpoint.plugins.manifest import PluginEntry
-from hardpoint.registry.kinds import KINDS, Number
+from hardpoint.registry.kinds import KINDS, Number, value_at
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.references import with_references
 from hardpoint.registry.selection import Selection
-from hardpoint.typed import convert, suggest
+from hardpoint.typed import Strict, convert, suggest
+
+Running = Literal["finish", "end"]
+"""What requests do that use a component which is replaced or disabled: finish with it, or end."""
 
 _OPTIONS = "plugin"
 _POLICIES, _POLICY = "scheduling_policies", "scheduler.policy"
@@ -36,8 +38,7 @@ class Settings:
     plugins: PluginSet
 
 
-@dataclass(frozen=True)
-class PluginChanges:
+class PluginChanges(Strict):
     """Changes of plugins; names are those under which they are enabled.
 
     Attributes:
@@ -47,10 +48,67 @@ class PluginChanges:
         options: the options of components, by name; they take the place of those before.
     """
 
-    enable: Sequence[Any] = ()
-    disable: Sequence[str] = ()
-    replace: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    enable: list[Reference | PluginUse] = []
+    disable: list[str] = []
+    replace: dict[str, Reference] = {}
+    options: dict[str, dict[str, Any]] = {}
+
+
+class Policy(Strict):
+    """A scheduling policy, and its options alone."""
+
+    use: Reference
+    options: dict[str, Any] = {}
+
+
+class Asked(Strict):
+    """What a caller asks to change, as plain data.
+
+    Attributes:
+        origin: who asks, for messages and `GET /settings`.
+        config: values of the configuration, by dotted path.
+        plugins: changes of plugins.
+        policy: the scheduling policy.
+        running: what requests do that use a logits processor which is replaced or disabled.
+    """
+
+    origin: str
+    config: dict[str, Any] = {}
+    plugins: PluginChanges = PluginChanges()
+    policy: Policy | None = None
+    running: Running = "finish"
+
+    @classmethod
+    def of(cls, origin: str, **fields: Any) -> Asked:
+        """Return what a caller asks for, with references in the place of classes.
+
+        Raises:
+            ConfigError: a field is wrong; names it.
+        """
+        if (values := fields.get("config")) is not None and isinstance(values, Mapping):
+            fields["config"] = {k: with_references(v, str(k), origin) for k, v in values.items()}
+        if (changes := fields.get("plugins")) is not None and isinstance(changes, Mapping):
+            table = {name: changes.get(name) for name in ("enable", "replace")}
+            given = {name: value for name, value in table.items() if value is not None}
+            fields["plugins"] = {**changes, **with_references(given, "plugins", origin)}
+        if (policy := fields.get("policy")) is not None:
+            use = with_references(policy.get("use"), _POLICY, origin)
+            fields["policy"] = {**policy, "use": convert(use, str, path=_POLICY)}
+        return convert({"origin": origin, **fields}, cls, path="")
+
+    def settings(self, before: Settings) -> Settings:
+        """Return the next settings.
+
+        Args:
+            before: the current ones; they are not changed.
+
+        Raises:
+            ConfigError: a value is wrong, there is no such setting, or it needs a restart.
+            PluginError: there is no such component, or it cannot be loaded.
+        """
+        if self.policy is not None:
+            return with_policy(before, self.policy.use, self.policy.options, self.origin)
+        return with_plugins(before, self.plugins, self.config, self.origin)
 
 
 def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Settings:
@@ -65,10 +123,8 @@ def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Set
         ConfigError: a value is wrong, there is no such setting, or it needs a restart.
         PluginError: a component cannot be loaded.
     """
-    values = convert(values, dict[str, Any], path="values")
     config = before.config
-    for path, given in values.items():
-        value = with_references(given, path, origin)
+    for path, value in values.items():
         if path.partition(".")[0] == _OPTIONS:
             config = _with_option(config, path, value)
             continue
@@ -86,12 +142,15 @@ def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Set
     return _resolved(before, config, _sources(before.sources, values, origin))
 
 
-def with_plugins(before: Settings, changes: PluginChanges, origin: str) -> Settings:
-    """Return the settings with other plugins.
+def with_plugins(
+    before: Settings, changes: PluginChanges, config: Mapping[str, Any], origin: str
+) -> Settings:
+    """Return the settings with other plugins, and other values of the configuration.
 
     Args:
         before: the current ones; they are not changed.
         changes: what to change.
+        config: values by dotted path.
         origin: who changes them, for messages.
 
     Raises:
@@ -101,8 +160,8 @@ def with_plugins(before: Settings, changes: PluginChanges, origin: str) -> Setti
     plugins = before.config.plugins
     enable = list(plugins.enable)
     disable, replace = list(plugins.disable), dict(plugins.replace)
-    values: dict[str, Any] = {}
-    for name in convert(changes.disable, list[str], path="disable"):
+    values = dict(config)
+    for name in changes.disable:
         found = _named(before.plugins, name, "disable")
         if found.chosen_by is not None:
             raise ConfigError(
@@ -115,18 +174,17 @@ def with_plugins(before: Settings, changes: PluginChanges, origin: str) -> Setti
         enable = kept
         replace.pop(entry.name, None)
         before = _without_options(before, entry)
-    given = with_references(list(changes.enable), "plugins.enable", origin)
-    for item in given:
+    for item in changes.enable:
         disable = [name for name in disable if not _is_same(item, name)]
         enable.append(item)
     for name, use in changes.replace.items():
         found = _named(before.plugins, name, "replace")
         if found.chosen_by is None:
-            _replace(found.entry, use, enable, replace, origin)
+            _replace(found.entry, use, enable, replace)
         elif found.number is Number.ONE:
             values[found.chosen_by] = use
         else:
-            chosen = functools.reduce(getattr, found.chosen_by.split("."), before.config)
+            chosen = value_at(before.config, found.chosen_by)
             entry = found.entry
             values[found.chosen_by] = [use if _names(one, entry) else one for one in chosen]
     if (enable, disable, replace) != (plugins.enable, plugins.disable, plugins.replace):
@@ -135,24 +193,22 @@ def with_plugins(before: Settings, changes: PluginChanges, origin: str) -> Setti
             "plugins.disable": disable,
             "plugins.replace": replace,
         }
-    options = convert(changes.options, dict[str, dict[str, Any]], path="options")
-    return with_config(before, values | {f"{_OPTIONS}.{k}": v for k, v in options.items()}, origin)
+    options = {f"{_OPTIONS}.{name}": table for name, table in changes.options.items()}
+    return with_config(before, values | options, origin)
 
 
-def with_policy(before: Settings, use: Any, options: Any, origin: str) -> Settings:
+def with_policy(before: Settings, use: str, options: Mapping[str, Any], origin: str) -> Settings:
     """Return the settings with another scheduling policy, and its options alone.
 
     Args:
         before: the current ones; they are not changed.
-        use: entry-point name, FQCN or class.
+        use: entry-point name or FQCN.
         options: the policy's own.
         origin: who changes it, for messages.
 
     Raises:
         ConfigError, PluginError: the policy or one of its options is wrong.
     """
-    use = convert(with_references(use, _POLICY, origin), str, path=_POLICY)
-    options = convert(options, dict[str, Any], path="options")
     config, sources = before.config, _sources(before.sources, {_POLICY: use}, origin)
     old = before.plugins.one(_POLICIES).name
     tables = {k: v for k, v in config.plugin.items() if k not in (old, f"{_POLICIES}/{old}")}
@@ -296,11 +352,8 @@ def _is_same(item: Any, name: str) -> bool:
     return isinstance(item, str) and item in (name, name.partition("/")[2])
 
 
-def _replace(
-    entry: PluginEntry, use: Any, enable: list[Any], replace: dict[str, Any], origin: str
-) -> None:
+def _replace(entry: PluginEntry, use: Any, enable: list[Any], replace: dict[str, Any]) -> None:
     """Let another component take the place and the name of one that is enabled."""
-    use = with_references(use, f"plugins.replace.{entry.name}", origin)
     for index, item in enumerate(enable):
         if _names(item, entry):
             enable[index] = PluginUse(use=use, name=entry.name)

@@ -116,7 +116,7 @@ class JointCalls:
             replicas: the engines; they have the totals of those that have ended, too.
             budget: has the number of restarts.
         """
-        self._choice, self._plugins, self._replicas = choice, choice.plugins, replicas
+        self._choice, self._replicas = choice, replicas
         self._budget, self._pauses = budget, _Pauses(replicas)
         self._answered: dict[Any, dict[int, Any]] = {}
 
@@ -230,7 +230,7 @@ class JointCalls:
         ranks = {one.rank for one in replicas}
         before = {r: a for r, a in self._answered.pop(key, {}).items() if r in ranks}
         asked = [one for one in replicas if one.rank not in before]
-        entry = self._plugins.find("step_parts", part) if isinstance(part, str) else None
+        entry = self._choice.plugins.find("step_parts", part) if isinstance(part, str) else None
 
         def merge(answers: Mapping[int, Any]) -> Any:
             known = before | dict(answers)
@@ -240,7 +240,7 @@ class JointCalls:
             listed = [known[rank] for rank in sorted(known)]
             if entry is None:
                 return listed[0]
-            target = cast(type[StepPart], self._plugins.target(entry))
+            target = cast(type[StepPart], self._choice.plugins.target(entry))
             what = f"{entry.source}: its merge_answers"
             with faults_as(PluginFaultError, what, passing=(HardpointError,)):
                 return target.merge_answers(method, listed)

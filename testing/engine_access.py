@@ -395,7 +395,7 @@ class ProcessorPipeline:
     ) -> tuple[torch.Tensor, dict[str, RequestFault]]:
         """Run the processor on every row apart, as after a fault; return logits and faults."""
         isolation = FaultIsolation(self._pipeline, requests, logits.clone)
-        isolation.isolate(self.name)
+        isolation.isolate(self._runner)
         return isolation.run(logits.clone()), isolation.faults
 
     @property

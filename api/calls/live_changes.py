@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
-from hardpoint.live.change import Running
-from hardpoint.live.settings import PluginChanges, Settings, with_config, with_plugins
+from hardpoint.live.settings import Asked, Running
 from hardpoint.plugins import SchedulingPolicy
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.manifest import Manifest
@@ -40,7 +38,7 @@ class SyncLiveChanges:
             HardpointError: a process failed, or took longer than `plugins.change_seconds`. Nothing
                 has changed.
         """
-        return self._engine.change(_config(values), running)
+        return self._engine.change(_config(values, running))
 
     def set_plugins(
         self,
@@ -70,7 +68,7 @@ class SyncLiveChanges:
                 restart; names it.
             BusyError, HardpointError: as `set_config`.
         """
-        return self._engine.change(_plugins(enable, disable, replace, options), running)
+        return self._engine.change(_plugins(enable, disable, replace, options, running))
 
     def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
@@ -94,7 +92,7 @@ class AsyncLiveChanges:
 
     async def set_config(self, values: Mapping[str, Any], running: Running = "finish") -> Manifest:
         """Do what `LLM.set_config` does."""
-        return await self._engine.change(_config(values), running)
+        return await self._change(_config(values, running))
 
     async def set_plugins(
         self,
@@ -106,7 +104,7 @@ class AsyncLiveChanges:
         running: Running = "finish",
     ) -> Manifest:
         """Do what `LLM.set_plugins` does."""
-        return await self._engine.change(_plugins(enable, disable, replace, options), running)
+        return await self._change(_plugins(enable, disable, replace, options, running))
 
     async def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
@@ -120,11 +118,15 @@ class AsyncLiveChanges:
         Raises:
             ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
-        await self._engine.set_policy(use, options)
+        policy = {"use": use, "options": {} if options is None else options}
+        await self._change(Asked.of("set_policy()", policy=policy))
+
+    async def _change(self, asked: Asked) -> Manifest:
+        return await self._engine.change(asked)
 
 
-def _config(values: Mapping[str, Any]) -> Callable[[Settings], Settings]:
-    return functools.partial(with_config, values=values, origin="set_config()")
+def _config(values: Mapping[str, Any], running: Running) -> Asked:
+    return Asked.of("set_config()", config=values, running=running)
 
 
 def _plugins(
@@ -132,6 +134,12 @@ def _plugins(
     disable: Sequence[str],
     replace: Mapping[str, Use] | None,
     options: Mapping[str, Mapping[str, Any]] | None,
-) -> Callable[[Settings], Settings]:
-    changes = PluginChanges(enable, disable, replace or {}, options or {})
-    return functools.partial(with_plugins, changes=changes, origin="set_plugins()")
+    running: Running,
+) -> Asked:
+    changes = {
+        "enable": enable,
+        "disable": disable,
+        "replace": replace or {},
+        "options": options or {},
+    }
+    return Asked.of("set_plugins()", plugins=changes, running=running)

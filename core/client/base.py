@@ -59,10 +59,12 @@ class EngineCoreClient(Protocol):
     Attributes:
         in_process: whether the core runs in this process.
         change_slots: what live changes concern in the client.
+        shares_engines: whether frontends in other processes use the same engines.
     """
 
     in_process: bool
     change_slots: Sequence[Slot] = ()
+    shares_engines: bool = False
 
     @property
     def activity(self) -> Activity:
@@ -197,6 +199,7 @@ class UtilityCalls:
     """Calls of utilities of engines in other processes that wait for the answer."""
 
     change_slots: Sequence[Slot] = ()
+    shares_engines: bool = False
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is that of utilities which have one, `engine.call_timeout_seconds`."""
@@ -255,6 +258,7 @@ class OneEngine:
 
     ranks: Collection[int] = (0,)
     change_slots: Sequence[Slot] = ()
+    shares_engines: bool = False
     is_serving = True
     num_restarts = 0
 

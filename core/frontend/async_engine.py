@@ -13,9 +13,9 @@ from hardpoint.boundary.errors import RefusedInCallError, engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.live.change import Running
+from hardpoint.live.change import Action
 from hardpoint.live.driver import next_of
-from hardpoint.live.settings import Settings, with_policy
+from hardpoint.live.settings import Asked
 from hardpoint.plugins import (
     FinishReason,
     HardpointError,
@@ -274,19 +274,17 @@ class AsyncEngine(WatchedEngine):
         reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    async def change(
-        self, make: Callable[[Settings], Settings], running: Running = "finish"
-    ) -> Manifest:
+    async def change(self, asked: Asked) -> Manifest:
         """Change plugins or settings while requests run, as `LLMEngine.change` does.
 
         Cancelling the task does not end a change that has begun.
         """
         await self._ready()
-        return await asyncio.shield(asyncio.ensure_future(self._run_change(make, running)))
+        return await asyncio.shield(asyncio.ensure_future(self._run_change(asked)))
 
-    async def _run_change(self, make: Callable[[Settings], Settings], running: Running) -> Manifest:
+    async def _run_change(self, asked: Asked) -> Manifest:
         async with contextlib.AsyncExitStack() as stack:
-            steps, change = stack.enter_context(self._changes.begin(make, running))
+            steps, change = stack.enter_context(self._changes.begin(asked))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
                 if isinstance(action, float):
@@ -302,6 +300,16 @@ class AsyncEngine(WatchedEngine):
                     answer = error
         return change.manifest
 
+    async def follow_change(self, asked: Asked) -> None:
+        """Prepare a change that the owner of the engines runs; `finish_change` is to follow."""
+        self._changes.follow(asked)
+        while not self._changes.is_prepared():
+            await asyncio.sleep(_POLL_CHANGE_S)
+
+    def finish_change(self, action: Action) -> None:
+        """Commit, keep or undo such a change."""
+        self._changes.finish(action)
+
     async def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
     ) -> Manifest:
@@ -312,8 +320,8 @@ class AsyncEngine(WatchedEngine):
         Raises:
             ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
-        given = {} if options is None else options
-        return await self.change(lambda before: with_policy(before, use, given, "set_policy()"))
+        policy = {"use": use, "options": {} if options is None else options}
+        return await self.change(Asked.of("set_policy()", policy=policy))
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is restarted."""
@@ -347,6 +355,7 @@ class AsyncEngine(WatchedEngine):
             raise reported from reported.__cause__
 
 
+_POLL_CHANGE_S = 0.005
 _AT_ONCE = 32  # prompts of a call that are read before other tasks of the event loop run
 
 

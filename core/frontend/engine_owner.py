@@ -28,7 +28,9 @@ class EngineOwner:
         self.parts = parts
         self._frontend = Frontend(parts)
         slots = [*self._frontend.change_slots(), *parts.client.change_slots]
-        self._changes: ChangeOwner[EngineParts] = ChangeOwner(self, slots)
+        self._changes: ChangeOwner[EngineParts] = ChangeOwner(
+            self, slots, lingers=parts.client.shares_engines
+        )
         parts.client.watch_deaths(self._engine_lost)
 
     def _engine_lost(self, death: Death) -> EngineDeadError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -17,7 +17,6 @@ from hardpoint.live.settings import Settings, with_policy, without_plugin
 from hardpoint.plugins import (
     EngineConfig,
     ModelConfig,
-    SchedulingPolicy,
     Tokenizer,
 )
 from hardpoint.plugins.component import Component
@@ -92,20 +91,6 @@ class EngineParts:
         """Return the companion of a class, with which the engine was opened."""
         return next(one for one in self.companions if isinstance(one, cls))
 
-    def with_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]
-    ) -> EngineParts:
-        """Return the parts with another scheduling policy, in the next generation of the manifest.
-
-        Args:
-            use: entry-point name, FQCN or class.
-            options: options of the policy.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built.
-        """
-        return self.with_settings(with_policy(self.settings, use, options, "set_policy()"))
-
     @property
     def settings(self) -> Settings:
         """What live changes change."""
@@ -134,7 +119,8 @@ class EngineParts:
             config = without_plugin(self.config, self.plugins.get(call.kind, call.name))
             return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
-            return self.with_policy(SchedulerConfig().policy, {})
+            policy = SchedulerConfig().policy
+            return self.with_settings(with_policy(self.settings, policy, {}, "default"))
         if call.kind == "eviction_policies":
             kv_cache = msgspec.structs.replace(
                 self.config.kv_cache, eviction=KVCacheConfig().eviction

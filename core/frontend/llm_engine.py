@@ -18,9 +18,8 @@ from hardpoint.errors import (
     EngineTimeoutError,
     PluginFaultError,
 )
-from hardpoint.live.change import Running
 from hardpoint.live.driver import next_of
-from hardpoint.live.settings import Settings, with_policy
+from hardpoint.live.settings import Asked
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -237,14 +236,10 @@ class LLMEngine(EngineOwner):
         reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    def change(self, make: Callable[[Settings], Settings], running: Running = "finish") -> Manifest:
+    def change(self, asked: Asked) -> Manifest:
         """Change plugins or settings while requests run: in all processes, or in none.
 
         Other threads add requests and run steps while it is prepared.
-
-        Args:
-            make: returns the next settings for the current ones.
-            running: what requests do that use a logits processor which is replaced or disabled.
 
         Returns:
             The new generation of the manifest.
@@ -255,7 +250,7 @@ class LLMEngine(EngineOwner):
             HardpointError: a process failed, or took too long. Nothing has changed.
         """
         with contextlib.ExitStack() as stack:
-            steps, change = stack.enter_context(self._changes.begin(make, running))
+            steps, change = stack.enter_context(self._changes.begin(asked))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
                 if isinstance(action, float):
@@ -286,8 +281,8 @@ class LLMEngine(EngineOwner):
         Raises:
             ConfigError, PluginError: the policy cannot be built.
         """
-        given = {} if options is None else options
-        return self.change(lambda before: with_policy(before, use, given, "set_policy()"))
+        policy = {"use": use, "options": {} if options is None else options}
+        return self.change(Asked.of("set_policy()", policy=policy))
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is started again."""

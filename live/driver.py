@@ -149,6 +149,12 @@ class ChangeOwner(Generic[P]):
         try:
             seconds = change.config.plugins.change_seconds
             yield steps(change, self._changes, plugins, seconds), change
+        except BaseException as error:
+            _log.warning("live change by %s failed: %s: %s", asked.origin, asked, error)
+            raise
+        else:
+            generation = change.manifest.generation
+            _log.info("live change by %s, generation %d: %s", asked.origin, generation, asked)
         finally:
             self._lock.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import CHANGE, PluginUse, Reference
 from hardpoint.plugins.manifest import PluginEntry
+from hardpoint.plugins.settings import LiveSettings, Setting
 from hardpoint.registry.kinds import KINDS, Number, value_at
 from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 from hardpoint.registry.references import with_references
@@ -36,6 +38,32 @@ class Settings:
     config: EngineConfig
     sources: ConfigSources
     plugins: PluginSet
+
+    def shown(self) -> LiveSettings:
+        """Return the settings as callers see them."""
+        config, manifest = self.config, self.plugins.manifest
+        changes = dict(settings_of(type(config)))
+        plain = {path: value_at(config, path) for path in changes}
+        for name, table in config.plugin.items():
+            kinds = [e.kind for e in manifest.entries if name in (e.name, f"{e.kind}/{e.name}")]
+            is_live = all(KINDS[kind].changes_live for kind in kinds)
+            for option, value in table.items():
+                path = f"{_OPTIONS}.{name}.{option}"
+                changes[path], plain[path] = "live" if is_live else "restart", value
+        values = {
+            path: Setting(
+                value=msgspec.to_builtins(plain[path], enc_hook=str),
+                origin=self.sources.of(path),
+                change=change,
+            )
+            for path, change in changes.items()
+        }
+        content = msgspec.json.encode(
+            ({path: one.value for path, one in values.items()}, manifest.hash),
+            order="deterministic",
+        )
+        fingerprint = hashlib.sha256(content).hexdigest()
+        return LiveSettings(generation=manifest.generation, fingerprint=fingerprint, values=values)
 
 
 class PluginChanges(Strict):
@@ -95,6 +123,23 @@ class Asked(Strict):
             use = with_references(policy.get("use"), _POLICY, origin)
             fields["policy"] = {**policy, "use": convert(use, str, path=_POLICY)}
         return convert({"origin": origin, **fields}, cls, path="")
+
+    def __str__(self) -> str:
+        """Return what changes, for logs: without the values of options, which may be secrets."""
+        parts = [
+            path if path.startswith(f"{_OPTIONS}.") else f"{path} = {shown(value)}"
+            for path, value in self.config.items()
+        ]
+        changes = self.plugins
+        parts += [f"enable {shown(one)}" for one in changes.enable]
+        parts += [f"disable {shown(one)}" for one in changes.disable]
+        parts += [f"replace {shown(name)} by {shown(use)}" for name, use in changes.replace.items()]
+        parts += [
+            f"options of {name}: {', '.join(given)}" for name, given in changes.options.items()
+        ]
+        if self.policy is not None:
+            parts.append(f"{_POLICY} = {shown(self.policy.use)}")
+        return "; ".join(parts) or "nothing"
 
     def settings(self, before: Settings) -> Settings:
         """Return the next settings.

@@ -81,7 +81,7 @@ class PluginsConfig(Strict):
     quarantine_after: Live[Annotated[int, Meta(ge=0)]] = 3
     slow_seconds: Annotated[float, Meta(ge=0)] = 1.0
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
-    live: list[Reference] = []
+    live: list[Name] = []
     change_seconds: Live[PositiveSeconds] = 30.0
 
 

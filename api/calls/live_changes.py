@@ -47,7 +47,9 @@ class SyncLiveChanges:
         disable: Sequence[str] = (),
         replace: Mapping[str, Use] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        config: Mapping[str, Any] | None = None,
         running: Running = "finish",
+        origin: str = "set_plugins()",
     ) -> Manifest:
         """Change plugins while requests run: in all processes, or in none.
 
@@ -57,8 +59,10 @@ class SyncLiveChanges:
             disable: names of enabled components.
             replace: the component that takes an enabled one's place and name, by that name.
             options: the options of components, by name, in the place of those before.
+            config: settings that change together with them, as for `set_config`.
             running: what requests do that use a logits processor which is replaced or disabled:
                 "finish" with it, or "end", with the finish reason "abort".
+            origin: who changes them, for logs and `settings`.
 
         Returns:
             The plugins, in a new generation. An engine that is restarted has them, too.
@@ -68,7 +72,9 @@ class SyncLiveChanges:
                 restart; names it.
             BusyError, HardpointError: as `set_config`.
         """
-        return self._engine.change(_plugins(enable, disable, replace, options, running))
+        return self._engine.change(
+            _plugins(enable, disable, replace, options, config, running, origin)
+        )
 
     def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
@@ -101,10 +107,14 @@ class AsyncLiveChanges:
         disable: Sequence[str] = (),
         replace: Mapping[str, Use] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        config: Mapping[str, Any] | None = None,
         running: Running = "finish",
+        origin: str = "set_plugins()",
     ) -> Manifest:
         """Do what `LLM.set_plugins` does."""
-        return await self._change(_plugins(enable, disable, replace, options, running))
+        return await self._change(
+            _plugins(enable, disable, replace, options, config, running, origin)
+        )
 
     async def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
@@ -129,17 +139,22 @@ def _config(values: Mapping[str, Any], running: Running) -> Asked:
     return Asked.of("set_config()", config=values, running=running)
 
 
-def _plugins(
+def _changes(
     enable: Sequence[Use],
     disable: Sequence[str],
     replace: Mapping[str, Use] | None,
     options: Mapping[str, Mapping[str, Any]] | None,
-    running: Running,
-) -> Asked:
-    changes = {
+) -> dict[str, Any]:
+    return {
         "enable": enable,
         "disable": disable,
-        "replace": replace or {},
-        "options": options or {},
+        "replace": {} if replace is None else replace,
+        "options": {} if options is None else options,
     }
-    return Asked.of("set_plugins()", plugins=changes, running=running)
+
+
+def _asked(
+    changes: dict[str, Any], config: Mapping[str, Any] | None, running: Running, origin: str
+) -> Asked:
+    values = {} if config is None else config
+    return Asked.of(origin, plugins=changes, config=values, running=running)

@@ -44,11 +44,11 @@ class SinkChanges:
         """
         del change
         earlier, before = self._plugins, self._sinks.components
-        old = dict(zip(earlier.entries(KIND), before, strict=True))
+        old = list(zip(earlier.entries(KIND), before, strict=True))
         kept = {
-            entry.name: next(sink for one, sink in old.items() if is_same(one, entry))
+            entry.name: next(sink for one, sink in old if is_same(one, entry))
             for entry in plugins.entries(KIND)
-            if any(is_same(one, entry) for one in old)
+            if any(is_same(one, entry) for one, _ in old)
         }
         new = functools.reduce(lambda rest, name: rest.without(KIND, name), kept, plugins)
         created = create_all(new, KIND, self._faults, StatSinkContext, **self._context)

@@ -161,6 +161,9 @@ class Worker(Protocol):
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the meter of each logits processor, by name."""
 
+    def plugin_states(self) -> dict[str, dict[str, Any]]:
+        """Return what logits processors know that say so, by name; see `Component.dump_state`."""
+
     def sleep(self, level: int) -> None:
         """Release memory. Called between steps; cached content is not used again.
 

@@ -312,6 +312,9 @@ class AsyncGenerator(Protocol):
     async def stop_profile(self) -> list[str]:
         """Stop profiling; return the files that were written."""
 
+    async def plugin_states(self) -> dict[str, dict[str, Any]]:
+        """Return what components know that say so, by name; see `Component.dump_state`."""
+
     async def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the cost of each logits processor, by name."""
 

@@ -58,6 +58,17 @@ def _meters(answers: list[dict[str, PluginMeter]]) -> dict[str, PluginMeter]:
     return merged
 
 
+def _states(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the states of plugins by engine, where there are several."""
+    if len(answers) == 1:
+        return dict(answers[0])
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    return {
+        name: {str(place): one[name] for place, one in enumerate(answers) if name in one}
+        for name in names
+    }
+
+
 def merged_faults(answers: Iterable[Mapping[str, StepFault]]) -> dict[str, StepFault]:
     """Return the faults of all engines by plugin, with the first message of each."""
     merged: dict[str, StepFault] = {}
@@ -91,6 +102,7 @@ _MERGES: dict[str, Merge] = {
     "live_requests": _live_requests,
     "plugin_meters": _meters,
     "plugin_report": _reports,
+    "plugin_states": _states,
     "scheduler_stats": merged_stats,
     "slow_plugins": merged_faults,
     "step_faults": merged_faults,

@@ -72,9 +72,8 @@ class SyncLiveChanges:
                 restart; names it.
             BusyError, HardpointError: as `set_config`.
         """
-        return self._engine.change(
-            _plugins(enable, disable, replace, options, config, running, origin)
-        )
+        changes = _changes(enable, disable, replace, options)
+        return self._engine.change(_asked(changes, config, running, origin))
 
     def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
@@ -112,9 +111,8 @@ class AsyncLiveChanges:
         origin: str = "set_plugins()",
     ) -> Manifest:
         """Do what `LLM.set_plugins` does."""
-        return await self._change(
-            _plugins(enable, disable, replace, options, config, running, origin)
-        )
+        changes = _changes(enable, disable, replace, options)
+        return await self._change(_asked(changes, config, running, origin))
 
     async def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None

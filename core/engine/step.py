@@ -15,6 +15,7 @@ from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.states import States, states_of
 from hardpoint.boundary.step_check import (
     ResultCheck,
     StepSettings,
@@ -112,6 +113,10 @@ class EngineCoreParts:
         self.kv_events.publish(events)
         if self.cache_changes is not None:
             self.cache_changes.add(events)
+
+    def states(self) -> States:
+        """Return the states of the components of the engine's process."""
+        return states_of([self.scheduler, self.policy.policy, *self.components])
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""
@@ -377,7 +382,7 @@ class StepRunner:
             return
         defect = None
         if is_fault(error):
-            log_failure(error, plan, self._parts.config, self._scheduler.stats)
+            log_failure(error, plan, self._parts.config, self._scheduler.stats, self._parts.states)
             if not isinstance(error, HardpointError):  # which names what failed
                 defect = plan_defect(plan, self._scheduler)
         try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
@@ -38,6 +38,8 @@ else:
     PauseModeName = PauseMode  # names are converted to it
 
 _log = logging.getLogger("hardpoint")
+
+T = TypeVar("T")
 
 WORKER_METHODS = frozenset(
     {
@@ -202,6 +204,11 @@ class ControlCalls:
     def plugin_meters(self: UtilityHost) -> dict[str, PluginMeter]:
         """Return the cost of each logits processor, by name: steps, rows, seconds, faults."""
         return _merged(self._parts.executor.collective_rpc("plugin_meters"))
+
+    @utility()
+    def plugin_states(self: UtilityHost) -> dict[str, dict[str, Any]]:
+        """Return what components know that say so, by name; see `Component.dump_state`."""
+        return self._parts.states() | _merged(self._parts.executor.collective_rpc("plugin_states"))
 
     @utility()
     def scheduler_stats(self: UtilityHost) -> SchedulerStats:
@@ -407,9 +414,9 @@ def result_type(method: str) -> Any:
     return UTILITIES[method].result_type if method in UTILITIES else Any
 
 
-def _merged(meters_of_workers: Sequence[Mapping[str, PluginMeter]]) -> dict[str, PluginMeter]:
-    """Return the meters of all workers; only one of them samples, and has any."""
-    return {name: meter for meters in meters_of_workers for name, meter in meters.items()}
+def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """Return what workers have by plugin; only one of them samples, and has any."""
+    return {name: one for found in of_workers for name, one in found.items()}
 
 
 def _slow_plugins(

@@ -108,7 +108,7 @@ class LocalWorker:
         )
         self.observed_states = ObservedStates()
         self._live = StageChanges()
-        self.live_change = self._live.run
+        self.live_change, self.plugin_states = self._live.run, self._live.states
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.

@@ -257,6 +257,10 @@ class AdminRoutes:
             "fallbacks": health.fallbacks,
             "slow": health.slow,
             "meters": await self._engine.plugin_meters(),
+            "states": {
+                name: without_secrets(state)
+                for name, state in (await self._engine.plugin_states()).items()
+            },
         }
 
     async def requests(self) -> dict[str, Any]:

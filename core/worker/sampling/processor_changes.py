@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hardpoint.boundary.activity import Activity
+from hardpoint.boundary.parts.states import States, states_of
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.live.change import Change
 from hardpoint.live.engine import WorkerChanges
@@ -39,6 +40,11 @@ class StageChanges(WorkerChanges):
         if stage is not None:
             self._processors = ProcessorChanges(stage.pipeline, spec.plugins, build)
         self.take([] if self._processors is None else [self._processors])
+
+    def states(self) -> States:
+        """Return the states of the processors."""
+        runners = () if self._processors is None else self._processors.pipeline.runners
+        return states_of([runner.processor for runner in runners])
 
     def latest(self, spec: WorkerSpec) -> WorkerSpec:
         """Return the spec of a worker with the latest plugins, to load the model again."""

@@ -52,7 +52,8 @@ class EngineChanges:
         """
         self._own = Changes([PolicyChanges(policy, scheduler), LimitsSlot(scheduler, label)])
         self._executor, self._scheduler = executor, scheduler
-        self._manifest, self._end_requests = policy.plugins.manifest, end_requests
+        self._policy, self._end_requests = policy, end_requests
+        self._manifest: Manifest | None = None  # of the plugins now, once there was a change
 
     def run(self, action: Action, change: Change | None) -> list[str]:
         """Do something about a change; return what it still waits for, if the action is "state".
@@ -69,6 +70,7 @@ class EngineChanges:
             case "prepare":
                 if change is None:
                     raise RequestError("change: expected one to prepare, got None")
+                self._manifest = self._manifest or self._policy.plugins.manifest
                 self._own.prepare(change)
                 self._call_workers(action, msgspec.msgpack.encode(change))
             case "state":
@@ -88,6 +90,7 @@ class EngineChanges:
     def _keep(self, change: Change) -> None:
         """End a change; let workers close the components that no live request uses any more."""
         before, self._manifest = self._manifest, change.manifest
+        assert before is not None, "prepare comes first"
         generation = change.manifest.generation
         try:
             live = list(self._scheduler.live_requests())
@@ -190,7 +193,7 @@ class LimitsSlot:
     def __init__(self, scheduler: Scheduler, label: str) -> None:
         """Change the limits of a scheduler; `label` names it."""
         self._scheduler, self._label = scheduler, label
-        self.limits: SchedulerLimits = scheduler.context.limits
+        self._limits: SchedulerLimits | None = None  # those of the last change
 
     def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
         """Check the limits.
@@ -199,19 +202,19 @@ class LimitsSlot:
             ConfigError: they conflict, or the scheduler cannot change them.
         """
         del plugins
+        before: SchedulerLimits = self._limits or self._scheduler.context.limits
         wanted = {name: getattr(change.config.scheduler, name) for name in LIMITS}
-        limits = replace(self.limits, **wanted)
-        if limits == self.limits:
+        limits = replace(before, **wanted)
+        if limits == before:
             return None
         if type(self._scheduler).set_limits is Scheduler.set_limits:
-            changed = next(name for name in LIMITS if wanted[name] != getattr(self.limits, name))
+            changed = next(name for name in LIMITS if wanted[name] != getattr(before, name))
             raise ConfigError(
                 f"scheduler.{changed}: {self._label} cannot change its limits while it runs; "
                 f"restart the engine with the new value"
             )
-        before = self.limits
         return Switch(lambda is_new: self._use(limits if is_new else before))
 
     def _use(self, limits: SchedulerLimits) -> None:
         self._scheduler.set_limits(limits)
-        self.limits = limits
+        self._limits = limits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,7 +129,12 @@ class AsyncLiveChanges:
             ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
         policy = {"use": use, "options": {} if options is None else options}
-        await self._change(Asked.of("set_policy()", policy=policy))
+        async with self._policies:  # several follow one another
+            await self._change(Asked.of("set_policy()", policy=policy))
+
+    @functools.cached_property
+    def _policies(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     async def _change(self, asked: Asked) -> Manifest:
         return await self._engine.change(asked)

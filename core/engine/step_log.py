@@ -63,7 +63,7 @@ def log_failure(
     plan: SchedulerOutput,
     config: EngineConfig | None,
     stats: Callable[[], SchedulerStats],
-    states: Callable[[], dict[str, Any]],
+    states: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Log a failed step with its plan, the configuration and statistics. Never raises.
 

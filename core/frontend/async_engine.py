@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from hardpoint.boundary.errors import RefusedInCallError, engine_dead
@@ -21,7 +21,6 @@ from hardpoint.plugins import (
     HardpointError,
     RequestError,
     SamplingParams,
-    SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.config_tables import LoadConfig
@@ -309,19 +308,6 @@ class AsyncEngine(WatchedEngine):
     def finish_change(self, action: Action) -> None:
         """Commit, keep or undo such a change."""
         self._changes.finish(action)
-
-    async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> Manifest:
-        """Replace the scheduling policy; no request is lost.
-
-        An engine that is restarted has it too.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built; the old one stays.
-        """
-        policy = {"use": use, "options": {} if options is None else options}
-        return await self.change(Asked.of("set_policy()", policy=policy))
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is restarted."""

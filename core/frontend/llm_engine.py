@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -76,6 +77,7 @@ class LLMEngine(EngineOwner):
         self._release.atexit = False
         self._closed = False
         self._dead: EngineDeadError | None = None
+        self._policy_lock = threading.Lock()
         self.is_paused = False
         self.lock = EngineLock()
         self.lock.wait_at_exit(self._client.end_waiting)
@@ -282,7 +284,8 @@ class LLMEngine(EngineOwner):
             ConfigError, PluginError: the policy cannot be built.
         """
         policy = {"use": use, "options": {} if options is None else options}
-        return self.change(Asked.of("set_policy()", policy=policy))
+        with self._policy_lock:  # several follow one another
+            return self.change(Asked.of("set_policy()", policy=policy))
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is started again."""

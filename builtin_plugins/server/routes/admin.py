@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, Un
 from hardpoint.builtin_plugins.server.operations.allowed_paths import allowed_path
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.errors import EngineDeadError, PluginError
+from hardpoint.errors import BusyError, EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
 from hardpoint.plugins.server import EngineSet, Route
 from hardpoint.typed import Strict
@@ -221,7 +221,10 @@ class AdminRoutes:
         except (ConfigError, PluginError) as error:
             raise AnswerError(400, str(error)) from error
         except HardpointError as error:
-            if type(error) is HardpointError:  # of its state, such as "the engine is asleep"
+            if type(error) in (
+                HardpointError,
+                BusyError,
+            ):  # of its state, such as "the engine is asleep"
                 raise AnswerError(409, str(error), code="conflict") from error
             raise
 

@@ -48,7 +48,7 @@ def check_names(asked: SetSettings, config: EngineConfig) -> None:
     if asked.administrator:
         raise RequestError("administrator: unknown field; the server sets it")
     for path, name in _named(asked):
-        if not isinstance(name, str) or ":" in name or "." in name or "/" in name:
+        if not name or not isinstance(name, str) or ":" in name or "." in name or "/" in name:
             # A class by its path would be code that a request chooses.
             raise RequestError(f"{path}: expected the name of a plugin, got {str(name)[:100]!r}")
         if name not in config.plugins.live:

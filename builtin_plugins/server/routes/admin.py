@@ -179,7 +179,7 @@ class AdminRoutes:
     def _post(
         self,
         path: str,
-        run: Callable[[T], Awaitable[Any]],
+        run: Callable[..., Awaitable[Any]],
         type_: type[T],
         summary: str,
         method: str = "POST",
@@ -188,9 +188,8 @@ class AdminRoutes:
             asked = await self._read(request, type_)
             name = request.state.client.name
             _log.info("administrator %s: %s %s", name, method, path)
-            if isinstance(asked, SetSettings):
-                asked = msgspec.structs.replace(asked, administrator=name)
-            return await self._answered(lambda: run(asked), is_served=path not in _OF_SERVER)
+            given = (asked, name) if isinstance(asked, SetSettings) else (asked,)
+            return await self._answered(lambda: run(*given), is_served=path not in _OF_SERVER)
 
         return Route(
             path=path,
@@ -386,14 +385,14 @@ class AdminRoutes:
         """Return the settings, without secrets."""
         return shown_settings(self._engine.settings())
 
-    async def set_settings(self, asked: SetSettings) -> dict[str, Any]:
+    async def set_settings(self, asked: SetSettings, administrator: str) -> dict[str, Any]:
         """Change plugins and settings; return their generation and fingerprint."""
         check_names(asked, self._engine.config)
         manifest = await self._engine.set_plugins(
             **msgspec.structs.asdict(asked.plugins),
             config=asked.config,
             running=asked.running,
-            origin=f"administrator {asked.administrator}",
+            origin=f"administrator {administrator}",
         )
         fingerprint = self._engine.settings().fingerprint
         return {"generation": manifest.generation, "fingerprint": fingerprint}

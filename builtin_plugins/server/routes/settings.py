@@ -27,16 +27,11 @@ class ChangedPlugins(Strict):
 
 
 class SetSettings(Strict):
-    """Changes of settings and plugins: all of them are made, or none.
-
-    Attributes:
-        administrator: who asks; the server sets it.
-    """
+    """Changes of settings and plugins: all of them are made, or none."""
 
     config: dict[str, Any] = {}
     plugins: ChangedPlugins = ChangedPlugins()
     running: Literal["finish", "end"] = "finish"
-    administrator: str = ""
 
 
 def check_names(asked: SetSettings, config: EngineConfig) -> None:
@@ -45,8 +40,6 @@ def check_names(asked: SetSettings, config: EngineConfig) -> None:
     Raises:
         RequestError: it names another one, or gives code by its path.
     """
-    if asked.administrator:
-        raise RequestError("administrator: unknown field; the server sets it")
     for path, name in _named(asked):
         if not name or not isinstance(name, str) or ":" in name or "." in name or "/" in name:
             # A class by its path would be code that a request chooses.

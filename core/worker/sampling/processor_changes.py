@@ -42,9 +42,9 @@ class StageChanges(WorkerChanges):
         self.take([] if self._processors is None else [self._processors])
 
     def states(self) -> States:
-        """Return the states of the processors."""
+        """Return the states of the processors of the latest generation."""
         runners = () if self._processors is None else self._processors.pipeline.runners
-        return states_of([runner.processor for runner in runners])
+        return states_of([runner.processor for runner in runners if runner.until is None])
 
     def latest(self, spec: WorkerSpec) -> WorkerSpec:
         """Return the spec of a worker with the latest plugins, to load the model again."""

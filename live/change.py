@@ -44,7 +44,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepared:
-    """What a slot has built for a change. Of these methods, an implementation has those it needs.
+    """The result of a slot for a change. Of these methods, an implementation has those it needs.
 
     They run between two steps; `commit` is to take no time, and to fail for no foreseeable reason.
     """
@@ -236,6 +236,6 @@ class Changes:
     def _under_way(self) -> _Pending:
         if self._pending is None:
             raise HardpointError(
-                "no live change is under way here: the engine was started again meanwhile"
+                "no live change is under way here: the engine was started again in the meantime"
             )
         return self._pending

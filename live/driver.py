@@ -51,7 +51,7 @@ def steps(change: Change, own: Changes, plugins: PluginSet, seconds: float) -> S
         raise
     try:
         yield "keep"
-    except HardpointError as error:  # it was started again meanwhile, with the new plugins
+    except HardpointError as error:  # it was started again in the meantime, with the new plugins
         _log.warning("a live change is committed, but: %s", error)
     own.keep()
 
@@ -93,7 +93,7 @@ class Parts(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """What live changes change."""
+        """Configuration and plugins, as live changes replace them."""
 
     def with_settings(self, settings: Settings) -> Self:
         """Return the parts with other settings."""
@@ -131,7 +131,7 @@ class ChangeOwner(Generic[P]):
         self._next: P | None = None
 
     def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
-        """Return what lets restarted engines have the plugins of a change: a `Slot`."""
+        """Return the switch by which restarted engines get the plugins of a change: a `Slot`."""
         del change, plugins
         before, after = self._owner.parts, self._next
         assert after is not None, "begin() comes first"

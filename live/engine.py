@@ -50,7 +50,7 @@ class EngineChanges:
             executor: has the workers.
             end_requests: ends requests by their ids, with outputs.
         """
-        self._own = Changes([PolicyChanges(policy, scheduler), LimitsSlot(scheduler, label)])
+        self._changes = Changes([PolicyChanges(policy, scheduler), LimitsSlot(scheduler, label)])
         self._executor, self._scheduler = executor, scheduler
         self._policy, self._end_requests = policy, end_requests
         self._manifest: Manifest | None = None  # of the plugins now, once there was a change
@@ -60,7 +60,7 @@ class EngineChanges:
 
         Args:
             action: what to do.
-            change: of "prepare"; else None.
+            change: the change, for "prepare"; else None.
 
         Raises:
             BusyError: another change is under way.
@@ -71,20 +71,20 @@ class EngineChanges:
                 if change is None:
                     raise RequestError("change: expected one to prepare, got None")
                 self._manifest = self._manifest or self._policy.plugins.manifest
-                self._own.prepare(change)
+                self._changes.prepare(change)
                 self._call_workers(action, msgspec.msgpack.encode(change))
             case "state":
-                parts = {"the engine": self._own.is_prepared(), **self._call_workers(action)}
+                parts = {"the engine": self._changes.is_prepared(), **self._call_workers(action)}
                 return [name for name, is_prepared in parts.items() if not is_prepared]
             case "commit":
-                self._own.commit()
+                self._changes.commit()
                 self._call_workers(action)
             case "keep":
-                self._keep(self._own.keep())
+                self._keep(self._changes.keep())
             case "undo":
                 with contextlib.suppress(HardpointError):
                     self._call_workers(action)
-                self._own.undo()
+                self._changes.undo()
         return []
 
     def _keep(self, change: Change) -> None:
@@ -149,19 +149,19 @@ class WorkerChanges:
     def __init__(self) -> None:
         """Begin without a model."""
         self.slots: list[WorkerSlot] | None = None
-        self._own = Changes(())
+        self._changes = Changes(())
 
-    def take(self, slots: list[WorkerSlot] | None) -> None:
+    def use(self, slots: list[WorkerSlot] | None) -> None:
         """Let changes concern `slots` from now on."""
-        self._own.undo()
-        self.slots, self._own = slots, Changes(slots or ())
+        self._changes.undo()
+        self.slots, self._changes = slots, Changes(slots or ())
 
     def run(self, action: str, data: bytes) -> WorkerAnswer:
         """Do something about a change.
 
         Args:
             action: what to do.
-            data: of "prepare" the change, of "keep" the oldest generation that is in use.
+            data: the change for "prepare", the oldest generation that is in use for "keep".
         """
         is_prepared = True
         try:
@@ -169,17 +169,17 @@ class WorkerChanges:
                 case "prepare":
                     if self.slots is None:
                         raise HardpointError("the engine is asleep: wake it up before a change")
-                    self._own.prepare(msgspec.msgpack.decode(data, type=Change))
+                    self._changes.prepare(msgspec.msgpack.decode(data, type=Change))
                 case "state":
-                    is_prepared = self._own.is_prepared()
+                    is_prepared = self._changes.is_prepared()
                 case "commit":
-                    self._own.commit()
+                    self._changes.commit()
                 case "keep":
-                    self._own.keep()
+                    self._changes.keep()
                     for slot in self.slots or ():
                         slot.release(int(data))
                 case "undo":
-                    self._own.undo()
+                    self._changes.undo()
         except BaseException as error:
             raise_unless_fault(error)
             text = str(error) if isinstance(error, HardpointError) else describe(error)

@@ -268,7 +268,7 @@ class PolicySlot:
         self._replaced: dict[str, PolicyArguments] = {}
         self.policy: SchedulingPolicy
         self.source: Source
-        self._take(self._build(plugins))
+        self._use(self._build(plugins))
 
     def report_fault(self, message: str) -> None:
         """Report a fault of the policy that the scheduler noticed."""
@@ -322,10 +322,10 @@ class PolicySlot:
             undo.pop_all()
         self._replaced[old.arguments.key] = old.arguments
         self._replaced.pop(new.arguments.key, None)
-        self._take(new)
+        self._use(new)
         return old
 
-    def _take(self, new: NewPolicy) -> None:
+    def _use(self, new: NewPolicy) -> None:
         self._current, self.policy, self.source = new, new.policy, new.source
         self._arguments = new.arguments
 
@@ -418,7 +418,7 @@ class _PreparedPolicy(Prepared):
 
     def undo(self) -> None:
         if self._old is not None:
-            # Not the old one itself: requests would be added to its books twice.
+            # Not the old one itself: it would count requests twice.
             fresh = self._slot.build(self._old.plugins)
             if fresh is not None:
                 self._slot.use(fresh, self._scheduler)

@@ -17,7 +17,7 @@ KIND = "logits_processors"
 
 
 class Runner(Protocol):
-    """What runs a logits processor.
+    """The runner of a logits processor.
 
     Attributes:
         name: name of the processor.

@@ -90,7 +90,7 @@ class Policy(Strict):
 
 
 class Asked(Strict):
-    """What a caller asks to change, as plain data.
+    """A request for a live change, as plain data.
 
     Attributes:
         origin: who asks, for messages and `GET /settings`.
@@ -108,7 +108,7 @@ class Asked(Strict):
 
     @classmethod
     def of(cls, origin: str, **fields: Any) -> Asked:
-        """Return what a caller asks for, with references in the place of classes.
+        """Return the request of a caller, with references in the place of classes.
 
         Raises:
             ConfigError: a field is wrong; names it.
@@ -125,7 +125,7 @@ class Asked(Strict):
         return convert({"origin": origin, **fields}, cls, path="")
 
     def __str__(self) -> str:
-        """Return what changes, for logs: without the values of options, which may be secrets."""
+        """Return a description for logs, without the values of options, which may be secrets."""
         parts = [
             path if path.startswith(f"{_OPTIONS}.") else f"{path} = {shown(value)}"
             for path, value in self.config.items()
@@ -357,13 +357,13 @@ def _without_options(settings: Settings, entry: PluginEntry) -> Settings:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _NamedEntry:
     entry: PluginEntry
     chosen_by: str | None
     number: Number
 
 
-def _named(plugins: PluginSet, name: str, path: str) -> _Found:
+def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
     """Return the enabled component of a name, or of `kind/name`.
 
     Raises:
@@ -381,7 +381,7 @@ def _named(plugins: PluginSet, name: str, path: str) -> _Found:
         choices = " or ".join(f'"{entry.kind}/{entry.name}"' for entry in found)
         raise ConfigError(f"{path}: {name!r} could be {choices}")
     kind = KINDS[found[0].kind]
-    return _Found(found[0], kind.chosen_by, kind.number)
+    return _NamedEntry(found[0], kind.chosen_by, kind.number)
 
 
 def _names(item: Any, entry: PluginEntry) -> bool:

@@ -103,7 +103,7 @@ class Component(ABC):
         return ()
 
     def dump_state(self) -> Mapping[str, Any]:
-        """Return what the component knows, for `GET /plugins` and for reports of faults.
+        """Return the state of the component, for `GET /plugins` and for reports of faults.
 
         Plain data of a few KB, without secrets and contents of requests; it takes no time. It is
         called between two steps, of a component of the frontend at any time.

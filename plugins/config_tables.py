@@ -26,7 +26,7 @@ Count = Annotated[int, Meta(ge=1)]
 T = TypeVar("T")
 
 CHANGE = "change"
-"""Key of `Meta.extra` that says how a setting changes: "live" or, as without it, "restart"."""
+"""Key of `Meta.extra`: how a setting changes, "live" or, as without it, "restart"."""
 
 Live = Annotated[T, Meta(extra={CHANGE: "live"})]
 """A setting that `set_config` changes while the engine runs; all others need a restart."""

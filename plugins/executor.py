@@ -162,7 +162,7 @@ class Worker(Protocol):
         """Return the meter of each logits processor, by name."""
 
     def plugin_states(self) -> dict[str, dict[str, Any]]:
-        """Return what logits processors know that say so, by name; see `Component.dump_state`."""
+        """Return the states of logits processors, by name; see `Component.dump_state`."""
 
     def sleep(self, level: int) -> None:
         """Release memory. Called between steps; cached content is not used again.

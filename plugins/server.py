@@ -313,7 +313,7 @@ class AsyncGenerator(Protocol):
         """Stop profiling; return the files that were written."""
 
     async def plugin_states(self) -> dict[str, dict[str, Any]]:
-        """Return what components know that say so, by name; see `Component.dump_state`."""
+        """Return the states of components that have one, by name; see `Component.dump_state`."""
 
     async def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the cost of each logits processor, by name."""

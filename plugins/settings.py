@@ -27,7 +27,7 @@ class LiveSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine.
 
     Attributes:
-        generation: of the plugins; each live change makes a new one.
+        generation: generation of the plugins; each live change makes a new one.
         fingerprint: hash of all values and of the plugins, in hexadecimal.
         values: by dotted path.
     """

@@ -28,7 +28,7 @@ class SyncLiveChanges:
 
         Args:
             values: by dotted path, `{"scheduler.max_waiting": 100}` for example; the reference of
-                the configuration says which are live, and the others are refused.
+                the configuration lists which are live, and the others are refused.
             running: as for `set_plugins`.
 
         Returns:

@@ -207,7 +207,7 @@ class ControlCalls:
 
     @utility()
     def plugin_states(self: UtilityHost) -> dict[str, dict[str, Any]]:
-        """Return what components know that say so, by name; see `Component.dump_state`."""
+        """Return the states of components that have one, by name; see `Component.dump_state`."""
         return self._parts.states() | _merged(self._parts.executor.collective_rpc("plugin_states"))
 
     @utility()
@@ -415,7 +415,7 @@ def result_type(method: str) -> Any:
 
 
 def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Return what workers have by plugin; only one of them samples, and has any."""
+    """Return the entries of all workers by plugin; only one of them samples, and has any."""
     return {name: one for found in of_workers for name, one in found.items()}
 
 

@@ -93,7 +93,7 @@ class EngineParts:
 
     @property
     def settings(self) -> Settings:
-        """What live changes change."""
+        """Configuration and plugins, as live changes replace them."""
         return Settings(self.config, self.config_sources, self.plugins)
 
     def with_settings(self, settings: Settings) -> EngineParts:

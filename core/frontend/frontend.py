@@ -111,7 +111,7 @@ class Frontend:
         self._use(parts.config, parts.plugins)
 
     def change_slots(self) -> list[Slot]:
-        """Return what live changes concern in the frontend."""
+        """Return the places of the frontend that live changes concern."""
         changes = None if self.statistics is None else self.statistics.changes
         return [self, *([] if changes is None else [changes])]
 

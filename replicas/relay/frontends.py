@@ -97,5 +97,5 @@ class FrontendChanges:
 
 
 def asked_of(value: object) -> Asked:
-    """Return what a notice has of a change."""
+    """Return the request for a change that a notice carries."""
     return msgspec.convert(value, Asked)

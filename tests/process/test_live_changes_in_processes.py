@@ -34,7 +34,7 @@ PLAIN = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 class Changing:
-    """What random changes have made of the two processors; tokens show which one was in use."""
+    """The states that random changes give two processors; tokens show which one was in use."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)

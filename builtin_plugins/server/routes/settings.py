@@ -1,4 +1,4 @@
-"""What `GET /settings` shows, and what `PATCH /settings` may change."""
+"""The settings that `GET /settings` shows, and the changes that `PATCH /settings` allows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def shown_settings(settings: LiveSettings) -> dict[str, Any]:
     """Return settings as plain data, without secrets."""
     values = {
         path: {
-            "value": _shown(_name_of(path, one.value), one.value),
+            "value": _without_secret(_name_of(path, one.value), one.value),
             "origin": one.origin,
             "change": one.change,
         }
@@ -102,17 +102,17 @@ def shown_settings(settings: LiveSettings) -> dict[str, Any]:
 
 
 def _name_of(path: str, value: Any) -> str:
-    """Return the name by which a value may be a secret: a number of tokens is none."""
+    """Return the name by which a value may be a secret; a number of tokens has none."""
     is_amount = isinstance(value, int | float | None) and not path.startswith("plugin.")
     return "" if is_amount else path.rpartition(".")[2]
 
 
 def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options, but not the values of those with names of secrets, nor users of URLs."""
-    return {name: _shown(name, value) for name, value in options.items()}
+    return {name: _without_secret(name, value) for name, value in options.items()}
 
 
-def _shown(name: str, value: Any) -> Any:
+def _without_secret(name: str, value: Any) -> Any:
     if _SECRET.search(name):
         return _HIDDEN
     if isinstance(value, Mapping):
@@ -120,5 +120,5 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return _USER_OF_URL.sub(_HIDDEN, value)
     if isinstance(value, Sequence):
-        return [_shown("", item) for item in value]
+        return [_without_secret("", item) for item in value]
     return value

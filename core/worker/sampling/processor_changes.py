@@ -39,7 +39,7 @@ class StageChanges(WorkerChanges):
 
         if stage is not None:
             self._processors = ProcessorChanges(stage.pipeline, spec.plugins, build)
-        self.take([] if self._processors is None else [self._processors])
+        self.use([] if self._processors is None else [self._processors])
 
     def states(self) -> States:
         """Return the states of the processors of the latest generation."""
@@ -53,7 +53,7 @@ class StageChanges(WorkerChanges):
     def close(self) -> None:
         """Close the processors; the model is released."""
         processors, self._processors = self._processors, None
-        self.take(None)
+        self.use(None)
         if processors is not None:
             self._plugins = processors.plugins
             processors.close()

@@ -185,13 +185,13 @@ class ProcessorRunner:
                     self.processor.close()
                     self.processor, update = self.rebuild(), full_update()
                 assert isinstance(self.processor, BatchLogitsProcessor)  # rebuilt of the same class
-                self.processor.update_state(self._own(update))
+                self.processor.update_state(self._of_its_generations(update))
                 self.broken = None
         except BaseException as cause:
             raise_unless_fault(cause)
             self.broken = cause
 
-    def _own(self, update: BatchUpdate | None) -> BatchUpdate | None:
+    def _of_its_generations(self, update: BatchUpdate | None) -> BatchUpdate | None:
         """Return an update in which requests of other generations have no arguments for it."""
         if update is None or all(self.serves(added.generation) for added in update.added):
             return update

@@ -91,7 +91,7 @@ from .requests import (
     RequestOutput,
 )
 from .sampler import Sampler, SamplerContext, SamplingRows
-from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext, SchedulerLimits
+from .scheduler import EncoderCache, PauseState, Scheduler, SchedulerContext
 from .scheduling_policy import Load, PolicyContext, SchedulingPolicy
 from .speculator import DraftRequest, Speculator, SpeculatorContext
 from .stats import (
@@ -197,7 +197,6 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "RequestFault",
     "Scheduler",
     "SchedulerContext",
-    "SchedulerLimits",
     "SchedulerOutput",
     "StepCost",
     "StepRecord",

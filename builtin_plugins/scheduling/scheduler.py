@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from hardpoint import plugins
 from hardpoint.errors import PromptTooLongError, QueueFullError
@@ -22,7 +22,6 @@ from hardpoint.plugins import (
     RequestError,
     Scheduler,
     SchedulerContext,
-    SchedulerLimits,
     SchedulerOutput,
     SchedulerStats,
     SchedulingPolicy,
@@ -281,7 +280,7 @@ class DefaultScheduler(Scheduler):
         tracker.waiting = waiting
         tracker.set_policy(policy)
 
-    def set_limits(self, limits: SchedulerLimits) -> None:
+    def set_limits(self, limits: Any) -> None:
         """Use other limits from now on."""
         self._limits = self._tracker.limits = limits
 

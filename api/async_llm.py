@@ -24,7 +24,6 @@ from hardpoint.plugins import (
     RequestError,
     RequestOutput,
     SamplingParams,
-    SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.config import ConfigSources
@@ -40,6 +39,7 @@ from hardpoint.registry.references import handed_over
 
 from .calls.adapter_resolvers import AdapterResolvers
 from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart
+from .calls.live_changes import AsyncLiveChanges
 from .calls.sessions import AsyncSessionCalls
 from .calls.traces import AsyncTraceCalls
 from .calls.weights import AsyncWeightCalls
@@ -55,7 +55,12 @@ __all__ = ["AsyncLLM"]
 
 
 class AsyncLLM(
-    AsyncProcessorCalls, AsyncSessionCalls, AsyncTraceCalls, AsyncWeightCalls, AsyncEngineCalls
+    AsyncProcessorCalls,
+    AsyncSessionCalls,
+    AsyncTraceCalls,
+    AsyncWeightCalls,
+    AsyncLiveChanges,
+    AsyncEngineCalls,
 ):
     """A model that generates text for many tasks of one event loop at once.
 
@@ -458,20 +463,6 @@ class AsyncLLM(
             RequestError: no live request has that id.
         """
         return await self._engine.why_waiting(request_id)
-
-    async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Replace the scheduling policy; no request is lost.
-
-        Args:
-            use: entry-point name, FQCN or class.
-            options: options of the policy.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built; the old one stays.
-        """
-        await self._engine.set_policy(use, options)
 
     def close(self) -> None:
         """End the engine; callers that wait for it get EngineClosedError. Twice does nothing.

@@ -15,6 +15,7 @@ HardpointError
 │   ├── OverloadedError         too many requests wait; try again later
 │   │   └── QueueFullError          the prompts that wait have too many tokens; it has the seconds
 │   └── PromptTooLongError      the prompt has more tokens than the model reads
+├── BusyError               another live change is under way; try again once it is done
 ├── RequestEndedError       it ended without a result, by its timeout for example
 ├── EngineClosedError       the engine was closed before the call
 ├── EnginePausedError       the call would wait for ever, since the engine is paused
@@ -30,6 +31,7 @@ import sys
 import traceback
 
 __all__ = [
+    "BusyError",
     "CommunicationAbortedError",
     "ConfigError",
     "ConversationEndedError",
@@ -166,6 +168,10 @@ class EnginePausedError(HardpointError):
 
 class EngineTimeoutError(HardpointError, TimeoutError):
     """The engine did not answer a utility call in time; it may be busy, or hang."""
+
+
+class BusyError(HardpointError):
+    """Another live change is under way; try again once it is done."""
 
 
 class RequestEndedError(HardpointError):

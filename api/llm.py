@@ -22,7 +22,6 @@ from hardpoint.plugins import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    SchedulingPolicy,
 )
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.request_options import ChatOptions, ChatRequestOptions, RequestOptions
@@ -33,6 +32,7 @@ from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
 from .calls.engines import SyncEngineCalls, engines_of
+from .calls.live_changes import SyncLiveChanges
 from .calls.sessions import SyncSessionCalls
 from .calls.traces import SyncTraceCalls
 from .calls.weights import SyncWeightCalls
@@ -59,7 +59,14 @@ from .requests import (
 __all__ = ["LLM"]
 
 
-class LLM(ProcessorCalls, SyncSessionCalls, SyncTraceCalls, SyncWeightCalls, SyncEngineCalls):
+class LLM(
+    ProcessorCalls,
+    SyncSessionCalls,
+    SyncTraceCalls,
+    SyncWeightCalls,
+    SyncLiveChanges,
+    SyncEngineCalls,
+):
     """A model that generates text, or vectors of texts.
 
     It runs in this process, or in one of its own with `config={"engine": {"in_process": False}}`;
@@ -363,20 +370,6 @@ class LLM(ProcessorCalls, SyncSessionCalls, SyncTraceCalls, SyncWeightCalls, Syn
         other requests.
         """
         return self._engine
-
-    def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Replace the scheduling policy; no request is lost.
-
-        Args:
-            use: entry-point name, FQCN or class.
-            options: options of the policy.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built; the old one stays.
-        """
-        self._engine.set_policy(use, options)
 
     def health(self) -> Health:
         """Return the faults of plugins, their effects, and the quarantined plugins."""

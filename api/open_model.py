@@ -30,6 +30,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.request_options import RequestOptions
 from hardpoint.plugins.requests import PoolingRequestOutput
+from hardpoint.plugins.settings import LiveSettings
 from hardpoint.typed import copied, is_list
 
 from .calls.adapter_resolvers import AdapterResolvers
@@ -85,6 +86,13 @@ class OpenModel(Generic[Engine]):
     def manifest(self) -> Manifest:
         """The enabled plugins."""
         return self._engine.parts.plugins.manifest
+
+    def settings(self) -> LiveSettings:
+        """Return the settings, with the origin of each, and the generation of the plugins.
+
+        Options may be secrets, which the admin address hides and this does not.
+        """
+        return self._engine.parts.settings.shown()
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -52,8 +52,8 @@ from scheduling_load import (
 from scheduling_vllm import Vllm, VllmCache
 
 from hardpoint.boundary.faults import StepFaults
-from hardpoint.core.engine.policy import PolicySlot
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
+from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     CachedPrefix,
     EngineConfig,

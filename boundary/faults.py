@@ -144,17 +144,17 @@ C = TypeVar("C", bound=Component)
 
 
 class Fanout(Generic[C]):
-    """Calls all components of a kind, and reports what one raises to its reporter."""
+    """Calls all `components` of a kind, guarded, and reports what one raises to its reporter."""
 
     def __init__(self, components: Sequence[tuple[C, FaultReporter, PluginCalls]]) -> None:
         """`components` come with the reporters of their faults, in the order of calls."""
-        self._components = [
+        self.components = [
             guard(component, calls.kind, report, calls) for component, report, calls in components
         ]
 
     def __bool__(self) -> bool:
         """Return whether there are any components."""
-        return bool(self._components)
+        return bool(self.components)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every component; return what they return.
@@ -163,7 +163,7 @@ class Fanout(Generic[C]):
             PluginFaultError: a component whose faults end the engine failed; all were called.
         """
         results, fatal = [], None  # type: list[Any], PluginFaultError | None
-        for component in self._components:
+        for component in self.components:
             try:
                 results.append(getattr(component, method)(*arguments))
             except PluginFaultError as error:

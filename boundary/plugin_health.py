@@ -31,13 +31,17 @@ class PluginHealth:
 
     def __init__(self, plugins: PluginSet, quarantine_after: int) -> None:
         """Quarantine a plugin after `quarantine_after` distinct requests; 0 never does."""
-        entries = (e for kind in _QUARANTINED for e in plugins.entries(kind))
-        self._dispensable = {entry.name for entry in entries if is_third_party(entry)}
-        self._quarantine_after = quarantine_after
+        self.use(plugins, quarantine_after)
         self.ended: dict[str, set[str]] = {}
         self.deadly: dict[str, str] = {}
         self._first: dict[str, str] = {}
         self.notify: NotifyFault = lambda *_: None
+
+    def use(self, plugins: PluginSet, quarantine_after: int) -> None:
+        """Count for another generation of the plugins; what was counted stays."""
+        entries = (e for kind in _QUARANTINED for e in plugins.entries(kind))
+        self._dispensable = {entry.name for entry in entries if is_third_party(entry)}
+        self._quarantine_after = quarantine_after
 
     def record(self, plugin: str, request_id: str, message: str) -> None:
         """Record that a plugin ended a request."""

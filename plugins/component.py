@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -101,6 +101,14 @@ class Component(ABC):
             Entry-point names or FQCNs.
         """
         return ()
+
+    def dump_state(self) -> Mapping[str, Any]:
+        """Return the state of the component, for `GET /plugins` and for reports of faults.
+
+        Plain data of a few KB, without secrets and contents of requests; it takes no time. It is
+        called between two steps, of a component of the frontend at any time.
+        """
+        return {}
 
     def close(self) -> None:  # noqa: B027 - optional on purpose
         """Release resources; called once, when the process closes."""

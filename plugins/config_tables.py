@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,14 @@ Reference = Annotated[
 Name = Annotated[str, Meta(min_length=1, description="The name of an enabled component.")]
 
 Count = Annotated[int, Meta(ge=1)]
+
+T = TypeVar("T")
+
+CHANGE = "change"
+"""Key of `Meta.extra`: how a setting changes, "live" or, as without it, "restart"."""
+
+Live = Annotated[T, Meta(extra={CHANGE: "live"})]
+"""A setting that `set_config` changes while the engine runs; all others need a restart."""
 
 
 # Timers of the system take no more.
@@ -61,15 +69,20 @@ class PluginsConfig(Strict):
             wait; a longer one is counted in `LLM.health()` and logged. 0 is no limit.
         foreign_groups: entry-point groups of other engines to search for logits processors,
             "vllm.logits_processors" for example.
+        live: names of the plugins that a live change over HTTP may enable, as a replacement too;
+            none by default.
+        change_seconds: time that all processes together have to prepare a live change.
     """
 
-    enable: list[Reference | PluginUse] = []
-    disable: list[str] = []
-    replace: dict[str, Reference] = {}
+    enable: Live[list[Reference | PluginUse]] = []
+    disable: Live[list[str]] = []
+    replace: Live[dict[str, Reference]] = {}
     on_error: dict[str, Literal["request", "step", "engine"]] = {}
-    quarantine_after: Annotated[int, Meta(ge=0)] = 3
+    quarantine_after: Live[Annotated[int, Meta(ge=0)]] = 3
     slow_seconds: Annotated[float, Meta(ge=0)] = 1.0
     foreign_groups: list[Literal["vllm.logits_processors"]] = []
+    live: list[Name] = []
+    change_seconds: Live[PositiveSeconds] = 30.0
 
 
 STREAMING_STEP_MILLISECONDS = 150.0
@@ -98,13 +111,13 @@ class SchedulerConfig(Strict):
     """
 
     use: Reference = "default"
-    policy: Reference = "fcfs"
+    policy: Live[Reference] = "fcfs"
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 64
     max_num_batched_tokens: Count = 2048
     chunked_prefill: bool = True
-    long_prefill_token_threshold: Annotated[int, Meta(ge=0)] = 0
-    max_waiting: Count | None = None
-    max_waiting_tokens: Count | None = None
+    long_prefill_token_threshold: Live[Annotated[int, Meta(ge=0)]] = 0
+    max_waiting: Live[Count | None] = None
+    max_waiting_tokens: Live[Count | None] = None
     asynchronous: bool = False
     step_milliseconds: Annotated[float, Meta(ge=0)] | None = None
 
@@ -195,7 +208,7 @@ class StatsConfig(Strict):
         interval_seconds: time between two reports of the sinks.
     """
 
-    sinks: list[Reference] = []
+    sinks: Live[list[Reference]] = []
     request_metrics: bool = False
     interval_seconds: PositiveSeconds = 10.0
 
@@ -265,7 +278,7 @@ class EngineProcessConfig(Strict):
     long_collection_seconds: Seconds = 0.0
     profile_dir: str | None = None
     random_request_ids: bool = True
-    stream_interval: Count = 1
+    stream_interval: Live[Count] = 1
     restart: Literal["never", "on_failure"] = "never"
     max_restarts_per_minute: Annotated[int, Meta(ge=1)] = 3
     resume: Literal["exact", "any", "off"] = "exact"

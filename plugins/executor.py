@@ -148,11 +148,21 @@ class Worker(Protocol):
             None and the answer, or kind and text of the error that it raised.
         """
 
+    def live_change(self, action: str, data: bytes) -> tuple[str | None, str, bool]:
+        """Prepare, commit, keep or undo a change of the logits processors.
+
+        Returns:
+            Kind and text of the error that it raised, if any, and whether it is prepared.
+        """
+
     def set_max_model_len(self, max_model_len: int) -> None:
         """Set the maximum length of a request; called before `initialize_cache`."""
 
     def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the meter of each logits processor, by name."""
+
+    def plugin_states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of logits processors, by name; see `Component.dump_state`."""
 
     def sleep(self, level: int) -> None:
         """Release memory. Called between steps; cached content is not used again.

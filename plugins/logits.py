@@ -63,12 +63,14 @@ class Added:
         params: sampling parameters; `plugin_args` holds the checked arguments by plugin name.
         prompt_token_ids: None for a prompt of embeddings; for a mixed one None where one stands.
         output_token_ids: live list that grows with each token; do not copy it.
+        generation: generation of the plugins that the request was admitted with.
     """
 
     row: int
     params: SamplingParams
     prompt_token_ids: Sequence[int] | None
     output_token_ids: Sequence[int]
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,7 @@ class LogitsRequest:
         sampler_arguments: its arguments for the sampler.
         draft_of: the request whose draft token the row verifies; its `output_token_ids` then
             end with the drafts before it. None for other rows.
+        generation: generation of the plugins that the request was admitted with.
     """
 
     request_id: str
@@ -263,6 +266,7 @@ class LogitsRequest:
     row: int = 0
     sampler_arguments: Any = None
     draft_of: LogitsRequest | None = None
+    generation: int = 0
 
 
 class Rows(Protocol[ArgumentsT_co, StateT_co]):

@@ -67,7 +67,7 @@ MOVED_NAMES = {
     },
     "component": {"is_replayable": _REPLAYABLE},
     "grammars": {"allow_tokens": "hardpoint.toolkit.bitmasks"},
-    "request": {"RequestView": "hardpoint.core.engine.policy"},
+    "request": {"RequestView": "hardpoint.live.policy"},
     "structured": {"check_schema": "hardpoint.typed.schema_check"},
     "server": {
         **dict.fromkeys(("ServerConfig", "ServerLimits"), _SERVER),

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from hardpoint.typed import Strict
 
-from .config_tables import PositiveSeconds, Reference
+from .config_tables import Live, PositiveSeconds, Reference
 
 
 class RayConfig(Strict):
@@ -60,7 +60,7 @@ class ParallelConfig(Strict):
     communicator: Reference = "auto"
     start_seconds: PositiveSeconds = 120.0
     data: Annotated[int, Meta(ge=1, le=1024)] = 1
-    balancer: Reference = "least_cost"
+    balancer: Live[Reference] = "least_cost"
     join_address: Annotated[str, Meta(min_length=1)] | None = None
     local: Annotated[int, Meta(ge=0, le=1024)] | None = None
     ray: RayConfig | None = None

@@ -150,6 +150,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
         resumed: what another engine has sent of it, which this one continues; None of a new one.
+        generation: generation of the plugins that it was admitted with, which it finishes with; set
+            by the frontend.
     """
 
     request_id: str
@@ -180,6 +182,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_is_token_ids: list[bool] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     resumed: ResumedOutputs | None = None
+    generation: int = 0
 
     @property
     def known_prompt_ids(self) -> list[int]:

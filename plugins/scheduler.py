@@ -360,6 +360,14 @@ class Scheduler(Component):
         """
         raise self._lacks("cannot change its policy while it runs")
 
+    def set_limits(self, limits: SchedulerLimits) -> None:  # noqa: ARG002
+        """Replace `context.limits` between two steps.
+
+        `max_waiting`, `max_waiting_tokens` and `long_prefill_token_threshold` alone differ.
+        Requests that wait already keep their places.
+        """
+        raise self._lacks("cannot change its limits while it runs")
+
     def set_pause(self, state: PauseState) -> None:  # noqa: ARG002
         """Set which requests may be scheduled from the next plan on.
 

@@ -32,6 +32,7 @@ from .server_extension import (
     ServerExtension,
     Transform,
 )
+from .settings import LiveSettings as LiveSettings
 from .stats import Health, PluginMeter, SchedulerStats
 from .step_record import LiveRequest
 from .tokenizer import Tokenizer
@@ -47,6 +48,7 @@ __all__ = [
     "EngineSet",
     "InstalledExtension",
     "LiveRequest",
+    "LiveSettings",
     "LoadReport",
     "Middleware",
     "OpenConversation",
@@ -226,6 +228,22 @@ class AsyncGenerator(Protocol):
     ) -> None:
         """Replace the scheduling policy; no request is lost."""
 
+    async def set_plugins(
+        self,
+        *,
+        enable: Sequence[str] = (),
+        disable: Sequence[str] = (),
+        replace: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        config: Mapping[str, Any] | None = None,
+        running: Literal["finish", "end"] = "finish",
+        origin: str = "set_plugins()",
+    ) -> Manifest:
+        """Change plugins and settings while requests run: in all processes, or in none."""
+
+    def settings(self) -> LiveSettings:
+        """Return the settings, with the origin of each, and the generation of the plugins."""
+
     async def update_weights(
         self,
         weights: str | PathLike[str] | Mapping[str, Any],
@@ -293,6 +311,9 @@ class AsyncGenerator(Protocol):
 
     async def stop_profile(self) -> list[str]:
         """Stop profiling; return the files that were written."""
+
+    async def plugin_states(self) -> dict[str, dict[str, Any]]:
+        """Return the states of components that have one, by name; see `Component.dump_state`."""
 
     async def plugin_meters(self) -> dict[str, PluginMeter]:
         """Return the cost of each logits processor, by name."""

@@ -100,6 +100,8 @@ class Kind:
             default is not imported at the start, since it has no work.
         named_by: the configuration path that names one of the enabled components, of
             Number.BY_NAME; an FQCN there enables it.
+        changes_live: whether its components can be enabled, disabled and replaced while an engine
+            runs.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Kind:
     stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
     named_by: str | None = None
+    changes_live: bool = False
     idle_at: tuple[str, Any] | None = None
     role: Role | None = None
     forms: tuple[type[Component], ...] = ()
@@ -159,6 +162,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind(
             name="logits_processors",
+            changes_live=True,
             stability=Stability.STABLE,
             interface=LogitsPlugin,
             forms=(LogitsProcessor, SparseLogitsProcessor, BatchLogitsProcessor),
@@ -228,6 +232,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="scheduling_policies",
+            changes_live=True,
             stability=Stability.STABLE,
             interface=SchedulingPolicy,
             number=Number.ONE,
@@ -371,6 +376,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="reasoning_parsers",
+            changes_live=True,
             interface=OutputParser,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
@@ -383,6 +389,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="tool_parsers",
+            changes_live=True,
             interface=OutputParser,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
@@ -414,6 +421,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="balancers",
+            changes_live=True,
             interface=LoadBalancer,
             number=Number.ONE,
             processes=(Process.FRONTEND,),
@@ -425,6 +433,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="stat_sinks",
+            changes_live=True,
             stability=Stability.STABLE,
             interface=StatSink,
             number=Number.MANY,

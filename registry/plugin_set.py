@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -245,22 +245,21 @@ class PluginSet:
             hooks.add(self.target(entry), entry.source, self.options(entry))
         return hooks
 
-    def changed(self, config: EngineConfig, config_sources: ConfigSources, kind: str) -> PluginSet:
-        """Return the next generation, with the component of one kind replaced.
-
-        Args:
-            config: names the new component.
-            config_sources: sources of the configuration.
-            kind: a kind that has one component; other kinds are not changed.
-        """
-        entry = (fresh := resolve_plugins(config, config_sources, self.found)).one(kind)
+    def successor(self, fresh: PluginSet, changed: Collection[str]) -> PluginSet:
+        """Return the next generation, which has the components of some kinds from another set."""
+        entries = [entry for entry in self.manifest.entries if entry.kind not in changed]
+        entries += [entry for entry in fresh.manifest.entries if entry.kind in changed]
+        was, now = ({e.key: e.options for e in one.manifest.tree()} for one in (self, fresh))
+        targets = {
+            key: target
+            for key, target in fresh._targets.items()
+            if key[0] in changed and (key not in self._targets or was.get(key) != now.get(key))
+        }
+        generation = self.manifest.generation + 1
         manifest = msgspec.structs.replace(
-            self.manifest,
-            entries=(*(e for e in self.manifest.entries if e.kind != kind), entry),
-            generation=self.manifest.generation + 1,
+            self.manifest, entries=tuple(entries), generation=generation
         )
-        targets = self._targets | {inner.key: fresh.target(inner) for inner in entry.tree()}
-        return PluginSet(manifest, self.found, targets)
+        return PluginSet(manifest, fresh.found, self._targets | targets)
 
     def without(self, kind: str, name: str) -> PluginSet:
         """Return the next generation, without one component of a kind of many."""

@@ -9,8 +9,11 @@ from typing import Any
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import guard
+from hardpoint.live.change import Change, Prepared, Switch
+from hardpoint.live.settings import is_same
 from hardpoint.plugins import (
     BalancerContext,
+    ConfigError,
     EngineConfig,
     EngineCoreRequest,
     LoadBalancer,
@@ -19,6 +22,8 @@ from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.plugin_set import PluginSet
 
 from .replicas import Replica
+
+_KIND = "balancers"
 
 
 class EngineChoice:
@@ -36,18 +41,46 @@ class EngineChoice:
             PluginError: it cannot be built.
         """
         self.plugins = plugins
-        entry = plugins.one("balancers")
         self._faults = StepFaults.under(config.plugins)
-        built: Any = plugins.create(
-            entry, BalancerContext, num_engines=config.parallel.data, clock=clock
-        )
-        self._balancer: LoadBalancer = guard(
+        self._fields: dict[str, Any] = {"num_engines": config.parallel.data, "clock": clock}
+        built, self._balancer = self._build(plugins)
+        self.uses_cached_prefixes: bool = built.uses_cached_prefixes
+
+    def _build(self, plugins: PluginSet) -> tuple[Any, LoadBalancer]:
+        """Return a balancer, and the same guarded."""
+        entry = plugins.one(_KIND)
+        built: Any = plugins.create(entry, BalancerContext, **self._fields)
+        guarded = guard(
             built,
-            "balancers",
+            _KIND,
             self._faults.reporter(entry.source, "the engine with the fewest requests is taken"),
-            self._faults.calls("balancers", entry.source),
+            self._faults.calls(_KIND, entry.source),
         )
-        self.uses_cached_prefixes = built.uses_cached_prefixes
+        return built, guarded
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+        """Build another balancer for a live change: a `Slot`.
+
+        Raises:
+            ConfigError: it needs to know what engines have cached, and they do not report it.
+            PluginError: it cannot be built.
+        """
+        del change
+        earlier, before = self.plugins, self._balancer
+        if is_same(plugins.one(_KIND), earlier.one(_KIND)):
+            return None
+        built, after = self._build(plugins)
+        if built.uses_cached_prefixes and not self.uses_cached_prefixes:
+            close_all([after])
+            raise ConfigError(
+                f"parallel.balancer: {built.name!r} reads what engines have cached, which these "
+                f"engines were not started to report; restart them with it"
+            )
+
+        def switch(is_new: bool) -> None:
+            self._balancer, self.plugins = (after, plugins) if is_new else (before, earlier)
+
+        return Switch(switch, lambda: close_all([before]), lambda: close_all([after]))
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[Replica]) -> Replica:
         """Return the engine for a request, of one or more that accept requests."""

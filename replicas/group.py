@@ -88,7 +88,7 @@ class EngineGroup(UtilityCalls):
             HardpointError: an engine cannot be started; the others are closed.
         """
         super().__init__(start.config.engine.call_timeout_seconds)
-        self._choice, self._budget = choice, budget
+        self._choice, self._budget, self.change_slots = choice, budget, [choice]
         self._outputs = OutputQueue()
         self._sink = self._outputs.put if sink is None else sink
         self._lock = threading.RLock()

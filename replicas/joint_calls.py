@@ -58,6 +58,17 @@ def _meters(answers: list[dict[str, PluginMeter]]) -> dict[str, PluginMeter]:
     return merged
 
 
+def _states(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the states of plugins by engine, where there are several."""
+    if len(answers) == 1:
+        return dict(answers[0])
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    return {
+        name: {str(place): one[name] for place, one in enumerate(answers) if name in one}
+        for name in names
+    }
+
+
 def merged_faults(answers: Iterable[Mapping[str, StepFault]]) -> dict[str, StepFault]:
     """Return the faults of all engines by plugin, with the first message of each."""
     merged: dict[str, StepFault] = {}
@@ -87,9 +98,11 @@ _MERGES: dict[str, Merge] = {
     "collective_rpc": _joined,
     "is_paused": all,
     "is_sleeping": all,
+    "live_change": _joined,
     "live_requests": _live_requests,
     "plugin_meters": _meters,
     "plugin_report": _reports,
+    "plugin_states": _states,
     "scheduler_stats": merged_stats,
     "slow_plugins": merged_faults,
     "step_faults": merged_faults,
@@ -115,7 +128,7 @@ class JointCalls:
             replicas: the engines; they have the totals of those that have ended, too.
             budget: has the number of restarts.
         """
-        self._choice, self._plugins, self._replicas = choice, choice.plugins, replicas
+        self._choice, self._replicas = choice, replicas
         self._budget, self._pauses = budget, _Pauses(replicas)
         self._answered: dict[Any, dict[int, Any]] = {}
 
@@ -229,7 +242,7 @@ class JointCalls:
         ranks = {one.rank for one in replicas}
         before = {r: a for r, a in self._answered.pop(key, {}).items() if r in ranks}
         asked = [one for one in replicas if one.rank not in before]
-        entry = self._plugins.find("step_parts", part) if isinstance(part, str) else None
+        entry = self._choice.plugins.find("step_parts", part) if isinstance(part, str) else None
 
         def merge(answers: Mapping[int, Any]) -> Any:
             known = before | dict(answers)
@@ -239,7 +252,7 @@ class JointCalls:
             listed = [known[rank] for rank in sorted(known)]
             if entry is None:
                 return listed[0]
-            target = cast(type[StepPart], self._plugins.target(entry))
+            target = cast(type[StepPart], self._choice.plugins.target(entry))
             what = f"{entry.source}: its merge_answers"
             with faults_as(PluginFaultError, what, passing=(HardpointError,)):
                 return target.merge_answers(method, listed)

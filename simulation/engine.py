@@ -10,11 +10,11 @@ from typing import Any
 from hardpoint.boundary.errors import close_all, rejection_output
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.engine.cache_changes import CacheChangeLog
-from hardpoint.core.engine.policy import PolicySlot
 from hardpoint.core.engine.prepare import limits_of
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
+from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,

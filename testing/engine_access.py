@@ -30,7 +30,6 @@ from hardpoint.boundary.guard import guard as guard
 from hardpoint.boundary.parts.components import Components
 from hardpoint.boundary.parts.components import call_declared as call_declared
 from hardpoint.boundary.parts.components import describe_fault as describe_fault
-from hardpoint.core.engine.policy import PolicyArguments
 from hardpoint.core.engine.worker_launch import WorkerProcess
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
@@ -40,6 +39,7 @@ from hardpoint.core.worker.sampling.fault_isolation import FaultIsolation
 from hardpoint.core.worker.sampling.pipeline import LogitsPipeline
 from hardpoint.core.worker.sampling.processor_runner import ProcessorError, ProcessorRunner
 from hardpoint.core.worker.sampling.rows import ProcessorRows
+from hardpoint.live.policy import PolicyArguments
 from hardpoint.plugins import (
     BatchLogitsProcessor,
     BatchUpdate,
@@ -395,7 +395,7 @@ class ProcessorPipeline:
     ) -> tuple[torch.Tensor, dict[str, RequestFault]]:
         """Run the processor on every row apart, as after a fault; return logits and faults."""
         isolation = FaultIsolation(self._pipeline, requests, logits.clone)
-        isolation.isolate(self.name)
+        isolation.isolate(self._runner)
         return isolation.run(logits.clone()), isolation.faults
 
     @property

@@ -43,6 +43,7 @@ WHOLE = (
     "core",
     "features",
     "journal",
+    "live",
     "plugins",
     "registry",
     "replicas",

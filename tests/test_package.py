@@ -32,6 +32,7 @@ FOLDERS = {
     "kernels": "hardpoint/kernels",
     "boundary": "hardpoint/boundary",
     "features": "hardpoint/features",
+    "live": "hardpoint/live",
     "system": "hardpoint/system",
     "toolkit": "hardpoint/toolkit",
     "typed": "hardpoint/typed",

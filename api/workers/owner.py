@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,11 +20,14 @@ from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.errors import PluginFaultError
 from hardpoint.journal import with_journal
+from hardpoint.live.settings import Asked
 from hardpoint.open_model import COMPANIONS
-from hardpoint.plugins import EngineConfig, IterationStats, SchedulingPolicy
+from hardpoint.plugins import EngineConfig, IterationStats
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.plugins.workers import WorkerPlan
+from hardpoint.replicas.relay.frontends import asked_of
 from hardpoint.replicas.relay.messages import Notice
 from hardpoint.replicas.relay.owner import Link, SharedEngines
 from hardpoint.replicas.restarts import RestartBudget
@@ -59,13 +62,9 @@ class OwnerLLM(AsyncLLM):
         health.notify = lambda *fault: llm.shared.notify(Notice("fault", fault))
         return llm
 
-    async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Replace the scheduling policy, as `AsyncLLM` does, in all frontends."""
-        await super().set_policy(use, options)
-        name = use if isinstance(use, str) else f"{use.__module__}:{use.__qualname__}"
-        self.shared.notify(Notice("policy", [name, dict(options or {})]))
+    async def change(self, asked: Asked) -> Manifest:
+        """Change plugins and settings in all processes."""
+        return await self._change(asked)
 
     async def update_weights(
         self,
@@ -133,7 +132,8 @@ class Workers:
             "ready": self._answer_ready,
             "figures": self._answer_figures,
             "fault": self._answer_fault,
-            "set_policy": self._answer_set_policy,
+            "live_change": self._answer_live_change,
+            "change_state": self._answer_change_state,
             "update_weights": self._answer_update_weights,
             "health": self._answer_health,
             "load": self._answer_load,
@@ -264,6 +264,7 @@ class Workers:
 
     async def _answer_ready(self, index: int) -> None:
         self._ready.add(index)
+        self.engine.shared.follows(self._running[index][1])
 
     async def _answer_figures(self, _: int, stats: Any) -> None:
         self.engine.add_figures(msgspec.convert(stats, IterationStats))
@@ -272,8 +273,12 @@ class Workers:
         _, link = self._running[index]
         self.engine.add_fault(link, *fault)
 
-    async def _answer_set_policy(self, _: int, use: str, options: dict[str, Any]) -> None:
-        await self.engine.set_policy(use, options)
+    async def _answer_live_change(self, _: int, asked: Any) -> Manifest:
+        return await self.engine.change(asked_of(asked))
+
+    async def _answer_change_state(self, index: int, kind: str | None, text: str) -> None:
+        _, link = self._running[index]
+        self.engine.shared.changes.answer(link.token, kind, text)
 
     async def _answer_update_weights(
         self, _: int, weights: str, version: str | None, mode: Any, recompute: bool

@@ -9,7 +9,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,25 @@ from typing import Any
 import msgspec
 
 from hardpoint.async_llm import AsyncLLM
-from hardpoint.boundary.errors import error_of
+from hardpoint.boundary.errors import error_of, kind_of
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
 from hardpoint.errors import shown
+from hardpoint.live.settings import Asked
 from hardpoint.open_model import COMPANIONS
-from hardpoint.plugins import EngineConfig, HardpointError, RequestError, SchedulingPolicy
+from hardpoint.plugins import EngineConfig, HardpointError, RequestError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.engine_set import LoadReport
+from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.discovery import installed_version
 from hardpoint.registry.plugin_options import find_tables
 from hardpoint.replicas.relay.client import Figures, OpenRelayed
+from hardpoint.replicas.relay.frontends import CHANGE, REPLAY, asked_of
 from hardpoint.replicas.relay.messages import EngineView, Notice, own_id
 from hardpoint.system.process.child import ParentWatch
 from hardpoint.system.process.launch import ChildLaunch, decode_launch
@@ -137,7 +140,8 @@ class WorkerLLM(AsyncLLM):
             "dead": self._read_death,
             "abort": self._read_abort,
             "fault": self._read_fault,
-            "policy": self._read_policy,
+            CHANGE: self._read_change,
+            REPLAY: self._read_replay,
             "load": self._read_load,
         }
         ended = threading.Event()
@@ -166,25 +170,29 @@ class WorkerLLM(AsyncLLM):
     async def _read_fault(self, notice: Notice) -> None:
         self._engine.parts.companion(SharedFaults).health.add(*notice.value)
 
-    async def _read_policy(self, notice: Notice) -> None:
-        await self._engine.set_policy(*notice.value)
+    async def _read_change(self, notice: Notice) -> None:
+        action, asked = notice.value
+        if action != "prepare":
+            self._engine.finish_change(action)
+            return
+        try:
+            await self._engine.follow_change(asked_of(asked))
+        except HardpointError as error:
+            await self._ask("change_state", kind_of(error), str(error))
+        else:
+            await self._ask("change_state", None, "")
+
+    async def _read_replay(self, notice: Notice) -> None:
+        await self._engine.change(asked_of(notice.value))
 
     async def _read_load(self, notice: Notice) -> None:
         self._engine.set_load(msgspec.convert(notice.value, LoadConfig))
 
     # What the owner of the engines does for all frontends
 
-    async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Replace the scheduling policy, as `AsyncLLM.set_policy` does, in all frontends.
-
-        Raises:
-            RequestError: it is no name.
-        """
-        if not isinstance(use, str):
-            raise RequestError(f"use: expected a name in a worker process, got {shown(use)}")
-        await self._ask("set_policy", use, dict(options or {}))
+    async def _change(self, asked: Asked) -> Manifest:
+        """Change plugins and settings, as `AsyncLLM` does, in all processes."""
+        return msgspec.convert(await self._ask("live_change", msgspec.to_builtins(asked)), Manifest)
 
     async def update_weights(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from hardpoint import plugins
 from hardpoint.errors import PromptTooLongError, QueueFullError
@@ -279,6 +279,10 @@ class DefaultScheduler(Scheduler):
                 waiting.push(request)
         tracker.waiting = waiting
         tracker.set_policy(policy)
+
+    def set_limits(self, limits: Any) -> None:
+        """Use other limits from now on."""
+        self._limits = self._tracker.limits = limits
 
     def set_pause(self, state: PauseState) -> None:
         """Set which requests get tokens from the next plan on."""

@@ -14,6 +14,7 @@ from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import NO_TIMEOUT, failure_of, run_utility
 from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.errors import EngineDeadError, EngineTimeoutError
+from hardpoint.live.change import Slot
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -57,9 +58,13 @@ class EngineCoreClient(Protocol):
 
     Attributes:
         in_process: whether the core runs in this process.
+        change_slots: what live changes concern in the client.
+        shares_engines: whether frontends in other processes use the same engines.
     """
 
     in_process: bool
+    change_slots: Sequence[Slot] = ()
+    shares_engines: bool = False
 
     @property
     def activity(self) -> Activity:
@@ -193,6 +198,9 @@ class RemoteClient(EngineCoreClient, Protocol):
 class UtilityCalls:
     """Calls of utilities of engines in other processes that wait for the answer."""
 
+    change_slots: Sequence[Slot] = ()
+    shares_engines: bool = False
+
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is that of utilities which have one, `engine.call_timeout_seconds`."""
         self._timeout_s = timeout_s
@@ -249,6 +257,8 @@ class OneEngine:
     """Base of clients of one engine, which ends with its client."""
 
     ranks: Collection[int] = (0,)
+    change_slots: Sequence[Slot] = ()
+    shares_engines: bool = False
     is_serving = True
     num_restarts = 0
 

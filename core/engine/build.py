@@ -31,6 +31,7 @@ from hardpoint.core.kv_cache import (
 from hardpoint.core.weights.shares import check_shares
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.errors import PluginContractError, PluginFaultError, shown
+from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -61,7 +62,6 @@ from .cache_changes import CacheChangeLog
 from .core import EngineCore
 from .outside import OpenOutside, Outside
 from .parts_start import PartsStart
-from .policy import PolicySlot
 from .prepare import check_drafts, limits_of, num_batches, plans_ahead
 from .step import EngineCoreParts
 from .step_cost import StepCostFit

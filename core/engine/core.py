@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hardpoint.boundary.errors import RefusedInCallError, close_all
 from hardpoint.boundary.step_check import live_request
 from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.live.engine import EngineChanges
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
@@ -45,6 +46,9 @@ class EngineCore(EngineUtilities):
         self._steps = steps = StepRunner(parts)
         self.step = steps.step_fn
         self.activity = parts.activity
+        self._changes = EngineChanges(
+            parts.policy, parts.scheduler, parts.scheduler_label, parts.executor, steps.abort_later
+        )
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
         self._pause = PauseController(
             PauseDependencies(

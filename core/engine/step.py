@@ -15,6 +15,7 @@ from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
+from hardpoint.boundary.parts.states import States, states_of
 from hardpoint.boundary.step_check import (
     ResultCheck,
     StepSettings,
@@ -24,6 +25,7 @@ from hardpoint.boundary.step_check import (
 )
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.errors import PluginFaultError
+from hardpoint.live.policy import PolicySlot
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreOutputs,
@@ -44,7 +46,6 @@ from hardpoint.registry.blame import is_fault, raise_unless_fault
 from .batch_queue import Batch, BatchQueue, start_batch
 from .cache_changes import CacheChangeLog
 from .parts_start import PartsStart
-from .policy import PolicySlot
 from .step_cost import StepCostFit, StepTimes
 from .step_log import StepLog, log_failure
 from .weight_updates import WeightUpdates
@@ -112,6 +113,10 @@ class EngineCoreParts:
         self.kv_events.publish(events)
         if self.cache_changes is not None:
             self.cache_changes.add(events)
+
+    def states(self) -> States:
+        """Return the states of the components of the engine's process."""
+        return states_of([self.scheduler, self.policy.policy, *self.components])
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""
@@ -377,7 +382,7 @@ class StepRunner:
             return
         defect = None
         if is_fault(error):
-            log_failure(error, plan, self._parts.config, self._scheduler.stats)
+            log_failure(error, plan, self._parts.config, self._scheduler.stats, self._parts.states)
             if not isinstance(error, HardpointError):  # which names what failed
                 defect = plan_defect(plan, self._scheduler)
         try:

@@ -63,6 +63,7 @@ def log_failure(
     plan: SchedulerOutput,
     config: EngineConfig | None,
     stats: Callable[[], SchedulerStats],
+    states: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Log a failed step with its plan, the configuration and statistics. Never raises.
 
@@ -70,12 +71,13 @@ def log_failure(
     """
     with contextlib.suppress(Exception):
         _log.error(
-            "step %s failed: %s\n  configuration: %s\n  plan: %s\n  statistics: %s",
+            "step %s failed: %s\n  configuration: %s\n  plan: %s\n  statistics: %s\n  plugins: %s",
             getattr(plan, "step", "?"),
             describe(error),
             _describe(lambda: _settings(config)),
             _describe(lambda: _outline(plan)),
             _describe(stats),
+            _describe(states),
         )
 
 

@@ -6,19 +6,19 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
 from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
+from hardpoint.live.change import Action, Change
+from hardpoint.live.engine import EngineChanges
 from hardpoint.plugins import Executor, HardpointError, RequestError, SchedulerStats, WaitReason
 from hardpoint.plugins.engine_state import KVCacheChanges
 from hardpoint.plugins.executor import Worker
-from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, PluginMeter, PluginReport, StepFault
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.system.control_calls import (
     AsyncCaller,
     SyncCaller,
@@ -39,6 +39,8 @@ else:
 
 _log = logging.getLogger("hardpoint")
 
+T = TypeVar("T")
+
 WORKER_METHODS = frozenset(
     {
         "plugin_meters",
@@ -54,6 +56,7 @@ class UtilityHost(Protocol):
 
     _parts: EngineCoreParts
     _pause: PauseController
+    _changes: EngineChanges
 
     @property
     def _weights(self) -> WeightUpdates: ...
@@ -203,6 +206,11 @@ class ControlCalls:
         return _merged(self._parts.executor.collective_rpc("plugin_meters"))
 
     @utility()
+    def plugin_states(self: UtilityHost) -> dict[str, dict[str, Any]]:
+        """Return the states of components that have one, by name; see `Component.dump_state`."""
+        return self._parts.states() | _merged(self._parts.executor.collective_rpc("plugin_states"))
+
+    @utility()
     def scheduler_stats(self: UtilityHost) -> SchedulerStats:
         """Return how many requests run and wait, and the state of the KV cache."""
         return self._parts.scheduler_stats()
@@ -270,9 +278,9 @@ class EngineUtilities(ControlCalls):
         return changes.all_of(self._parts.kv_cache.pool.index[0])
 
     @utility()
-    def set_policy(self: UtilityHost, manifest: Manifest) -> None:
-        """Replace the scheduling policy by that of another generation of the manifest."""
-        self._parts.policy.replace(PluginSet(manifest), self._parts.scheduler)
+    def live_change(self: UtilityHost, action: Action, change: Change | None = None) -> list[str]:
+        """Do something about a change of plugins and settings, see `EngineChanges.run`."""
+        return self._changes.run(action, change)
 
     @utility()
     def prepare_weights(
@@ -406,9 +414,9 @@ def result_type(method: str) -> Any:
     return UTILITIES[method].result_type if method in UTILITIES else Any
 
 
-def _merged(meters_of_workers: Sequence[Mapping[str, PluginMeter]]) -> dict[str, PluginMeter]:
-    """Return the meters of all workers; only one of them samples, and has any."""
-    return {name: meter for meters in meters_of_workers for name, meter in meters.items()}
+def _merged(of_workers: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """Return the entries of all workers by plugin; only one of them samples, and has any."""
+    return {name: one for found in of_workers for name, one in found.items()}
 
 
 def _slow_plugins(

@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from hardpoint.boundary.errors import RefusedInCallError, engine_dead
 from hardpoint.core.client.event_loop import EventLoopBridge, SendQueue
 from hardpoint.core.engine.utility_calls import EngineUtilities
 from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.live.change import Action
+from hardpoint.live.driver import next_of
+from hardpoint.live.settings import Asked
 from hardpoint.plugins import (
     FinishReason,
     HardpointError,
     RequestError,
     SamplingParams,
-    SchedulingPolicy,
     WaitReason,
 )
 from hardpoint.plugins.config_tables import LoadConfig
@@ -46,7 +48,7 @@ class AsyncEngine(WatchedEngine):
         super().__init__(parts, bridge)
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
-        self._policy_lock = asyncio.Lock()
+        self._switch_lock = asyncio.Lock()
 
     async def generate(
         self,
@@ -189,8 +191,8 @@ class AsyncEngine(WatchedEngine):
                 read.append(await self._tokenizer.read(prompt))
             except HardpointError as error:
                 raise named(error, index) from error
-        while self._policy_lock.locked():  # its arguments are for the policy that it will meet
-            async with self._policy_lock:
+        while self._switch_lock.locked():  # its arguments are for the policy that it will meet
+            async with self._switch_lock:
                 pass
         await self._ready()
         submissions = await submit(read, arrived=arrived)
@@ -271,24 +273,41 @@ class AsyncEngine(WatchedEngine):
         reasons = await EngineUtilities.why_waiting.call_async(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
-    ) -> Manifest:
-        """Replace the scheduling policy; no request is lost.
+    async def change(self, asked: Asked) -> Manifest:
+        """Change plugins or settings while requests run, as `LLMEngine.change` does.
 
-        An engine that is restarted has it too.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built; the old one stays.
+        Cancelling the task does not end a change that has begun.
         """
         await self._ready()
-        async with self._policy_lock:
-            parts = self.parts.with_policy(use, {} if options is None else options)
-            manifest = parts.plugins.manifest
-            await EngineUtilities.set_policy.call_async(self.call_utility, manifest)
-            self.use(parts)
-            self._frontend.submitter.use_plugins(parts.plugins)
-        return manifest
+        return await asyncio.shield(asyncio.ensure_future(self._run_change(asked)))
+
+    async def _run_change(self, asked: Asked) -> Manifest:
+        async with contextlib.AsyncExitStack() as stack:
+            steps, change = stack.enter_context(self._changes.begin(asked))
+            answer: list[str] | BaseException | None = None
+            while (action := next_of(steps, answer)) is not None:
+                if isinstance(action, float):
+                    await asyncio.sleep(action)
+                    continue
+                if action == "commit":  # no request is sent before the frontend has switched
+                    await stack.enter_async_context(self._switch_lock)
+                try:
+                    answer = await EngineUtilities.live_change.call_async(
+                        self.call_utility, action, change if action == "prepare" else None
+                    )
+                except BaseException as error:  # the steps raise it again, once all is undone
+                    answer = error
+        return change.manifest
+
+    async def follow_change(self, asked: Asked) -> None:
+        """Prepare a change that the owner of the engines runs; `finish_change` is to follow."""
+        self._changes.follow(asked)
+        while not self._changes.is_prepared():
+            await asyncio.sleep(_POLL_CHANGE_S)
+
+    def finish_change(self, action: Action) -> None:
+        """Commit, keep or undo such a change."""
+        self._changes.finish(action)
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is restarted."""
@@ -322,6 +341,7 @@ class AsyncEngine(WatchedEngine):
             raise reported from reported.__cause__
 
 
+_POLL_CHANGE_S = 0.005
 _AT_ONCE = 32  # prompts of a call that are read before other tasks of the event loop run
 
 

@@ -7,6 +7,7 @@ import logging
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.core.client.base import Death
 from hardpoint.errors import EngineDeadError
+from hardpoint.live.driver import ChangeOwner
 from hardpoint.registry.discovery import is_third_party
 
 from .engine_parts import EngineParts
@@ -26,6 +27,10 @@ class EngineOwner:
         """Own the parts; the derived class closes them."""
         self.parts = parts
         self._frontend = Frontend(parts)
+        slots = [*self._frontend.change_slots(), *parts.client.change_slots]
+        self._changes: ChangeOwner[EngineParts] = ChangeOwner(
+            self, slots, lingers=parts.client.shares_engines
+        )
         parts.client.watch_deaths(self._engine_lost)
 
     def _engine_lost(self, death: Death) -> EngineDeadError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -13,18 +13,17 @@ from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.core.client.base import EngineCoreClient
-from hardpoint.core.engine.policy import change_policy
+from hardpoint.live.settings import Settings, with_policy, without_plugin
 from hardpoint.plugins import (
     EngineConfig,
     ModelConfig,
-    SchedulingPolicy,
     Tokenizer,
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import KVCacheConfig, LoadConfig, SchedulerConfig
 from hardpoint.registry.hooks import HookSet
-from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.registry.plugin_set import PluginSet, resolve_plugins
 
 from .outputs.output_parsers import OutputParsers
 from .statistics import Statistics
@@ -92,22 +91,19 @@ class EngineParts:
         """Return the companion of a class, with which the engine was opened."""
         return next(one for one in self.companions if isinstance(one, cls))
 
-    def with_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any]
-    ) -> EngineParts:
-        """Return the parts with another scheduling policy, in the next generation of the manifest.
+    @property
+    def settings(self) -> Settings:
+        """Configuration and plugins, as live changes replace them."""
+        return Settings(self.config, self.config_sources, self.plugins)
 
-        Args:
-            use: entry-point name, FQCN or class.
-            options: options of the policy.
-
-        Raises:
-            ConfigError, PluginError: the policy cannot be built.
-        """
-        config, plugins = change_policy(
-            self.config, self.config_sources, self.plugins, use, options
+    def with_settings(self, settings: Settings) -> EngineParts:
+        """Return the parts with other settings."""
+        return dataclasses.replace(
+            self,
+            config=settings.config,
+            config_sources=settings.sources,
+            plugins=settings.plugins,
         )
-        return dataclasses.replace(self, config=config, plugins=plugins)
 
     def with_load(self, load: LoadConfig) -> EngineParts:
         """Return the parts of an engine whose weights are read in another way."""
@@ -119,14 +115,18 @@ class EngineParts:
         The built-in default takes the place of a policy.
         """
         if call.kind in _DISPENSABLE:
-            return dataclasses.replace(self, plugins=self.plugins.without(call.kind, call.name))
+            plugins = self.plugins.without(call.kind, call.name)
+            config = without_plugin(self.config, self.plugins.get(call.kind, call.name))
+            return dataclasses.replace(self, config=config, plugins=plugins)
         if call.kind == "scheduling_policies":
-            return self.with_policy(SchedulerConfig().policy, {})
+            policy = SchedulerConfig().policy
+            return self.with_settings(with_policy(self.settings, policy, {}, "default"))
         if call.kind == "eviction_policies":
             kv_cache = msgspec.structs.replace(
                 self.config.kv_cache, eviction=KVCacheConfig().eviction
             )
             config = msgspec.structs.replace(self.config, kv_cache=kv_cache)
-            plugins = self.plugins.changed(config, self.config_sources, call.kind)
+            fresh = resolve_plugins(config, self.config_sources, self.plugins.found)
+            plugins = self.plugins.successor(fresh, {call.kind})
             return dataclasses.replace(self, config=config, plugins=plugins)
         return None

@@ -13,7 +13,10 @@ from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.errors import close_all, engine_dead
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
+from hardpoint.live.change import Change, Prepared, Slot, Switch
 from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
     EngineCoreOutputs,
     FinishReason,
     RequestError,
@@ -22,6 +25,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import is_third_party
+from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
 from .engine_parts import EngineParts
@@ -101,13 +105,43 @@ class Frontend:
             parts.statistics,
             parts.step_parts,
         )
-        self._third_party = {
-            entry.name
-            for entry in parts.plugins.entries("logits_processors")
-            if is_third_party(entry)
-        }
         self._has_finished_hook = parts.hooks.has("request_finished")
         self.submitter = Submitter(parts, self._arguments, self.input, self.output)
+        self._third_party: set[str] = set()
+        self._use(parts.config, parts.plugins)
+
+    def change_slots(self) -> list[Slot]:
+        """Return the places of the frontend that live changes concern."""
+        changes = None if self.statistics is None else self.statistics.changes
+        return [self, *([] if changes is None else [changes])]
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+        """Check that requests can be admitted with other plugins.
+
+        Raises:
+            ConfigError: they change what is fixed at the start.
+            PluginError: a class cannot be loaded.
+        """
+        if change.config.stats.on and self.statistics is None:
+            raise ConfigError(
+                "stats.sinks: this engine gathers no statistics, which a sink or "
+                "stats.request_metrics at its start lets it do; restart it with the new value"
+            )
+        self._arguments.check(plugins)
+        new, old = (change.config, plugins), self._settings
+
+        def switch(is_new: bool) -> None:
+            self._use(*(new if is_new else old))
+            self.submitter.use_plugins(self._settings[1])
+
+        return Switch(switch)
+
+    def _use(self, config: EngineConfig, plugins: PluginSet) -> None:
+        self._settings = config, plugins
+        self._health.use(plugins, config.plugins.quarantine_after)
+        self.output.stream_interval = config.engine.stream_interval
+        entries = plugins.entries("logits_processors")
+        self._third_party |= {entry.name for entry in entries if is_third_party(entry)}
 
     def process_outputs(self, batch: EngineCoreOutputs) -> ProcessedBatch:
         """Process a batch of outputs; those of requests with a sink go to it."""

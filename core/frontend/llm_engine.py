@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -17,6 +19,8 @@ from hardpoint.errors import (
     EngineTimeoutError,
     PluginFaultError,
 )
+from hardpoint.live.driver import next_of
+from hardpoint.live.settings import Asked
 from hardpoint.plugins import (
     EngineCoreRequest,
     FinishReason,
@@ -73,6 +77,7 @@ class LLMEngine(EngineOwner):
         self._release.atexit = False
         self._closed = False
         self._dead: EngineDeadError | None = None
+        self._policy_lock = threading.Lock()
         self.is_paused = False
         self.lock = EngineLock()
         self.lock.wait_at_exit(self._client.end_waiting)
@@ -233,13 +238,40 @@ class LLMEngine(EngineOwner):
         reasons = EngineUtilities.why_waiting.call(self.call_utility, list(live))
         return dict(zip(live.values(), reasons, strict=True))
 
-    @locked
+    def change(self, asked: Asked) -> Manifest:
+        """Change plugins or settings while requests run: in all processes, or in none.
+
+        Other threads add requests and run steps while it is prepared.
+
+        Returns:
+            The new generation of the manifest.
+
+        Raises:
+            BusyError: another change is under way.
+            ConfigError, PluginError: the change is wrong, or cannot be made without a restart.
+            HardpointError: a process failed, or took too long. Nothing has changed.
+        """
+        with contextlib.ExitStack() as stack:
+            steps, change = stack.enter_context(self._changes.begin(asked))
+            answer: list[str] | BaseException | None = None
+            while (action := next_of(steps, answer)) is not None:
+                if isinstance(action, float):
+                    time.sleep(action)
+                    continue
+                if action == "commit":  # no request is sent before the frontend has switched
+                    stack.enter_context(self.lock)
+                try:
+                    answer = EngineUtilities.live_change.call(
+                        self.call_utility, action, change if action == "prepare" else None
+                    )
+                except BaseException as error:  # the steps raise it again, once all is undone
+                    answer = error
+        return change.manifest
+
     def set_policy(
         self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
     ) -> Manifest:
-        """Replace the scheduling policy between two steps.
-
-        No request is lost. On an error, the old policy stays.
+        """Replace the scheduling policy between two steps, as `change` does.
 
         Args:
             use: entry-point name, FQCN or class.
@@ -251,11 +283,9 @@ class LLMEngine(EngineOwner):
         Raises:
             ConfigError, PluginError: the policy cannot be built.
         """
-        parts = self.parts.with_policy(use, {} if options is None else options)
-        EngineUtilities.set_policy.call(self.call_utility, parts.plugins.manifest)
-        self.use(parts)
-        self._frontend.submitter.use_plugins(parts.plugins)
-        return parts.plugins.manifest
+        policy = {"use": use, "options": {} if options is None else options}
+        with self._policy_lock:  # several follow one another
+            return self.change(Asked.of("set_policy()", policy=policy))
 
     def set_load(self, load: LoadConfig) -> None:
         """Read the weights in another way when the engine is started again."""

@@ -12,6 +12,7 @@ import msgspec
 
 from hardpoint.boundary.faults import Fanout, StepFaults, create_all
 from hardpoint.errors import PluginFaultError
+from hardpoint.live.sinks import KIND, SinkChanges
 from hardpoint.plugins import (
     EngineConfig,
     EngineCoreEventType,
@@ -47,27 +48,24 @@ def open_statistics(config: EngineConfig, plugins: PluginSet, clock: _Clock) -> 
     if not config.stats.on:
         return None
     faults = StepFaults.under(config.plugins)
-    sinks: Fanout[StatSink] = Fanout(
-        create_all(
-            plugins,
-            "stat_sinks",
-            faults,
-            StatSinkContext,
-            clock=clock,
-            model=config.model,
-            model_name=config.metrics.model_name,
-            aliases=tuple(config.metrics.aliases),
-            block_size=config.kv_cache.block_size,
-            prefix_caching=config.kv_cache.prefix_caching,
-        )
-    )
-    return Statistics(
+    fields = {
+        "clock": clock,
+        "model": config.model,
+        "model_name": config.metrics.model_name,
+        "aliases": tuple(config.metrics.aliases),
+        "block_size": config.kv_cache.block_size,
+        "prefix_caching": config.kv_cache.prefix_caching,
+    }
+    sinks: Fanout[StatSink] = Fanout(create_all(plugins, KIND, faults, StatSinkContext, **fields))
+    statistics = Statistics(
         sinks,
         faults,
         clock,
         request_metrics=config.stats.request_metrics,
         interval_seconds=config.stats.interval_seconds,
     )
+    statistics.changes = SinkChanges(plugins, sinks, faults, fields)
+    return statistics
 
 
 class RequestFigures:
@@ -141,7 +139,12 @@ class Statistics:
 
     For one thread at a time, except `close`. Requests that end between two batches are recorded
     with the next one, or with the next report. Collecting this object closes its sinks.
+
+    Attributes:
+        changes: replaces the sinks; None where another process has them.
     """
+
+    changes: SinkChanges | None = None
 
     def __init__(
         self,
@@ -160,17 +163,21 @@ class Statistics:
             request_metrics: whether outputs carry metrics when they finish.
             interval_seconds: from one report to the next.
         """
-        self.has_sinks = bool(sinks)
         self.interval_seconds = interval_seconds
         self._sinks, self._faults, self._clock = sinks, faults, clock
         self._request_metrics = request_metrics
         self._stats = IterationStats()
         self._last_report = PluginReport()
         self._now = self._engine_now = 0.0
-        self._reported_at = clock() if sinks else 0.0
+        self._reported_at = clock()
         self._lock = threading.RLock()
         self._closed = False
         self._release = weakref.finalize(self, sinks.close)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether there are any."""
+        return bool(self._sinks)
 
     def faults(self) -> dict[str, StepFault]:
         """Return the failed calls of sinks, by name."""

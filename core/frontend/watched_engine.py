@@ -185,7 +185,7 @@ class WatchedEngine(EngineOwner):
         if self._loop is None:
             self._loop = loop
             self._bridge.connect(loop, self._receive)
-            if (statistics := self._frontend.statistics) is not None and statistics.has_sinks:
+            if (statistics := self._frontend.statistics) is not None:
                 _report_every(loop, statistics.interval_seconds, weakref.WeakMethod(self._report))
         elif self._loop is not loop:
             raise HardpointError(

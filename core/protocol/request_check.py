@@ -36,7 +36,7 @@ class RequestCheck:
         self._vocab_size = vocab_size
         self._engine_index = engine_index
         self._used = used
-        self._processors = processors
+        self.processors = processors
 
     def __call__(self, request: EngineCoreRequest) -> None:
         """Check a request.
@@ -66,7 +66,7 @@ class RequestCheck:
         Raises:
             RequestError: it may not; names the field.
         """
-        _check_resumed(request, self._vocab_size, self._processors)
+        _check_resumed(request, self._vocab_size, self.processors)
 
     def _check_markers(self, markers: ReasoningMarkers) -> None:
         """Reject markers that are too long to look for, or of no tokens of the model."""

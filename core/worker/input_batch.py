@@ -259,7 +259,7 @@ class InputBatch:
         prompt: Sequence[int] | None = request.prompt_token_ids
         if prompt and prompt[0] is None and all(token is None for token in prompt):
             prompt = None
-        return Added(row, params, prompt, self._outputs[row])
+        return Added(row, params, prompt, self._outputs[row], request.generation)
 
     def _place(self, request: LogitsRequest, row: int) -> None:
         object.__setattr__(request, "row", row)  # frozen, since processors get it

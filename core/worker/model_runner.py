@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hardpoint import typed
 from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel
@@ -16,12 +15,11 @@ from hardpoint.boundary.parts.worker_parts import WorkerParts
 from hardpoint.core.worker.sampling.drafts import DraftStep
 from hardpoint.core.worker.sampling.grammar_mask import GrammarMask
 from hardpoint.core.worker.sampling.logprobs import prompt_logprobs
+from hardpoint.core.worker.sampling.request_arguments import no_arguments
 from hardpoint.core.worker.sampling.sampling_stage import SamplingStage
 from hardpoint.plugins import (
-    EngineCoreRequest,
     ForwardBatch,
     GrammarBitmask,
-    HardpointError,
     LogitsRequest,
     ModelRunnerOutput,
     NewRequest,
@@ -29,28 +27,15 @@ from hardpoint.plugins import (
     RequestFault,
     SchedulerOutput,
 )
-from hardpoint.plugins.arguments import prepared_type
 from hardpoint.plugins.device import to_device
-from hardpoint.plugins.logits import LogitsPlugin
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import AllocatedCache, Forward, ForwardStep
-from hardpoint.registry.blame import describe, raise_unless_fault
-from hardpoint.registry.kinds import KINDS
-from hardpoint.registry.request_arguments import argument_key
 from hardpoint.system.transfers import select_rows
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only
 
 from .input_batch import InputBatch
 from .ranks import Ranks
 from .step_input import StepInput
-
-_ELSEWHERE = {
-    kind.name
-    for kind in KINDS.values()
-    if kind.takes_arguments and kind.name not in ("logits_processors", "samplers")
-}
-"""Kinds whose components get their arguments elsewhere."""
-
 
 _Pending = tuple[SchedulerOutput, StepInput, torch.Tensor, torch.Tensor | None]
 """Plan, tokens, hidden states and experts of a step whose tokens are not sampled yet."""
@@ -75,7 +60,6 @@ class ModelRunner:
         ops: Ops,
         sampling: SamplingStage | None,
         ranks: Ranks,
-        processors: dict[str, type[LogitsPlugin]],
         device: torch.device,
     ) -> None:
         """Create a runner that has no cache yet.
@@ -87,7 +71,6 @@ class ModelRunner:
             ops: operations of the model's layers.
             sampling: chooses the tokens; None in a rank that does not sample.
             ranks: ranks that share the model.
-            processors: the logits processors' classes by name, for their arguments.
             device: device of the model.
         """
         self.model = model
@@ -99,13 +82,6 @@ class ModelRunner:
         self._has_experts = model.routed_experts is not None
         self.ops, self._device = ops, device
         self._allocated: InputBatch | None = None
-        self._argument_types = {name: prepared_type(cls) for name, cls in processors.items()}
-        self._sampler_key, self._no_arguments = "", None
-        if sampling is not None:
-            sampler = type(sampling.sampler)
-            self._sampler_key = argument_key("samplers", sampling.sampler.name)
-            self._argument_types[self._sampler_key] = prepared_type(sampler)
-            self._no_arguments = prepared_type(sampler)()
         self._caches: list[Any] = []
         self.parts = WorkerParts()
         self.on_forward: Callable[[], None] | None = None
@@ -415,11 +391,9 @@ class ModelRunner:
 
     def _add(self, new: NewRequest, batch: InputBatch, step: int) -> None:
         source, outputs = new.source, ReadOnlyList(new.output_token_ids)
-        arguments: ReadOnlyDict[str, Any] = ReadOnlyDict()
-        fault: RequestFault | None = None
+        arguments, sampler_arguments, fault = no_arguments()
         if self._sampling is not None:
-            arguments, fault = self._convert_arguments(source)
-        sampler_arguments = dict.pop(arguments, self._sampler_key, self._no_arguments)
+            arguments, sampler_arguments, fault = self._sampling.arguments_of(source)
         request = LogitsRequest(
             request_id=source.request_id,
             prompt_token_ids=ReadOnlyList(source.known_prompt_ids),
@@ -430,6 +404,7 @@ class ModelRunner:
             arguments=arguments,
             sampler_arguments=sampler_arguments,
             state=ReadOnlyDict(),
+            generation=source.generation,
         )
         types = source.second_type_start
         batch.add(request, outputs, new.block_ids, new.num_computed_tokens, step, types)
@@ -444,39 +419,6 @@ class ModelRunner:
         if fault is not None:
             dict.clear(arguments)  # no processor runs for it until it is reported and removed
             self._broken[request.request_id] = fault
-
-    def _convert_arguments(
-        self, source: EngineCoreRequest
-    ) -> tuple[ReadOnlyDict[str, Any], RequestFault | None]:
-        """Convert a request's plugin arguments; return them, and the fault if one is rejected."""
-        # The frontend has checked them, but a plugin's own check may fail in this process only.
-        arguments: dict[str, Any] = {}
-        for name, plain in source.plugin_args.items():
-            if name not in self._argument_types:
-                if name.partition("/")[0] in _ELSEWHERE:
-                    continue
-                message = f"plugin_args.{name}: no logits processor of that name is enabled"
-                return ReadOnlyDict(), RequestFault(message)
-            try:
-                arguments[name] = typed.convert(
-                    plain, self._argument_types[name], path=f"plugin_args.{name}"
-                )
-            except HardpointError as cause:
-                plugin = None if name == self._sampler_key else name
-                return ReadOnlyDict(), RequestFault(str(cause), plugin)
-            except BaseException as cause:
-                raise_unless_fault(cause)
-                return ReadOnlyDict(), self._argument_fault(name, cause)
-        return ReadOnlyDict(arguments), None
-
-    def _argument_fault(self, name: str, cause: BaseException) -> RequestFault:
-        """Return the fault of a request for which a plugin's own check of arguments raised."""
-        assert self._sampling is not None
-        if name == self._sampler_key:
-            return RequestFault(
-                f"sampler {self._sampling.sampler.name!r}: its Arguments failed: {describe(cause)}"
-            )
-        return self._sampling.pipeline.fault(name, "Arguments", cause)
 
     def _logits(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return float32 logits of chosen rows; they may be overwritten by the next call."""

@@ -23,6 +23,7 @@ from hardpoint.core.weights.planned_model import (
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
+from hardpoint.core.worker.sampling.processor_changes import StageChanges
 from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import (
@@ -40,11 +41,7 @@ from hardpoint.plugins.parallel import Communicator, CommunicatorContext, Placem
 from hardpoint.plugins.stats import PluginMeter
 from hardpoint.plugins.worker_half import KVBlocks
 from hardpoint.registry.blame import describe
-from hardpoint.system.memory import (
-    MemoryEstimate,
-    MovedWeights,
-    release_pinned_memory,
-)
+from hardpoint.system.memory import MemoryEstimate, MovedWeights, release_pinned_memory
 from hardpoint.system.profiling import Profiling
 from hardpoint.system.rank_store import served_store
 from hardpoint.system.threads import ComputeThreads, crowding
@@ -111,6 +108,8 @@ class LocalWorker:
             rank=None if spec.placement is None else spec.rank,
         )
         self.observed_states = ObservedStates()
+        self._live = StageChanges()
+        self.live_change, self.plugin_states = self._live.run, self._live.states
 
     def load_model(self) -> WorkerInfo:
         """Build the model and read its weights.
@@ -120,7 +119,7 @@ class LocalWorker:
                 fit.
         """
         assert self._spec is not None
-        spec = self._spec
+        spec = self._live.latest(self._spec)
         self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
@@ -161,8 +160,8 @@ class LocalWorker:
         self.movable_weights = model.packed_weights() if spec.device.type == "cuda" else None
         self._components = [backend, model, ops]
         if stage is not None:
-            processors = [runner.processor for runner in stage.pipeline.runners]
-            self._components = [*processors, stage.sampler, *self._components]
+            self._components = [stage.sampler, *self._components]
+        self._live.open(stage, spec, ops, self._activity)
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -170,7 +169,6 @@ class LocalWorker:
             ops,
             stage,
             ranks,
-            {entry.name: cls for entry, cls in spec.plugins.logits_processors()},
             spec.device,
         )
         parts = open_parts(spec, planned, ops, ranks, self._activity)
@@ -471,6 +469,7 @@ class LocalWorker:
         runner, self._runner = self._runner, None
         with contextlib.ExitStack() as stack:  # from the last to the first
             stack.callback(close_all, components)
+            stack.callback(self._live.close)
             if runner is not None:
                 stack.callback(runner.forget_cache)  # others may still refer to the runner
                 stack.callback(runner.parts.close)

@@ -125,9 +125,9 @@ class RelayedClient(RequestSockets, UtilityCalls):
 
     def call(self, method: str, *args: Any, rank: int | None = None) -> Future[Any]:
         """Call one of the engines' utilities without waiting."""
-        if method == EngineUtilities.set_policy.name:  # the owner has notified the engines
+        if method == EngineUtilities.live_change.name:  # the owner asks the engines
             done: Future[Any] = Future()
-            done.set_result(None)
+            done.set_result([])
             return done
         if rank is None:
             return self._sockets.call(method, *args)

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.opening import open_engines
 from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 
+from .frontends import FrontendChanges
 from .messages import CALL, NOTICES, OWNER, SEPARATOR, EngineView, Notice
 
 _log = logging.getLogger("hardpoint")
@@ -68,6 +69,27 @@ class SharedEngines:
         self._ready: EngineCoreReadyResponse | None = None
         self._history: list[Notice] = []
         self._lock = threading.Lock()
+        self._following: set[str] = set()  # tokens of links whose frontends read notices
+        self.changes = FrontendChanges(
+            lambda: frozenset(self._following), self._notify_some, self._committed
+        )
+
+    def follows(self, link: Link) -> None:
+        """Note that a link's frontend reads notices, and so takes part in live changes."""
+        self._following.add(link.token)
+
+    def _notify_some(self, notice: Notice, tokens: Collection[str]) -> None:
+        with self._lock:
+            for link in self._links.values():
+                if link.token in tokens:
+                    link.notify(notice)
+
+    def _committed(self, notice: Notice, but: Collection[str]) -> None:
+        with self._lock:
+            self._history.append(notice)
+            for link in self._links.values():
+                if link.token not in but:
+                    link.notify(notice)
 
     def open_engines(
         self,
@@ -79,6 +101,8 @@ class SharedEngines:
         """Open the engines, as `open_engines` does; `sink` gets the outputs of the own frontend."""
         self._sink = sink or _drop
         self._group = open_engines(start, self._receive, process, plugins)
+        self._group.change_slots = [*self._group.change_slots, self.changes]
+        self._group.shares_engines = True
         self._ready = msgspec.structs.replace(self._group.ready, manifest_hash=start.manifest.hash)
         return self._group
 
@@ -115,6 +139,7 @@ class SharedEngines:
         """End a link, and the requests of its frontend."""
         with self._lock:
             self._links.pop(link.token, None)
+            self._following.discard(link.token)
         link.close()
 
     def notify(self, notice: Notice, *, but: Link | None = None, keep: bool = True) -> None:

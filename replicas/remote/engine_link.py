@@ -252,11 +252,12 @@ class EngineLink:
         if self._manifest is None or frames[0].bytes != RequestType.UTILITY:
             return True
         call = self._calls.decode([frame.buffer for frame in frames[1:]])
-        if call.method != "set_policy":
+        if call.method != "live_change" or call.args[1:] in ([], [None]):
             return True
         try:
-            check_manifest(msgspec.convert(call.args[0], Manifest), self._manifest, self._head)
-        except (HardpointError, msgspec.ValidationError, IndexError) as error:
+            found = msgspec.convert(call.args[1]["manifest"], Manifest)
+            check_manifest(found, self._manifest, self._head)
+        except (HardpointError, msgspec.ValidationError, LookupError, TypeError) as error:
             refused = UtilityOutput.failed(call.call_id, str(error), error_kind_of(error))
             self._send(Kind.DATA, *map(bytes, self._encoder.encode(refused)))
             self._window.sent += 1

@@ -28,8 +28,8 @@ from hardpoint.builtin_plugins.stats.log import LogSink
 from hardpoint.builtin_plugins.tokenizer.transformers import TransformersTokenizer
 from hardpoint.calls.adapter_resolvers import guarded_resolver
 from hardpoint.calls.io_processors import guarded_processor
-from hardpoint.core.engine.policy import guarded_policy
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
+from hardpoint.live.policy import guarded_policy
 from hardpoint.plugins import (
     AdapterResolver,
     BalancerContext,

@@ -15,8 +15,8 @@ from support.searching import examples
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.builtin_plugins.policies import Fair, FirstComeFirstServed, Priority
-from hardpoint.core.engine.policy import guarded_policy
 from hardpoint.errors import PluginFaultError
+from hardpoint.live.policy import guarded_policy
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.manifest import Source
 

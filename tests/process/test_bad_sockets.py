@@ -227,7 +227,7 @@ def test_what_is_not_on_the_list_is_not_called(client, method):
         ("why_waiting", [3], "request_ids: expected"),
         ("why_waiting", [[3]], "request_ids[0]: expected"),
         ("why_waiting", [], "why_waiting: expected 1 arguments, got 0"),
-        ("set_policy", [{"hardpoint": 3}], "manifest"),
+        ("live_change", ["prepare", {"manifest": {"hardpoint": 3}}], "change."),
         ("scheduler_stats", [1, 2], "scheduler_stats: expected 0 arguments, got 2"),
     ],
 )

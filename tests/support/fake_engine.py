@@ -11,6 +11,7 @@ import numpy as np
 
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
+from hardpoint.live.settings import Settings
 from hardpoint.plugins import (
     CompletionOutput,
     EngineConfig,
@@ -23,6 +24,7 @@ from hardpoint.plugins import (
     SamplingParams,
     SchedulerStats,
 )
+from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.engine_set import EngineSet, EngineStatus, LoadReport
 from hardpoint.plugins.manifest import Manifest, Source
 from hardpoint.plugins.requests import PoolingRequestOutput, ToolCall
@@ -30,6 +32,7 @@ from hardpoint.plugins.server import InstalledExtension
 from hardpoint.plugins.stats import Health
 from hardpoint.registry.configuration import default_config_type
 from hardpoint.registry.hooks import HookSet
+from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.requests import with_place
 
 
@@ -332,6 +335,17 @@ class FakeEngine:
 
     async def plugin_meters(self):
         return {}
+
+    async def plugin_states(self):
+        return {"acme": {"api_key": "hush", "shares": 2}}
+
+    async def set_plugins(self, **asked):
+        self.utilities.append(("set_plugins", asked))
+        return self.manifest
+
+    def settings(self):
+        plugins = PluginSet(self.manifest)
+        return Settings(self.config, ConfigSources(), plugins).shown()
 
     def server_extensions(self, server):
         hooks = HookSet()

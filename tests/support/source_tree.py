@@ -16,6 +16,7 @@ FOLDERS = {
     "plugins": "hardpoint.plugins",
     "builtin_plugins": "hardpoint.builtin_plugins",
     "features": "hardpoint.features",
+    "live": "hardpoint.live",
     "registry": "hardpoint.registry",
     "ray_serve": "hardpoint.ray_serve",
     "replicas": "hardpoint.replicas",

@@ -8,7 +8,7 @@ import pickle
 import msgspec
 import pytest
 
-from hardpoint.core.engine.policy import RequestView
+from hardpoint.live.policy import RequestView
 from hardpoint.plugins import EngineCoreRequest, Request, SamplingParams
 from hardpoint.plugins.stats import IterationStats, PrefixCacheStats, SchedulerStats
 from hardpoint.typed.read_only import ReadOnlyDict, ReadOnlyList, read_only

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,17 +16,15 @@ from hardpoint.builtin_plugins.server.operations.adapters import LoadAdapter, Un
 from hardpoint.builtin_plugins.server.operations.allowed_paths import allowed_path
 from hardpoint.builtin_plugins.server.receiving import BodyReceiver
 from hardpoint.builtin_plugins.server.service import Service
-from hardpoint.errors import EngineDeadError, PluginError
+from hardpoint.errors import BusyError, EngineDeadError, PluginError
 from hardpoint.plugins import ConfigError, HardpointError, ModelError, RequestError
 from hardpoint.plugins.server import EngineSet, Route
 from hardpoint.typed import Strict
 
 from .models import json_response
+from .settings import SetSettings, check_names, shown_settings, without_secrets
 
 _log = logging.getLogger("hardpoint")
-
-_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
-_HIDDEN = "***"
 
 _OF_SERVER = frozenset({"/drain", "/log_level"})
 """Routes that work without an engine."""
@@ -155,6 +152,10 @@ class AdminRoutes:
             ),
             self._post("/scale", self.scale, Scale, "Change the number of engines."),
             self._post("/retire", self.retire, Retire, "End engines by rank."),
+            self._get("/settings", self.settings, "Return the settings, and how each changes."),
+            self._post(
+                "/settings", self.set_settings, SetSettings, "Change plugins and settings.", "PATCH"
+            ),
             self._post("/policy", self.set_policy, SetPolicy, "Replace the scheduling policy."),
             self._post("/start_profile", self.start_profile, Nothing, "Profile the workers."),
             self._post("/stop_profile", self.stop_profile, Nothing, "Write the profiles."),
@@ -176,17 +177,24 @@ class AdminRoutes:
         return Route(path=path, endpoint=endpoint, admin=True, summary=summary)
 
     def _post(
-        self, path: str, run: Callable[[T], Awaitable[Any]], type_: type[T], summary: str
+        self,
+        path: str,
+        run: Callable[..., Awaitable[Any]],
+        type_: type[T],
+        summary: str,
+        method: str = "POST",
     ) -> Route:
         async def endpoint(request: Request) -> Response:
             asked = await self._read(request, type_)
-            _log.info("administrator %s: POST %s", request.state.client.name, path)
-            return await self._answered(lambda: run(asked), is_served=path not in _OF_SERVER)
+            name = request.state.client.name
+            _log.info("administrator %s: %s %s", name, method, path)
+            given = (asked, name) if isinstance(asked, SetSettings) else (asked,)
+            return await self._answered(lambda: run(*given), is_served=path not in _OF_SERVER)
 
         return Route(
             path=path,
             endpoint=endpoint,
-            methods=("POST",),
+            methods=(method,),
             admin=True,
             summary=summary,
             request_type=type_,
@@ -212,7 +220,10 @@ class AdminRoutes:
         except (ConfigError, PluginError) as error:
             raise AnswerError(400, str(error)) from error
         except HardpointError as error:
-            if type(error) is HardpointError:  # of its state, such as "the engine is asleep"
+            if type(error) in (
+                HardpointError,
+                BusyError,
+            ):  # of its state, such as "the engine is asleep"
                 raise AnswerError(409, str(error), code="conflict") from error
             raise
 
@@ -248,6 +259,10 @@ class AdminRoutes:
             "fallbacks": health.fallbacks,
             "slow": health.slow,
             "meters": await self._engine.plugin_meters(),
+            "states": {
+                name: without_secrets(state)
+                for name, state in (await self._engine.plugin_states()).items()
+            },
         }
 
     async def requests(self) -> dict[str, Any]:
@@ -366,6 +381,22 @@ class AdminRoutes:
         await self._engine.set_policy(asked.use, asked.options)
         return {"policy": asked.use}
 
+    async def settings(self) -> dict[str, Any]:
+        """Return the settings, without secrets."""
+        return shown_settings(self._engine.settings())
+
+    async def set_settings(self, asked: SetSettings, administrator: str) -> dict[str, Any]:
+        """Change plugins and settings; return their generation and fingerprint."""
+        check_names(asked, self._engine.config)
+        manifest = await self._engine.set_plugins(
+            **msgspec.structs.asdict(asked.plugins),
+            config=asked.config,
+            running=asked.running,
+            origin=f"administrator {administrator}",
+        )
+        fingerprint = self._engine.settings().fingerprint
+        return {"generation": manifest.generation, "fingerprint": fingerprint}
+
     async def start_profile(self, asked: Nothing) -> dict[str, Any]:  # noqa: ARG002
         """Profile the workers."""
         await self._engine.start_profile()
@@ -397,19 +428,3 @@ class AdminRoutes:
         """End the server as SIGTERM does."""
         self._service.ask_to_drain()
         return {"open": self._service.load.open}
-
-
-def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, but not the values of those with names of secrets."""
-    return {
-        name: _HIDDEN if _SECRET.search(name) else _without_secrets(value)
-        for name, value in options.items()
-    }
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_without_secrets(item) for item in value]
-    return value

@@ -48,6 +48,10 @@ class OutputProcessor:
 
     Inside, every completion of a prompt has an id of its own. Users may name a request by the id
     that they gave it, which several live ones may share, or by its internal one.
+
+    Attributes:
+        stream_interval: outputs of later requests between the first and the last wait for so many
+            new tokens.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class OutputProcessor:
         """
         self._tokenizer = tokenizer
         self._statistics, self._step_parts = statistics, step_parts or FrontendParts()
-        self._stream_interval = stream_interval
+        self.stream_interval = stream_interval
         self._states: dict[str, _State] = {}
         # Sets in order. A prompt's only completion has the id of the prompt, so it is in no table.
         self._by_parent: dict[str, dict[str, None]] = {}
@@ -103,7 +107,7 @@ class OutputProcessor:
                 prompt,
                 parent,
                 self._tokenizer,
-                self._stream_interval,
+                self.stream_interval,
                 parsers,
                 sought,
                 self._flaw_of_answer(request, None if sought is None else sought.answer),

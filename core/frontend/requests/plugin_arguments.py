@@ -86,29 +86,49 @@ class PluginArguments:
         self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._gone: dict[str, int] = {}  # last generation of processors that were switched off
         self._load(plugins)
+
+    def check(self, plugins: PluginSet) -> None:
+        """Check that another generation of the plugins can be used.
+
+        Raises:
+            ConfigError: parsers change that are in use by the configuration.
+            PluginError: a class cannot be loaded.
+        """
+        self._parsers.check(plugins)
+        self._takers_of(plugins)
 
     def use(self, plugins: PluginSet) -> None:
         """Take the arguments of another generation of the plugins, and show it to step parts."""
+        gone = {e.name: self._plugins.manifest.generation for e in self._plugins.entries(LOGITS)}
         self._parsers.use(plugins)
         self._parts.use(plugins)
         self._load(plugins)
+        self._gone = {
+            name: generation
+            for name, generation in (self._gone | gone).items()
+            if plugins.find(LOGITS, name) is None
+        }
 
     def close(self) -> None:
         """Close the parsers that requests have chosen."""
         self._parsers.close()
 
     def _load(self, plugins: PluginSet) -> None:
-        self._plugins = plugins
-        self._takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
-        for kind in KINDS.values():
-            if kind.takes_arguments and kind.number is not Number.BY_NAME and kind.name != LOGITS:
-                self._takers += takers_of(plugins, plugins.entries(kind.name))
+        self._takers, self._plugins = self._takers_of(plugins), plugins
         self._by_name: dict[str, list[ArgumentTaker]] = {}
         for taker in (*self._parsers.takers, *self._takers):
             for name in (taker.entry.name, f"{taker.entry.kind}/{taker.entry.name}"):
                 self._by_name.setdefault(name, []).append(taker)
         self._honoured = {field for taker in self._takers for field in taker.fields}
+
+    def _takers_of(self, plugins: PluginSet) -> list[ArgumentTaker]:
+        takers = [processor_taker(plugins, entry) for entry in plugins.entries(LOGITS)]
+        for kind in KINDS.values():
+            if kind.takes_arguments and kind.number is not Number.BY_NAME and kind.name != LOGITS:
+                takers += takers_of(plugins, plugins.entries(kind.name))
+        return takers
 
     def resolve(
         self,
@@ -333,6 +353,11 @@ class PluginArguments:
         named = [label for label in labels if name in (label, label.partition("/")[2])]
         if named:
             return f"{' and '.join(named)} {'takes' if len(named) == 1 else 'take'} no arguments"
+        if name in self._gone:
+            return (
+                f"the logits processor {name!r} was switched off while the engine runs, after "
+                f"generation {self._gone[name]} of the plugins"
+            )
         return (
             f"no enabled plugin of that name takes arguments"
             f"{typed.suggest(name, list(self._by_name))}{self._plugins.hint(name, LOGITS)}"

@@ -7,7 +7,9 @@ import contextlib
 from hardpoint import typed
 from hardpoint.boundary.text_guards import open_parser
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
+from hardpoint.live.settings import is_same
 from hardpoint.plugins import (
+    ConfigError,
     EngineCoreRequest,
     HardpointError,
     OutputParser,
@@ -34,10 +36,33 @@ class RequestParsers:
         """`shared` are of requests that choose no others and give them no arguments."""
         self._tokenizer, self._vocab_size, self._shared = tokenizer, vocab_size, shared
         self._chosen: dict[tuple[str, str], OutputParser] = {}  # by name and FQCN
+        self._replaced: list[OutputParser] = []
+        self._plugins = plugins
         self.use(plugins)
 
+    def check(self, plugins: PluginSet) -> None:
+        """Check that another generation of the plugins has the parsers that are configured.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        for kind, parser in self._shared.by_kind.items():
+            entries = (one.find(kind, parser.name) for one in (self._plugins, plugins))
+            if not is_same(*entries):
+                raise ConfigError(
+                    f"{kind}/{parser.name}: the configuration chooses this parser for all "
+                    f"requests, so it cannot be changed while the engine runs; restart it"
+                )
+
     def use(self, plugins: PluginSet) -> None:
-        """Take the parsers of another generation of the plugins."""
+        """Take the parsers of another generation of the plugins; live requests keep theirs."""
+        for key in list(self._chosen):
+            before, after = (
+                [e for e in one.manifest.entries if (e.name, e.value) == key]
+                for one in (self._plugins, plugins)
+            )
+            if before != after:
+                self._replaced.append(self._chosen.pop(key))
         self._plugins = plugins
         self.takers = takers_of(plugins, self._shared.entries(plugins))
 
@@ -78,6 +103,8 @@ class RequestParsers:
         while self._chosen:
             _, parser = self._chosen.popitem()
             parser.close()
+        while self._replaced:
+            self._replaced.pop().close()
 
     def _named(self, request: EngineCoreRequest) -> OutputParsers:
         """Return the parsers that a request chooses by name, which all requests share.

@@ -66,6 +66,7 @@ class Submitter:
             self._received_hook = RequestReceivedHook(parts.hooks, self._prebuilt, arguments)
         self._warned_policies: set[str] = set()
         self._policy_ignoring_priority = _policy_ignoring_priority(parts.plugins)
+        self._generation = parts.plugins.manifest.generation
         self._random_ids = parts.config.engine.random_request_ids
         if not self._random_ids:
             _log.warning("engine.random_request_ids is off: two live requests cannot share an id")
@@ -73,6 +74,8 @@ class Submitter:
     def use_plugins(self, plugins: PluginSet) -> None:
         """Take the arguments of requests for another generation of the plugins."""
         self._arguments.use(plugins)
+        self._generation = plugins.manifest.generation
+        self._prebuilt.use({entry.name: cls for entry, cls in plugins.logits_processors()})
         name = _policy_ignoring_priority(plugins)
         self._policy_ignoring_priority = None if name in self._warned_policies else name
 
@@ -148,6 +151,7 @@ class Submitter:
         self, parent: ParentRequest, request: EngineCoreRequest, prompt: Prompt | EngineCoreRequest
     ) -> list[EngineCoreRequest]:
         """Return the requests of a prompt's completions; those that come with outputs have them."""
+        request.generation = self._generation
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):
             given = self._input.outputs_of(prompt)

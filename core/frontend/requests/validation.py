@@ -49,6 +49,10 @@ class PrebuiltRequestValidator:
         self.check_resumed = self._check.check_resumed
         self._decoder: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
 
+    def use(self, processors: Mapping[str, type[LogitsPlugin]]) -> None:
+        """Check requests for the logits processors of another generation of the plugins."""
+        self._check.processors = processors
+
     def validate(
         self, request: EngineCoreRequest, params: Params | None, extras: RequestExtras
     ) -> EngineCoreRequest:

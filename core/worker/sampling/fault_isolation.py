@@ -46,22 +46,22 @@ class FaultIsolation:
         self._pipeline = pipeline
         self._requests = requests
         self._recompute = recompute
-        # By name; what an isolated processor raised when it ran for all of its rows at once.
-        self._isolated: dict[str, BaseException | None] = {}
+        # What an isolated processor raised when it ran for all of its rows at once.
+        self._isolated: dict[ProcessorRunner, BaseException | None] = {}
 
     def recompute(self) -> torch.Tensor:
         """Return the step's logits again, as the processors get them."""
         return self._pipeline.masked(self._recompute(), self._requests, self._mask)
 
-    def isolate(self, name: str, error: BaseException | None = None) -> None:
+    def isolate(self, runner: ProcessorRunner, error: BaseException | None = None) -> None:
         """Isolate a processor; the first `error` of a processor is kept."""
-        self._isolated.setdefault(name, error)
+        self._isolated.setdefault(runner, error)
 
     def isolate_users(self, request: LogitsRequest) -> None:
         """Isolate every processor of a request that can run on a single row."""
         for runner in self._pipeline.runners:
-            if runner.name in request.arguments and not _is_batch_level(runner):
-                self.isolate(runner.name)
+            if runner.is_used_by(request) and not _is_batch_level(runner):
+                self.isolate(runner)
 
     def run(self, logits: torch.Tensor, *, check_batch_level: bool = False) -> torch.Tensor:
         """Run the processors, and again for each further one that raises and is isolated then.
@@ -75,7 +75,7 @@ class FaultIsolation:
             try:
                 return self._apply(logits, check_batch_level=check_batch_level)
             except ProcessorError as error:
-                self.isolate(error.runner.name, error.cause)
+                self.isolate(error.runner, error.cause)
                 logits = self.recompute()
 
     def find_fault(self, logits: torch.Tensor, index: int) -> RequestFault | None:
@@ -109,7 +109,7 @@ class FaultIsolation:
 
     def _apply(self, logits: torch.Tensor, *, check_batch_level: bool) -> torch.Tensor:
         for active in self._pipeline.active_rows(self._requests):
-            if active.runner.name in self._isolated:
+            if active.runner in self._isolated:
                 self._run_per_row(active, logits)
             else:
                 logits = active.run(logits, self._pipeline.batch_size)
@@ -127,7 +127,7 @@ class FaultIsolation:
                 continue
             if _is_batch_level(runner):  # it knows no requests, so its fault is that of all users
                 method = "update_state" if runner.broken is not None else "apply"
-                cause = self._isolated[runner.name] or "its result is unusable"
+                cause = self._isolated[runner] or "its result is unusable"
                 self.faults[request.request_id] = runner.fault(method, cause)
                 continue
             single = self._pipeline.single_row(runner, request)

@@ -53,11 +53,18 @@ class LogitsPipeline:
             device: device of the logits.
             observed_states: states of requests from before; None if there are none.
         """
-        self.runners = runners
         self.observed_states = ObservedStates() if observed_states is None else observed_states
         self.batch_size = 0
         self._device = device
-        self._by_name = {runner.name: runner for runner in runners}
+        self._active: list[ActiveRows] = []
+        self._advancing: list[ProcessorRunner] = []
+        self._observing: list[ProcessorRunner] = []
+        self._version = 0
+        self.use(runners)
+
+    def use(self, runners: Sequence[ProcessorRunner]) -> None:
+        """Run other processors from the next step on, in the order in which they run."""
+        self.runners = runners
         # Those that follow the batch's rows, in use or not.
         self._batch_followers = [
             runner
@@ -65,27 +72,23 @@ class LogitsPipeline:
             if runner.has_device_state or isinstance(runner.processor, FollowsBatch)
         ]
         self._timed = [runner for runner in runners if runner.slow_seconds]
-        # Of the step's rows, derived again when those change.
-        self._requests: list[LogitsRequest] = []
-        self._active: list[ActiveRows] = []
-        self._advancing: list[ProcessorRunner] = []
-        self._observing: list[ProcessorRunner] = []
-        self._version = 0
+        self._requests: list[LogitsRequest] = []  # what follows from the rows is derived again
+
+    def runner(self, name: str, generation: int) -> ProcessorRunner | None:
+        """Return the runner of a name that requests of a generation use; None without one."""
+        named = (one for one in self.runners if one.name == name and one.serves(generation))
+        return next(named, None)
+
+    def _runner_of(self, name: str, request: LogitsRequest) -> ProcessorRunner:
+        runner = self.runner(name, request.generation)
+        assert runner is not None, "its arguments were converted for it"
+        return runner
 
     def meters(self) -> dict[str, PluginMeter]:
-        """Return the cost of each processor so far, by name."""
+        """Return the cost of each processor so far, by name; of several, of the latest one."""
         self._end_step()
-        return {runner.name: runner.meter for runner in self.runners}
-
-    def fault(self, name: str, method: str, cause: BaseException) -> RequestFault:
-        """Count a fault of a processor, and return it for the request that it ends.
-
-        Args:
-            name: name of the processor.
-            method: its method that failed.
-            cause: what it raised.
-        """
-        return self._by_name[name].fault(method, cause)
+        latest = sorted(self.runners, key=lambda runner: runner.since)
+        return {runner.name: runner.meter for runner in latest}
 
     def start(self, request: LogitsRequest, observed: Sequence[float] = ()) -> RequestFault | None:
         """Build the states of a request that got its row; return the fault if that fails.
@@ -95,7 +98,7 @@ class LogitsPipeline:
             observed: logprobs of the tokens that another engine has sampled.
         """
         for name in request.arguments:
-            runner = self._by_name[name]
+            runner = self._runner_of(name, request)
             try:
                 with runner.measured("start"):
                     if runner.observes:
@@ -200,9 +203,10 @@ class LogitsPipeline:
         """Return the rows of the last `apply` whose requests use a processor that observes."""
         if not self._observing:
             return []
-        names = {runner.name for runner in self._observing}
         return [
-            row for row, request in enumerate(requests) if not names.isdisjoint(request.arguments)
+            row
+            for row, request in enumerate(requests)
+            if any(runner.is_used_by(request) for runner in self._observing)
         ]
 
     def observe(
@@ -223,7 +227,9 @@ class LogitsPipeline:
             name, observe = runner.name, runner.processor.observe
             with runner.measured("observe"):
                 for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-                    if name not in request.state or request.request_id in faults:
+                    if name not in request.state or not runner.serves(request.generation):
+                        continue
+                    if request.request_id in faults:
                         continue
                     try:
                         state = observe(request.state[name], token, logprob)
@@ -248,8 +254,8 @@ class LogitsPipeline:
 
     def observes(self, requests: Sequence[LogitsRequest]) -> bool:
         """Return whether a processor of one of the requests observes."""
-        names = {runner.name for runner in self.runners if runner.observes}
-        return any(not names.isdisjoint(request.arguments) for request in requests)
+        observing = [runner for runner in self.runners if runner.observes]
+        return any(runner.is_used_by(request) for runner in observing for request in requests)
 
     def fork(
         self, source: LogitsRequest, draft: int, row: int, logprob: float | None = None
@@ -274,9 +280,10 @@ class LogitsPipeline:
             sampler_arguments=source.sampler_arguments,
             draft_of=source.draft_of or source,
             state=ReadOnlyDict(),
+            generation=source.generation,
         )
         for name, state in source.state.items():
-            runner = self._by_name[name]
+            runner = self._runner_of(name, source)
             processor = runner.processor
             if runner.observes:
                 assert logprob is not None, "rows of processors that observe run in turn"
@@ -316,7 +323,9 @@ class LogitsPipeline:
         with runner.measured("advance"):
             for request, token in zip(requests, tokens, strict=True):
                 state = request.state
-                if name in state and (not faults or request.request_id not in faults):
+                if name not in state or not runner.serves(request.generation):
+                    continue
+                if not faults or request.request_id not in faults:
                     try:
                         _set_state(state, name, advance(state[name], token))
                     except BaseException as cause:
@@ -325,7 +334,7 @@ class LogitsPipeline:
     def _advance_device(
         self, runner: ProcessorRunner, requests: Sequence[LogitsRequest], device_ids: torch.Tensor
     ) -> Faults:
-        indices = [i for i, request in enumerate(requests) if runner.name in request.arguments]
+        indices = [i for i, request in enumerate(requests) if runner.is_used_by(request)]
         if not indices:
             return {}
         users = [requests[index] for index in indices]

@@ -6,15 +6,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.faults import slow_message
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import (
+    Added,
     BatchLogitsProcessor,
     BatchUpdate,
     Edits,
@@ -32,6 +34,7 @@ from hardpoint.registry.adapters.tensor_checks import HandedOver
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 from hardpoint.system import torch_state
 from hardpoint.system.forks import FORKS, end_copy
+from hardpoint.typed.read_only import ReadOnlyDict
 
 from .device_state import DeviceState
 from .edits import CompiledEdits, compile_edits
@@ -62,6 +65,8 @@ class ProcessorRunner:
         slow_seconds: above which its time in a step is counted; 0 is never.
         seconds_before: seconds of the meter at the last `end_step`.
         broken: the error of `update_state` that lost the batch state, None if there was none.
+        since: the generation of the plugins from which on requests use it.
+        until: the generation from which on they do not any more; None if they do.
     """
 
     processor: LogitsPlugin
@@ -74,6 +79,8 @@ class ProcessorRunner:
     activity: Activity = field(default_factory=Activity)
     slow_seconds: float = 0.0
     broken: BaseException | None = None
+    since: int = 0
+    until: int | None = None
 
     def __post_init__(self) -> None:
         """Derive what stays constant, and allocate the device state."""
@@ -95,6 +102,15 @@ class ProcessorRunner:
         self.has_device_state = bool(self.device_state)
         self.number = self._number(self.method_name)  # read in every step
         self.stage = LogitsStage(self.source, self.processor.phase)
+        self._joins = self.since > 0  # a batch that has requests already
+
+    def serves(self, generation: int) -> bool:
+        """Return whether requests of a generation of the plugins use it, if they use its name."""
+        return self.since <= generation and (self.until is None or generation < self.until)
+
+    def is_used_by(self, request: LogitsRequest) -> bool:
+        """Return whether a request uses it."""
+        return self.name in request.arguments and self.serves(request.generation)
 
     def fault(self, method: str, cause: BaseException | str) -> RequestFault:
         """Count a fault of this processor, and return it for the request that it ends.
@@ -162,24 +178,39 @@ class ProcessorRunner:
             return
         try:
             with self.measured("update_state"):
-                if self.broken is not None:
+                if self._joins and full_update is not None:
+                    self._joins, update = False, full_update()
+                elif self.broken is not None:
                     if self.rebuild is None or full_update is None:
                         return
                     self.processor.close()
                     self.processor, update = self.rebuild(), full_update()
                 assert isinstance(self.processor, FollowsBatch)  # rebuilt of the same class
-                self.processor.update_state(update)
+                self.processor.update_state(self._of_its_generations(update))
                 self.broken = None
         except BaseException as cause:
             raise_unless_fault(cause)
             self.broken = cause
+
+    def _of_its_generations(self, update: BatchUpdate | None) -> BatchUpdate | None:
+        """Return an update in which requests of other generations have no arguments for it."""
+        if update is None or all(self.serves(added.generation) for added in update.added):
+            return update
+        return replace(update, added=tuple(map(self._without_others, update.added)))
+
+    def _without_others(self, added: Added) -> Added:
+        arguments = added.params.plugin_args
+        if self.serves(added.generation) or self.name not in arguments:
+            return added
+        kept = ReadOnlyDict({name: arguments[name] for name in arguments if name != self.name})
+        return replace(added, params=msgspec.structs.replace(added.params, plugin_args=kept))
 
     def active_rows(self, requests: Sequence[LogitsRequest], version: int) -> ActiveRows | None:
         """Return the rows of a step that use the processor, or None if no row does."""
         rows = [
             row
             for row, request in enumerate(requests)
-            if self.name in request.arguments and not (self.greedy_skips and request.params.greedy)
+            if self.is_used_by(request) and not (self.greedy_skips and request.params.greedy)
         ]
         if not rows:
             return None

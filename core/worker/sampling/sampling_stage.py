@@ -27,6 +27,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.behaviour import UnusableError
 from hardpoint.plugins.device import to_device
 from hardpoint.plugins.exponential_race import mixed_seed
+from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.plugins.requests import TokenLogprobs
 from hardpoint.plugins.sampler import TOKENS
 from hardpoint.system.transfers import fetch, select_rows
@@ -37,6 +38,7 @@ from .logprobs import logprob_tensors, token_logprobs
 from .observed_states import ObservedStates
 from .pipeline import Faults, LogitsPipeline
 from .processor_runner import ProcessorError, ProcessorRunner
+from .request_arguments import RequestArguments
 
 
 @dataclass
@@ -172,6 +174,7 @@ class SamplingStage:
         self.sampler = sampler
         self._device = device
         self._processed_logprobs = processed_logprobs
+        self.arguments_of = RequestArguments(pipeline, sampler).of
         self._rows = _StepRows((), device)
         self._raw: torch.Tensor | None = None  # of the step's rows with log-probabilities
 
@@ -232,7 +235,7 @@ class SamplingStage:
 
     def _forced(self, request: LogitsRequest, token: int) -> RequestFault:
         """Return the fault of a request for which a processor chose what its grammar forbids."""
-        used = [runner for runner in self.pipeline.runners if runner.name in request.arguments]
+        used = [runner for runner in self.pipeline.runners if runner.is_used_by(request)]
         forcing = [r for r in used if r.processor.phase is Phase.FORCE] or used
         names = " or ".join(runner.name for runner in forcing) or self.sampler.name
         return RequestFault(
@@ -243,7 +246,7 @@ class SamplingStage:
     def _isolate_pass(
         self, requests: list[LogitsRequest], isolation: FaultIsolation, error: ProcessorError
     ) -> _Choice:
-        isolation.isolate(error.runner.name, error.cause)
+        isolation.isolate(error.runner, error.cause)
         return self._choose(isolation.run(isolation.recompute()), requests, isolation.faults)
 
     def _check_pass(
@@ -341,6 +344,40 @@ class SamplingStage:
             )
 
 
+def open_runner(
+    spec: WorkerSpec, entry: PluginEntry, ops: Ops, activity: Activity, since: int = 0
+) -> ProcessorRunner:
+    """Build a logits processor, which requests of a generation of the plugins and later ones use.
+
+    Raises:
+        PluginError: it cannot be built.
+    """
+    max_rows = spec.config.scheduler.max_num_seqs
+    build = functools.partial(
+        spec.plugins.create,
+        entry,
+        LogitsContext,
+        device=spec.device,
+        vocab_size=spec.model_config.vocab_size,
+        max_num_seqs=max_rows,
+        ops=ops,
+        max_model_len=spec.max_model_len,
+        model=str(spec.loader.context.files.path),
+        tokenizer=spec.config.tokenizer.path or "",
+    )
+    return ProcessorRunner(
+        build(),
+        entry.source,
+        spec.device,
+        max_rows,
+        ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
+        rebuild=build,
+        activity=activity,
+        slow_seconds=spec.config.plugins.slow_seconds,
+        since=since,
+    )
+
+
 def open_stage(
     spec: WorkerSpec, ops: Ops, activity: Activity, observed_states: ObservedStates
 ) -> SamplingStage:
@@ -355,37 +392,13 @@ def open_stage(
     Raises:
         PluginError: one cannot be built.
     """
-    vocab_size = spec.model_config.vocab_size
-    slow_seconds = spec.config.plugins.slow_seconds
-    runners = []
-    for entry in spec.plugins.entries("logits_processors"):
-        build = functools.partial(
-            spec.plugins.create,
-            entry,
-            LogitsContext,
-            device=spec.device,
-            vocab_size=vocab_size,
-            max_num_seqs=spec.config.scheduler.max_num_seqs,
-            ops=ops,
-            max_model_len=spec.max_model_len,
-            model=str(spec.loader.context.files.path),
-            tokenizer=spec.config.tokenizer.path or "",
-        )
-        runners.append(
-            ProcessorRunner(
-                build(),
-                entry.source,
-                spec.device,
-                spec.config.scheduler.max_num_seqs,
-                ends_engine=spec.config.plugins.on_error.get(entry.name) == "engine",
-                rebuild=build,
-                activity=activity,
-                slow_seconds=slow_seconds,
-            )
-        )
+    runners = [
+        open_runner(spec, entry, ops, activity)
+        for entry in spec.plugins.entries("logits_processors")
+    ]
     entry = spec.plugins.one("samplers")
     sampler = spec.plugins.create(
-        entry, SamplerContext, device=spec.device, vocab_size=vocab_size, ops=ops
+        entry, SamplerContext, device=spec.device, vocab_size=spec.model_config.vocab_size, ops=ops
     )
     pipeline = LogitsPipeline(runners, spec.device, observed_states)
     if spec.num_draft_tokens:

@@ -39,6 +39,23 @@ class Broken(LogitsProcessor):
 
     def apply(self, logits, rows):
         raise ValueError("broken")
+
+
+class Sized(LogitsProcessor):
+    contract = 1
+    phase = Phase.BIAS
+
+    class Arguments(plugins.Arguments):
+        pass
+
+    class Options(plugins.Options):
+        size: int = 0
+
+    def apply(self, logits, rows):
+        return logits
+
+    def dump_state(self):
+        return {"size": self.options.size}
 """
 WORKERS = 4
 
@@ -72,6 +89,7 @@ def server(model, tmp_path_factory):
     enabled = [
         '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}',
         '{use="broken_plugin:Broken",name="broken"}',
+        '{use="broken_plugin:Sized",name="sized"}',
     ]
     with serving(
         folder,
@@ -83,6 +101,7 @@ def server(model, tmp_path_factory):
         options=(
             *("--set", 'stats.sinks=["prometheus"]'),
             *("--set", f"plugins.enable=[{','.join(enabled)}]"),
+            *("--set", 'plugins.live=["sized"]'),
         ),
         environment={"PYTHONPATH": str(folder)},
     ) as running:
@@ -261,6 +280,31 @@ def test_administrators_steer_all_workers(server):
     assert {text_of(ask(server, priority=1)) for _ in range(8)} == {TEXT}
     listed = admin(server, "GET", "/plugins").json()["plugins"]
     assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
+
+
+def test_live_changes_reach_all_workers(server):
+    """Each worker admits requests itself, so the plugin must be on in all of them, or in none."""
+    before = admin(server, "GET", "/settings").json()
+    use = {"plugin_args": {"sized": {}}}
+    assert {ask(server, **use).status_code for _ in range(8)} == {200}
+    changed = admin(server, "PATCH", "/settings", plugins={"options": {"sized": {"size": 3}}})
+    assert changed.status_code == 200, changed.text
+    assert changed.json()["generation"] == before["generation"] + 1
+    assert admin(server, "GET", "/plugins").json()["states"]["sized"] == {"size": 3}
+    assert {ask(server, **use).status_code for _ in range(8)} == {200}
+    wrong = admin(server, "PATCH", "/settings", plugins={"options": {"sized": {"size": "x"}}})
+    assert "plugin.sized.size: expected" in wrong.json()["error"]["message"]
+    refused = admin(server, "PATCH", "/settings", plugins={"disable": ["broken"]})
+    assert "'broken' is not among the plugins" in refused.json()["error"]["message"]
+    assert admin(server, "PATCH", "/settings", plugins={"disable": ["sized"]}).status_code == 200
+
+    def all_refuse():
+        return {ask(server, **use).status_code for _ in range(8)} == {400}
+
+    wait_until(all_refuse, 10)  # a worker switches once it has read the notice
+    assert "'sized' was switched off" in ask(server, **use).json()["error"]["message"]
+    listed = {admin(server, "GET", "/settings").json()["generation"] for _ in range(4)}
+    assert listed == {before["generation"] + 2}
 
 
 def test_administrators_end_requests_of_any_worker(server):

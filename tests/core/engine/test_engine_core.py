@@ -177,7 +177,8 @@ class TestFailures:
         def broken():
             raise RuntimeError("no statistics")
 
-        log_failure(ValueError("x"), object(), None, broken)
+        log_failure(ValueError("x"), object(), None, broken, lambda: {"fair": {"shares": 2}})
+        assert "plugins: {'fair': {'shares': 2}}" in caplog.text
         assert "statistics: cannot be shown (RuntimeError: no statistics)" in caplog.text
         assert "plan: cannot be shown (AttributeError" in caplog.text
 

@@ -18,9 +18,9 @@ from hardpoint import (
     RequestOutputKind,
     SamplingParams,
 )
-from hardpoint.core.engine.policy import change_policy
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import PluginFaultError
+from hardpoint.live.settings import Settings, with_policy
 from hardpoint.plugins import EngineCoreRequest, SchedulingPolicy, WaitingFor, hookimpl
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
@@ -397,10 +397,11 @@ class TestLiveSwap:
         extra = {"scheduler": {"policy": "fair"}, "plugin": {"fair": {"tag": "team"}}}
         config = config_from(scripted_config(scripted, extra))
         assert config[1].of("plugin.fair.tag") == "argument LLM(config=...)"
-        changed = change_policy(*config, resolve_plugins(*config), "fair", {"tag": "tenant"})
-        assert changed[0].plugin == {"fair": {"tag": "tenant"}}
+        before = Settings(*config, resolve_plugins(*config))
+        changed = with_policy(before, "fair", {"tag": "tenant"}, "set_policy()")
+        assert changed.config.plugin == {"fair": {"tag": "tenant"}}
         with pytest.raises(ConfigError, match=r"^plugin\.fair\.tag: .* \(from set_policy\(\)\)$"):
-            change_policy(*config, resolve_plugins(*config), "fair", {"tag": 7})
+            with_policy(before, "fair", {"tag": 7}, "set_policy()")
 
     @pytest.mark.parametrize(
         ("use", "options", "error", "words"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -76,7 +75,9 @@ class TestWhatMayBeCalled:
             ("pause", ["soon"], 'mode: expected "abort" or "wait" or "keep", got'),
             ("sleep", [1.5], "level: expected"),
             ("wake_up", ["weights"], "tags: expected"),
-            ("set_policy", [{"hardpoint": "x"}], "manifest"),
+            ("live_change", ["prepare", {"manifest": {"hardpoint": "x"}}], "change."),
+            ("live_change", ["prepare"], "change: expected one to prepare, got None"),
+            ("live_change", ["begin"], "action: expected"),
         ],
     )
     def test_wrong_arguments_fail_the_call_alone(self, core, method, args, words):
@@ -98,24 +99,28 @@ class TestWhatMayBeCalled:
 
     def test_a_structure_comes_as_a_table(self, core, monkeypatch):
         used = []
-        policy = SimpleNamespace(replace=lambda plugins, _: used.append(plugins))
-        monkeypatch.setattr(core, "_parts", dataclasses.replace(core._parts, policy=policy))
-        answer = ask(core, "set_policy", {"hardpoint": "x", "entries": []})
-        assert (answer.failure, answer.result.value) == (None, None)
-        assert [plugins.manifest for plugins in used] == [Manifest(hardpoint="x", entries=())]
+        changes = SimpleNamespace(run=lambda *given: used.append(given) or [])
+        monkeypatch.setattr(core, "_changes", changes)
+        table = {"manifest": {"hardpoint": "x", "entries": []}, "asked": {"origin": "me"}}
+        answer = ask(core, "live_change", "prepare", table | {"config": {"model": "m"}})
+        assert (answer.failure, answer.result.value) == (None, [])
+        ((action, change),) = used
+        assert (action, change.asked.origin, change.config.model) == ("prepare", "me", "m")
+        assert change.manifest == Manifest(hardpoint="x", entries=())
 
     @pytest.mark.parametrize(
         ("table", "words"),
         [
-            ({"hardpoint": "x"}, "manifest.entries: "),
-            ({"hardpoint": 2, "entries": []}, "manifest.hardpoint: expected"),
-            ({"hardpoint": "x", "entries": [1]}, "manifest.entries[0]: expected"),
-            ("x", "manifest: expected a table, got 'x'"),
-            (None, "manifest: expected a table, got None"),
+            ({"hardpoint": "x"}, "change.manifest.entries: "),
+            ({"hardpoint": 2, "entries": []}, "change.manifest.hardpoint: expected"),
+            ({"hardpoint": "x", "entries": [1]}, "change.manifest.entries[0]: expected"),
+            ("x", "change.manifest: expected a table, got 'x'"),
+            (None, "change.manifest: expected a table, got None"),
         ],
     )
     def test_a_table_is_checked_by_its_names(self, core, table, words):
-        failure = ask(core, "set_policy", table).failure
+        change = {"asked": {"origin": "me"}, "config": {}, "manifest": table}
+        failure = ask(core, "live_change", "prepare", change).failure
         assert failure.startswith(words), failure
         assert core._parts.executor.calls == []
 

@@ -170,6 +170,7 @@ REQUESTS = whole(
     prompt_embeds=PLAIN,
     prompt_is_token_ids=st.none() | st.lists(st.booleans(), max_size=9),
     reasoning_parser_kwargs=TABLE,
+    generation=st.integers(0, 1 << 20),
     resumed=st.none()
     | whole(
         ResumedOutputs,

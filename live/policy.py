@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -17,7 +17,6 @@ from hardpoint.boundary.guard import SortKey, boundary_of, guard
 from hardpoint.errors import PluginFaultError, shown
 from hardpoint.plugins import (
     ConfigError,
-    EngineConfig,
     EngineCoreRequest,
     PolicyContext,
     PrepareContext,
@@ -28,12 +27,9 @@ from hardpoint.plugins import (
     SchedulingPolicy,
 )
 from hardpoint.plugins.arguments import prepared_type
-from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import PluginEntry, Source
-from hardpoint.registry.blame import close_if_failed, faults_as, raise_unless_fault
-from hardpoint.registry.kinds import KINDS
+from hardpoint.registry.blame import faults_as, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
-from hardpoint.registry.references import with_references
 from hardpoint.registry.request_arguments import (
     argument_key,
     convert_arguments,
@@ -42,13 +38,13 @@ from hardpoint.registry.request_arguments import (
     prepares,
     takes_arguments,
 )
-from hardpoint.registry.selection import Selection
-from hardpoint.typed import convert
 from hardpoint.typed.read_only import ReadOnlyList, read_only
+
+from .change import Change, Prepared
+from .settings import is_same
 
 _KIND = "scheduling_policies"
 _CONFIG_PATH = "scheduler.policy"
-_ORIGIN = "set_policy()"
 
 
 def guarded_policy(
@@ -230,6 +226,29 @@ class PolicyArguments:
         return {**kept, self.key: msgspec.to_builtins(arguments, str_keys=False)}
 
 
+@dataclass(frozen=True)
+class NewPolicy:
+    """A guarded policy, and the plugins that it is of."""
+
+    plugins: PluginSet
+    entry: PluginEntry
+    policy: SchedulingPolicy
+    arguments: PolicyArguments
+
+    @property
+    def source(self) -> Source:
+        """Names it."""
+        return self.entry.source
+
+    def close(self) -> None:
+        """Close the policy.
+
+        Raises:
+            PluginFaultError: its `close` failed.
+        """
+        close_named(self.source, self.policy.close)
+
+
 class PolicySlot:
     """Holds an engine's policy, guarded, and replaces it on a running engine.
 
@@ -246,11 +265,10 @@ class PolicySlot:
         """
         self._faults = faults
         self._vocab_size = vocab_size
+        self._replaced: dict[str, PolicyArguments] = {}
         self.policy: SchedulingPolicy
         self.source: Source
-        self._arguments: PolicyArguments
-        self._replaced: dict[str, PolicyArguments] = {}
-        self.policy, self.source, self._arguments = self._build(plugins)
+        self._use(self._build(plugins))
 
     def report_fault(self, message: str) -> None:
         """Report a fault of the policy that the scheduler noticed."""
@@ -268,42 +286,53 @@ class PolicySlot:
             request.plugin_args = self._arguments.carried_over(request, self._replaced)
         self._arguments.of(request)
 
-    def replace(self, plugins: PluginSet, scheduler: Scheduler) -> None:
-        """Replace the policy by that of another plugin set, between two steps.
+    def build(self, plugins: PluginSet) -> NewPolicy | None:
+        """Build the policy of another plugin set; None if it is the one in use.
+
+        Raises:
+            PluginLoadError: its constructor failed.
+        """
+        entry = plugins.one(_KIND)
+        return None if is_same(entry, self._current.entry) else self._build(plugins)
+
+    def use(self, new: NewPolicy, scheduler: Scheduler) -> NewPolicy:
+        """Replace the policy between two steps; return the old one, which is still open.
 
         If anything fails, the old one stays, and each request keeps its arguments.
 
         Raises:
             ConfigError: the arguments of a live request do not fit; names it and their path.
-            PluginLoadError: its constructor failed.
             PluginFaultError: `export_state` or `import_state` failed.
             Exception: an error of the scheduler.
         """
-        new, source, arguments = self._build(plugins)
-        old = self.policy
+        old = self._current
         with contextlib.ExitStack() as undo:
-            close_if_failed(undo, partial(close_named, source, new.close))
-            carried_over = self._carried_over(arguments, scheduler)
-            if new.state_format and new.state_format == old.state_format:
-                with faults_as(PluginFaultError, f"{self.source}: export_state()"):
-                    state = old.export_state()
-                with faults_as(PluginFaultError, f"{source}: import_state()"):
-                    new.import_state(state)
+            carried_over = self._carried_over(new.arguments, scheduler)
+            if new.policy.state_format and new.policy.state_format == old.policy.state_format:
+                with faults_as(PluginFaultError, f"{old.source}: export_state()"):
+                    state = old.policy.export_state()
+                with faults_as(PluginFaultError, f"{new.source}: import_state()"):
+                    new.policy.import_state(state)
             for request, plugin_args in carried_over:
                 before = request.source.plugin_args, request.arguments, request.view
                 undo.callback(_restore, request, *before)
                 # The new policy gets a view of its own, which has the new arguments.
                 request.source.plugin_args, request.view = plugin_args, None
-            scheduler.set_policy(new)
+            scheduler.set_policy(new.policy)
             undo.pop_all()
-        self._replaced[self._arguments.key] = self._arguments
-        self._replaced.pop(arguments.key, None)
-        self.policy, self.source, self._arguments = new, source, arguments
-        try:
-            old.close()
-        except BaseException as cause:  # the new policy is in place all the same
-            raise_unless_fault(cause)
-            boundary_of(old).report("close() failed", cause)
+        self._replaced[old.arguments.key] = old.arguments
+        self._replaced.pop(new.arguments.key, None)
+        self._use(new)
+        return old
+
+    def _use(self, new: NewPolicy) -> None:
+        self._current, self.policy, self.source = new, new.policy, new.source
+        self._arguments = new.arguments
+
+    @property
+    def plugins(self) -> PluginSet:
+        """The plugins that the policy is of."""
+        return self._current.plugins
 
     def close(self) -> None:
         """Close the policy.
@@ -313,7 +342,7 @@ class PolicySlot:
         """
         close_named(self.source, self.policy.close)
 
-    def _build(self, plugins: PluginSet) -> tuple[SchedulingPolicy, Source, PolicyArguments]:
+    def _build(self, plugins: PluginSet) -> NewPolicy:
         entry = plugins.one(_KIND)
         policy = plugins.create(entry, PolicyContext)
         calls = self._faults.calls(_KIND, entry.source)
@@ -321,7 +350,8 @@ class PolicySlot:
             entry, plugins.target(entry), plugins.options(entry), self._vocab_size
         )
         reporter = self._faults.reporter(entry.source)
-        return guarded_policy(policy, reporter, calls, arguments), entry.source, arguments
+        guarded = guarded_policy(policy, reporter, calls, arguments)
+        return NewPolicy(plugins, entry, guarded, arguments)
 
     def _carried_over(
         self, arguments: PolicyArguments, scheduler: Scheduler
@@ -359,42 +389,46 @@ def _restore(
     request.source.plugin_args, request.arguments, request.view = plugin_args, arguments, view
 
 
-def change_policy(
-    config: EngineConfig,
-    config_sources: ConfigSources,
-    plugins: PluginSet,
-    use: str | type[SchedulingPolicy],
-    options: Mapping[str, Any],
-) -> tuple[EngineConfig, PluginSet]:
-    """Return the configuration with another policy, and the next generation of the plugin set.
+class PolicyChanges:
+    """Replaces the policy of an engine by live changes; a `Slot`."""
 
-    Args:
-        config, config_sources, plugins: the current ones; they are not changed.
-        use: entry-point name, FQCN or class.
-        options: the policy's own.
+    def __init__(self, slot: PolicySlot, scheduler: Scheduler) -> None:
+        """Replace the policy that a scheduler has of a slot."""
+        self._slot, self._scheduler = slot, scheduler
 
-    Raises:
-        ConfigError, PluginError: the policy or one of its options is wrong.
-    """
-    use = convert(with_references(use, _CONFIG_PATH, _ORIGIN), str, path=_CONFIG_PATH)
-    options = convert(options, dict[str, Any], path="options")
-    old = plugins.one(_KIND).name
-    tables = {k: v for k, v in config.plugin.items() if k not in (old, f"{_KIND}/{old}")}
-    origins = {**config_sources.by_path, _CONFIG_PATH: _ORIGIN}
-    scheduler = msgspec.structs.replace(config.scheduler, policy=use)
-    config = msgspec.structs.replace(config, scheduler=scheduler, plugin=tables)
-    if options:
-        table = _option_table(config, ConfigSources(origins), plugins)
-        path = f"plugin.{table}"
-        origins = {k: v for k, v in origins.items() if not f"{k}.".startswith(f"{path}.")}
-        origins[path] = _ORIGIN
-        config = msgspec.structs.replace(config, plugin={**tables, table: dict(options)})
-    return config, plugins.changed(config, ConfigSources(origins), _KIND)
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
+        """Build the policy, if it is another one.
+
+        Raises:
+            ConfigError: the scheduler cannot take another one.
+            PluginError: it cannot be built.
+        """
+        del change
+        new = self._slot.build(plugins)
+        return None if new is None else _PreparedPolicy(self._slot, self._scheduler, new)
 
 
-def _option_table(config: EngineConfig, config_sources: ConfigSources, plugins: PluginSet) -> str:
-    """Return the key, in `EngineConfig.plugin`, of the options of the policy in `config`."""
-    selection = Selection(config, config_sources, plugins.found)
-    (chosen,) = selection.chosen(KINDS[_KIND], _CONFIG_PATH)
-    others = (entry.name for entry in plugins.manifest.entries if entry.kind != _KIND)
-    return f"{_KIND}/{chosen.name}" if chosen.name in others else chosen.name
+class _PreparedPolicy(Prepared):
+    def __init__(self, slot: PolicySlot, scheduler: Scheduler, new: NewPolicy) -> None:
+        self._slot, self._scheduler, self._new = slot, scheduler, new
+        self._old: NewPolicy | None = None
+
+    def commit(self) -> None:
+        self._old = self._slot.use(self._new, self._scheduler)
+
+    def undo(self) -> None:
+        if self._old is not None:
+            # Not the old one itself: it would count requests twice.
+            fresh = self._slot.build(self._old.plugins)
+            if fresh is not None:
+                self._slot.use(fresh, self._scheduler)
+            self._old.close()
+        self._new.close()
+
+    def keep(self) -> None:
+        if self._old is not None:
+            try:
+                self._old.policy.close()
+            except BaseException as cause:  # the new policy is in place all the same
+                raise_unless_fault(cause)
+                boundary_of(self._old.policy).report("close() failed", cause)

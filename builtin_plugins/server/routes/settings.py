@@ -1,0 +1,124 @@
+"""The settings that `GET /settings` shows, and the changes that `PATCH /settings` allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from hardpoint.plugins import EngineConfig, RequestError
+from hardpoint.plugins.server import LiveSettings
+from hardpoint.typed import Strict
+
+_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+_HIDDEN = "***"
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_NAMING = ("scheduler.policy", "parallel.balancer", "stats.sinks")
+"""Settings whose values are names of plugins."""
+
+
+class ChangedPlugins(Strict):
+    """Changes of plugins, see `AsyncLLM.set_plugins`; all names have to be in `plugins.live`."""
+
+    enable: list[str] = []
+    disable: list[str] = []
+    replace: dict[str, str] = {}
+    options: dict[str, dict[str, Any]] = {}
+
+
+class SetSettings(Strict):
+    """Changes of settings and plugins: all of them are made, or none."""
+
+    config: dict[str, Any] = {}
+    plugins: ChangedPlugins = ChangedPlugins()
+    running: Literal["finish", "end"] = "finish"
+
+
+def check_names(asked: SetSettings, config: EngineConfig) -> None:
+    """Check that a change names plugins of `plugins.live` alone.
+
+    Raises:
+        RequestError: it names another one, or gives code by its path.
+    """
+    for path, name in _named(asked):
+        if not name or not isinstance(name, str) or ":" in name or "." in name or "/" in name:
+            # A class by its path would be code that a request chooses.
+            raise RequestError(f"{path}: expected the name of a plugin, got {str(name)[:100]!r}")
+        if name not in config.plugins.live:
+            known = ", ".join(config.plugins.live) or "nothing"
+            raise RequestError(
+                f"{path}: {name[:100]!r} is not among the plugins that may change over HTTP "
+                f"(plugins.live has {known})"
+            )
+
+
+def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:
+    """Yield the names of plugins in a change, each with its path."""
+    plugins = asked.plugins
+    for field, names in (("enable", plugins.enable), ("disable", plugins.disable)):
+        for index, name in enumerate(names):
+            yield f"plugins.{field}[{index}]", name
+    for name, use in plugins.replace.items():
+        yield f"plugins.replace.{name}", name
+        yield f"plugins.replace.{name}", use
+    for name in plugins.options:
+        yield f"plugins.options.{name}", name
+    for path, value in asked.config.items():
+        for name in _named_by(path, value):
+            yield f"config.{path}", name
+
+
+def _named_by(path: str, value: Any) -> list[Any]:
+    """Return the names of plugins that a setting has, or that its path has.
+
+    Raises:
+        RequestError: it belongs into another field.
+    """
+    table, _, rest = path.partition(".")
+    if table == "plugins" and rest in ("enable", "disable", "replace"):
+        raise RequestError(f"config.{path}: expected in plugins.{rest}, not here")
+    if table == "plugin":
+        return [rest.partition(".")[0]]
+    if path not in _NAMING:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def shown_settings(settings: LiveSettings) -> dict[str, Any]:
+    """Return settings as plain data, without secrets."""
+    values = {
+        path: {
+            "value": _without_secret(_name_of(path, one.value), one.value),
+            "origin": one.origin,
+            "change": one.change,
+        }
+        for path, one in settings.values.items()
+    }
+    return {
+        "generation": settings.generation,
+        "fingerprint": settings.fingerprint,
+        "settings": values,
+    }
+
+
+def _name_of(path: str, value: Any) -> str:
+    """Return the name by which a value may be a secret; a number of tokens has none."""
+    is_amount = isinstance(value, int | float | None) and not path.startswith("plugin.")
+    return "" if is_amount else path.rpartition(".")[2]
+
+
+def without_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, but not the values of those with names of secrets, nor users of URLs."""
+    return {name: _without_secret(name, value) for name, value in options.items()}
+
+
+def _without_secret(name: str, value: Any) -> Any:
+    if _SECRET.search(name):
+        return _HIDDEN
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, str):
+        return _USER_OF_URL.sub(_HIDDEN, value)
+    if isinstance(value, Sequence):
+        return [_without_secret("", item) for item in value]
+    return value

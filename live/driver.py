@@ -1,0 +1,205 @@
+"""A live change in all processes: the order of what each does, for callers that wait or await."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+from hardpoint.errors import BusyError, HardpointError
+from hardpoint.registry.plugin_set import PluginSet
+
+from .change import Action, Change, Changes, Prepared, Slot, Switch
+from .settings import Asked, Settings
+
+_log = logging.getLogger("hardpoint")
+
+_POLL_SECONDS = (0.002, 0.05)
+"""The shortest and the longest time between two questions whether a change is prepared."""
+
+Steps = Generator[Action | float, list[str], None]
+"""Yields what the engines are to do next, or seconds to wait for; gets the engines' answer."""
+
+
+def steps(change: Change, own: Changes, plugins: PluginSet, seconds: float) -> Steps:
+    """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
+
+    Args:
+        change: the change.
+        own: the changes of the frontend, which switches last.
+        plugins: its plugins.
+        seconds: time to prepare it in all processes.
+
+    Raises:
+        BusyError: another change is under way.
+        HardpointError: a process failed, or took too long; nothing has changed.
+    """
+    own.prepare(change, plugins)
+    try:
+        yield "prepare"
+        yield from _prepared(own, seconds)
+        yield "commit"
+        own.commit()
+    except BaseException as error:
+        own.undo()
+        if not isinstance(error, BusyError):  # the change of another frontend stays
+            with contextlib.suppress(HardpointError):
+                yield "undo"
+        raise
+    try:
+        yield "keep"
+    except HardpointError as error:  # it was started again in the meantime, with the new plugins
+        _log.warning("a live change is committed, but: %s", error)
+    own.keep()
+
+
+def next_of(running: Steps, answer: list[str] | BaseException | None) -> Action | float | None:
+    """Return the next step of a change, given the answer to the last one; None at its end.
+
+    Raises:
+        BaseException: the change was undone.
+    """
+    try:
+        if isinstance(answer, BaseException):
+            return running.throw(answer)
+        return next(running) if answer is None else running.send(answer)
+    except StopIteration:
+        return None
+
+
+def _prepared(own: Changes, seconds: float) -> Steps:
+    """Wait until all processes have prepared the change."""
+    ends, (pause, longest) = time.monotonic() + seconds, _POLL_SECONDS
+    while True:
+        waiting = yield "state"
+        if not own.is_prepared():
+            waiting = [*waiting, "the frontend"]
+        if not waiting:
+            return
+        if time.monotonic() >= ends:
+            raise HardpointError(
+                f"the change was not prepared within {seconds:g} s (plugins.change_seconds) by "
+                f"{', '.join(dict.fromkeys(waiting))}; nothing has changed"
+            )
+        yield pause
+        pause = min(pause * 1.5, longest)
+
+
+class Parts(Protocol):
+    """The parts of an engine, as far as live changes concern them."""
+
+    @property
+    def settings(self) -> Settings:
+        """Configuration and plugins, as live changes replace them."""
+
+    def with_settings(self, settings: Settings) -> Self:
+        """Return the parts with other settings."""
+
+
+P = TypeVar("P", bound=Parts)
+
+
+class Owner(Protocol[P]):
+    """Owns the parts of an engine; engines that are restarted have the latest ones.
+
+    Attributes:
+        parts: the latest ones.
+    """
+
+    parts: P
+
+    def use(self, parts: P) -> None:
+        """Replace the parts."""
+
+
+class ChangeOwner(Generic[P]):
+    """The live changes of a frontend, one at a time: its own ones, with its engines, or others'."""
+
+    def __init__(self, owner: Owner[P], slots: Sequence[Slot], *, lingers: bool) -> None:
+        """Change the parts of an owner.
+
+        Args:
+            owner: the owner.
+            slots: what changes concern in the frontend.
+            lingers: as in `Change`.
+        """
+        self._owner, self._changes, self._lingers = owner, Changes([*slots, self]), lingers
+        self._lock = threading.Lock()
+        self._next: P | None = None
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
+        """Return the switch by which restarted engines get the plugins of a change: a `Slot`."""
+        del change, plugins
+        before, after = self._owner.parts, self._next
+        assert after is not None, "begin() comes first"
+        return Switch(lambda is_new: self._owner.use(after if is_new else before))
+
+    @contextlib.contextmanager
+    def begin(self, asked: Asked) -> Iterator[tuple[Steps, Change]]:
+        """Yield the steps of a change, which the body runs, and the change.
+
+        Raises:
+            BusyError: another change is under way.
+            ConfigError, PluginError: it cannot be made.
+        """
+        change, plugins = self._begin(asked)
+        try:
+            seconds = change.config.plugins.change_seconds
+            yield steps(change, self._changes, plugins, seconds), change
+        except BaseException as error:
+            _log.warning("live change by %s failed: %s: %s", asked.origin, asked, error)
+            raise
+        else:
+            generation = change.manifest.generation
+            _log.info("live change by %s, generation %d: %s", asked.origin, generation, asked)
+        finally:
+            self._lock.release()
+
+    def _begin(self, asked: Asked) -> tuple[Change, PluginSet]:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError("another live change is under way; try again once it is done")
+        try:
+            settings = asked.settings(self._owner.parts.settings)
+            self._next = self._owner.parts.with_settings(settings)
+        except BaseException:
+            self._lock.release()
+            raise
+        change = Change(
+            asked=asked,
+            manifest=settings.plugins.manifest,
+            config=settings.config.without_tables(),
+            lingers=self._lingers,
+        )
+        return change, settings.plugins
+
+    def follow(self, asked: Asked) -> None:
+        """Begin to prepare a change that another process runs.
+
+        Raises:
+            BusyError, ConfigError, PluginError: as `begin`.
+        """
+        change, plugins = self._begin(asked)
+        self._changes.prepare(change, plugins)
+
+    def is_prepared(self) -> bool:
+        """Return whether the change is prepared that another process runs.
+
+        Raises:
+            HardpointError: it cannot be.
+        """
+        return self._changes.is_prepared()
+
+    def finish(self, action: Action) -> None:
+        """Commit, keep or undo the change that another process runs."""
+        match action:
+            case "commit":
+                self._changes.commit()
+            case "keep":
+                self._changes.keep()
+            case "undo":
+                self._changes.undo()
+        if action != "commit" and self._lock.locked():
+            self._lock.release()

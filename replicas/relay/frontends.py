@@ -1,0 +1,101 @@
+"""Live changes of the frontends that share engines: all of them prepare one before any commits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from hardpoint.boundary.errors import error_of
+from hardpoint.errors import HardpointError
+from hardpoint.live.change import Action, Change, Prepared, Switch
+from hardpoint.live.settings import Asked
+from hardpoint.registry.plugin_set import PluginSet
+
+from .messages import Notice
+
+CHANGE, REPLAY = "change", "replay"
+"""Topics of notices: a step of a change, and a whole one that was committed before."""
+
+
+class FrontendChanges:
+    """Lets the frontends of other processes follow live changes; a `Slot` of the engines' owner."""
+
+    def __init__(
+        self,
+        links: Callable[[], Collection[str]],
+        notify: Callable[[Notice, Collection[str]], None],
+        committed: Callable[[Notice, Collection[str]], None],
+    ) -> None:
+        """Begin without a change.
+
+        Args:
+            links: returns the tokens of the frontends that read notices.
+            notify: sends a notice to some frontends, by their tokens.
+            committed: sends a notice to all frontends but some, now and once they connect.
+        """
+        self._links, self._notify, self._committed = links, notify, committed
+        self._answers: dict[str, tuple[str | None, str]] = {}
+        self._answered = threading.Condition()
+
+    def answer(self, token: str, kind: str | None, text: str) -> None:
+        """Take a frontend's answer: None if it has prepared the change, or else why it cannot."""
+        with self._answered:
+            self._answers[token] = kind, text
+            self._answered.notify_all()
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
+        """Let all frontends prepare a change.
+
+        Raises:
+            HardpointError: one cannot, or does not answer in time.
+        """
+        del plugins
+        with self._answered:
+            self._answers.clear()
+        asked = msgspec.to_builtins(change.asked)
+        taking_part = set(self._links())
+        self._send("prepare", taking_part, asked)
+        try:
+            self._wait(taking_part, change.config.plugins.change_seconds)
+        except BaseException:
+            self._send("undo", taking_part)
+            raise
+
+        def keep() -> None:
+            self._send("keep", taking_part)
+            self._committed(Notice(REPLAY, asked), taking_part)
+
+        return Switch(
+            lambda is_new: self._send("commit", taking_part) if is_new else None,
+            keep,
+            lambda: self._send("undo", taking_part),
+        )
+
+    def _send(self, action: Action, tokens: Collection[str], asked: object = None) -> None:
+        self._notify(Notice(CHANGE, [action, asked]), tokens)
+
+    def _wait(self, tokens: Collection[str], seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        with self._answered:
+            while True:
+                for kind, text in self._answers.values():
+                    if kind is not None:
+                        raise error_of(kind, text)
+                waiting = (set(tokens) & set(self._links())) - self._answers.keys()
+                if not waiting:
+                    return
+                if (left := ends - time.monotonic()) <= 0:
+                    raise HardpointError(
+                        f"the change was not prepared within {seconds:g} s "
+                        f"(plugins.change_seconds) by {len(waiting)} of {len(tokens)} workers of "
+                        f"the server; nothing has changed"
+                    )
+                self._answered.wait(min(left, 0.1))
+
+
+def asked_of(value: object) -> Asked:
+    """Return the request for a change that a notice carries."""
+    return msgspec.convert(value, Asked)

@@ -1,0 +1,301 @@
+"""Live changes while many requests run: each has the tokens of its own generation, in all modes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+
+import pytest
+from support.plugins.changing import token_of
+from support.process.harness import process_config
+
+from hardpoint import LLM, AsyncLLM, SamplingParams
+from hardpoint.errors import HardpointError, PluginLoadError, RequestError
+from hardpoint.testing import scripted_config
+
+MODULE = "support.plugins.changing"
+PICK, TWICE, ROWS = (f"{MODULE}:{name}" for name in ("Pick", "Twice", "Rows"))
+POLICIES = ("fcfs", "fair", "priority", "shortest_first", f"{MODULE}:Keeper")
+TIGHT = {  # requests are preempted
+    "max_model_len": 128,
+    "kv_cache": {"block_size": 8, "num_blocks": 60},
+    "scheduler": {"max_num_batched_tokens": 48},
+}
+NUM_STREAMS = 32
+TOKENS = 16
+CHANGES = [
+    pytest.param(40, id="40"),
+    pytest.param(500, id="500", marks=pytest.mark.nightly),
+]
+PLAIN = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+class Changing:
+    """The states that random changes give two processors; tokens show which one was in use."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+        self.num_changes = 0
+        self.on = {"pick": (0, 1), "rows": (0, 1)}
+        """Option and factor of each that is on."""
+        self.was = {name: [state] for name, state in self.on.items()}
+        """All that they have been, by name."""
+
+    def next(self):
+        """Return the arguments of the next call of `set_plugins`, and what it makes of them."""
+        name = self._random.choice(("pick", "rows"))
+        delta = self._random.randrange(40)
+        after = dict(self.on)
+        if name not in self.on:
+            after[name] = (delta, 1)
+            change = {"enable": [PICK if name == "pick" else ROWS]}
+            change["options"] = {name: {"delta": delta}}
+        elif self._random.random() < 0.2:
+            change = {"disable": [name]}
+            del after[name]
+        elif name == "pick" and self._random.random() < 0.5:
+            factor = 3 - self.on["pick"][1]
+            after[name] = (delta, factor)
+            use = PICK if factor == 1 else TWICE
+            change = {"replace": {"pick": use}, "options": {"pick": {"delta": delta}}}
+        else:
+            after[name] = (delta, self.on[name][1])
+            change = {"options": {name: {"delta": delta}}}
+        config = {
+            "scheduler.policy": self._random.choice(POLICIES),
+            "scheduler.max_waiting": self._random.choice((None, 1000)),
+            "engine.stream_interval": self._random.choice((1, 4)),
+        }
+        chosen = self._random.sample(sorted(config), self._random.randrange(3))
+        return change | {"config": {path: config[path] for path in chosen}}, after
+
+    def about_to_be(self, after):
+        """Note what the processors may be from now on."""
+        for name, state in after.items():
+            self.was.setdefault(name, []).append(state)
+
+    def done(self, after):
+        """Note what they are."""
+        self.on = after
+        self.num_changes += 1
+
+    def count(self, name):
+        """Return how many states the processor of a name has had, the next one included."""
+        return len(self.was.get(name, ()))
+
+    def check(self, name, step, tokens, first, last):
+        """Check that all tokens of a request are those of one state of its processor.
+
+        Args:
+            first, last: `count` before it was sent, and once it was admitted.
+        """
+        assert len(tokens) == TOKENS
+        positions = range(len(tokens))
+        fitting = [
+            state
+            for state in self.was[name][max(first - 2, 0) : last]
+            if [token_of(state[0], step, at, state[1]) for at in positions] == tokens
+        ]
+        assert fitting, (name, step, tokens)
+
+
+def params_of(name, step):
+    return SamplingParams(
+        temperature=0.0, max_tokens=TOKENS, ignore_eos=True, plugin_args={name: {"step": step}}
+    )
+
+
+def config_of(folder, extra=None, own=True):
+    tables = TIGHT | {"plugins": {"enable": [PICK, ROWS]}} | (extra or {})
+    return process_config(folder, tables) if own else scripted_config(folder, tables)
+
+
+async def stream(llm, changing, index, ended, expected):
+    """Send one request after the other, until all changes are made; return how many were sent."""
+    count = refused = 0
+    while not ended.is_set() or not count:
+        name, step = (("pick", "rows", None)[(index + count) % 3], index % 7)
+        params = PLAIN if name is None else params_of(name, step)
+        tokens, first, admitted = None, changing.count(name), 0
+        try:
+            async for output in llm.generate(f"{index} is", params):
+                tokens = output.outputs[0].token_ids
+                admitted = admitted or changing.count(name)
+        except RequestError as error:
+            if f"the logits processor {name!r} was switched off" not in str(error):
+                raise
+            refused += 1
+            await asyncio.sleep(0.005)
+            continue
+        count += 1
+        if name is None:
+            assert tokens == expected[index]
+        else:
+            changing.check(name, step, tokens, first, admitted)
+    return count, refused
+
+
+@pytest.mark.parametrize("num_changes", CHANGES)
+@pytest.mark.parametrize("extra", [{}, {"parallel": {"data": 2}}], ids=["one", "two engines"])
+def test_random_changes_disturb_no_request(scripted, num_changes, extra):
+    async def run():
+        llm = AsyncLLM(config=config_of(scripted, extra))
+        changing, ended = Changing(num_changes), asyncio.Event()
+        try:
+            expected = [await last(llm, f"{index} is", PLAIN) for index in range(NUM_STREAMS)]
+            streams = [
+                asyncio.ensure_future(stream(llm, changing, index, ended, expected))
+                for index in range(NUM_STREAMS)
+            ]
+            for _ in range(num_changes):
+                change, after = changing.next()
+                changing.about_to_be(after)
+                await llm.set_plugins(**change)
+                changing.done(after)
+                await asyncio.sleep(0.01)
+            ended.set()
+            counts = await asyncio.gather(*streams)
+            assert llm.manifest.generation == num_changes + 1
+            return counts
+        finally:
+            await llm.aclose()
+
+    counts = asyncio.run(run())
+    assert all(count for count, _ in counts)
+    assert sum(count for count, _ in counts) > NUM_STREAMS
+
+
+async def last(llm, prompt, params):
+    tokens = None
+    async for output in llm.generate(prompt, params):
+        tokens = output.outputs[0].token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("num_changes", CHANGES)
+def test_random_changes_in_this_process(scripted, num_changes):
+    with LLM(config=config_of(scripted, own=False)) as llm:
+        changing = Changing(num_changes + 1)
+        failures = []
+        ended = threading.Event()
+        prompts = [f"{index} is" for index in range(NUM_STREAMS)]
+        expected = [one.outputs[0].token_ids for one in llm.generate(prompts, PLAIN)]
+
+        def change_all():
+            try:
+                for _ in range(num_changes):
+                    change, after = changing.next()
+                    changing.about_to_be(after)
+                    llm.set_plugins(**change)
+                    changing.done(after)
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                ended.set()
+
+        thread = threading.Thread(target=change_all)
+        thread.start()
+        rounds = 0
+        while not ended.is_set() or not rounds:
+            names = [("pick", "rows", None)[(index + rounds) % 3] for index in range(NUM_STREAMS)]
+            names = [name if name in changing.on else None for name in names]
+            params = [
+                PLAIN if name is None else params_of(name, index % 7)
+                for index, name in enumerate(names)
+            ]
+            first = {name: changing.count(name) for name in ("pick", "rows")}
+            try:
+                outputs = llm.generate(prompts, params)
+            except RequestError as error:
+                assert "was switched off" in str(error)  # noqa: PT017 - between the two lines
+                continue
+            rounds += 1
+            for index, (name, output) in enumerate(zip(names, outputs, strict=True)):
+                tokens = output.outputs[0].token_ids
+                if name is None:
+                    assert tokens == expected[index]
+                else:
+                    last_one = changing.count(name)
+                    changing.check(name, index % 7, tokens, first[name], last_one)
+        thread.join()
+        assert not failures, failures
+        assert llm.manifest.generation == num_changes + 1
+
+
+FAILING = {
+    "one": {},
+    "two engines": {"parallel": {"data": 2}},
+    "two ranks": {"executor": {"use": "multiproc"}, "parallel": {"tensor": 2}},
+}
+
+
+@pytest.mark.parametrize("extra", FAILING.values(), ids=FAILING)
+def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(scripted, extra):
+    async def run():
+        llm = AsyncLLM(config=config_of(scripted, extra))
+        try:
+            await llm.set_policy(f"{MODULE}:Keeper")
+            before = llm.settings()
+            running = asyncio.ensure_future(last(llm, "a", params_of("pick", 1)))
+            with pytest.raises(PluginLoadError, match="'breaks' .*it breaks"):
+                await llm.set_plugins(enable=[f"{MODULE}:Breaks"], options={"pick": {"delta": 3}})
+            with pytest.raises(HardpointError, match="'refusing' .*it takes no state"):
+                await llm.set_plugins(
+                    options={"pick": {"delta": 3}},
+                    config={"scheduler.policy": f"{MODULE}:Refusing"},
+                )
+            assert llm.settings() == before
+            expected = [token_of(0, 1, at) for at in range(TOKENS)]
+            assert await running == expected
+            found = await asyncio.gather(*[last(llm, "a", params_of("pick", 1)) for _ in range(4)])
+            assert found == [expected] * 4
+            await llm.set_plugins(options={"pick": {"delta": 3}})
+            assert await last(llm, "a", params_of("pick", 1)) == [
+                token_of(3, 1, at) for at in range(TOKENS)
+            ]
+        finally:
+            await llm.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("action", ["prepare", "state", "commit"])
+def test_workers_of_an_engine_process_that_fail(scripted, action):
+    extra = {
+        "executor": {"use": f"{MODULE}:FailingCalls"},
+        "plugin": {"failing_calls": {"action": action}},
+    }
+    with LLM(config=config_of(scripted, extra)) as llm:
+        before = llm.settings()
+        with pytest.raises(HardpointError, match=f"the workers fail to {action}"):
+            llm.set_plugins(options={"pick": {"delta": 2}}, config={"scheduler.policy": "fair"})
+        assert llm.settings() == before
+        (output,) = llm.generate("a", params_of("pick", 1))
+        assert output.outputs[0].token_ids == [token_of(0, 1, at) for at in range(TOKENS)]
+
+
+def test_an_engine_that_is_started_again_has_the_latest_generation(scripted):
+    async def run():
+        llm = AsyncLLM(config=config_of(scripted), restart="on_failure")
+        try:
+            await llm.set_plugins(
+                options={"pick": {"delta": 5}}, config={"scheduler.policy": "fair"}
+            )
+            pid = llm.engine_pid
+            os.kill(pid, signal.SIGKILL)
+            while llm.engine_pid in (pid, 0) or not llm.is_running:
+                await asyncio.sleep(0.02)
+            assert await last(llm, "a", params_of("pick", 1)) == [
+                token_of(5, 1, at) for at in range(TOKENS)
+            ]
+            await llm.set_plugins(options={"pick": {"delta": 6}})
+            assert await last(llm, "a", params_of("pick", 1)) == [
+                token_of(6, 1, at) for at in range(TOKENS)
+            ]
+        finally:
+            await llm.aclose()
+
+    asyncio.run(run())

@@ -22,6 +22,7 @@ from hardpoint.core.engine.step import EngineCoreParts, Outputs
 from hardpoint.core.engine.step_cost import StepTimes
 from hardpoint.core.engine.utility_calls import UTILITIES
 from hardpoint.core.weights.worker_spec import WorkerSpec
+from hardpoint.live.change import Action
 from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
@@ -160,7 +161,8 @@ class RecordedCore(EngineCore):
         self._compact = Compact()
         self._num_events = 0
         self._arrivals: dict[str, Arrival] = {}  # of live requests, for keyframes
-        self._changes: dict[str, Event] = {}  # the last call of each kind that sets something
+        self._changed: list[Event] = []  # the calls of the last live change
+        self._changing: list[Event] = []
         self._plain_step, self.step = self.step, self._recorded_step
 
     @contextlib.contextmanager
@@ -297,9 +299,17 @@ class RecordedCore(EngineCore):
             result = run()
             if event is not None and isinstance(result, bool):
                 event.returned = result
-        if method.startswith("set_"):
-            self._changes[method] = Event("call", method=method, arguments=frames)
+        if method == "live_change":
+            self._note_change(arguments[0], Event("call", method=method, arguments=frames))
         return result
+
+    def _note_change(self, action: Action, call: Event) -> None:
+        """Keep the calls of a live change for keyframes: it replaces those before it."""
+        if action in ("prepare", "undo"):
+            self._changing = []
+        self._changing.append(call)
+        if action == "keep":
+            self._changed = self._changing
 
     def _keyframe(self) -> Keyframe:
         """Return the state now, from which a replay can begin."""
@@ -313,7 +323,7 @@ class RecordedCore(EngineCore):
             for request in self._scheduler.live_requests()
             if request.request_id in self._arrivals
         ]
-        return Keyframe(self._num_events, live, list(self._changes.values()))
+        return Keyframe(self._num_events, live, self._changed)
 
     def close(self) -> None:
         """Release all; write the end of the journal."""

@@ -136,9 +136,9 @@ def _planned(
     try:
         run = Run(core, player, report)
         for number, record in enumerate(journal.records()):
-            changes_policy = isinstance(record, Event) and record.method == "set_policy"
-            if changes_policy and policy is not None:
-                report.notes.append(f"the change of the policy in event {number} is left out")
+            is_change = isinstance(record, Event) and record.method == "live_change"
+            if is_change and policy is not None:
+                report.notes.append(f"the live change in event {number} is left out")
                 continue
             if not run.play(number, record, until):
                 break

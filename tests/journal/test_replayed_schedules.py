@@ -64,6 +64,9 @@ def generate(config) -> list:
     with LLM(config=config) as llm:
         outputs = llm.generate(prompts, params)
         llm.set_policy("fair")
+        llm.set_plugins(enable=["support.broken.processors:Bias"])
+        biased = SamplingParams(max_tokens=9, plugin_args={"bias": {"by": 3.0}}, seed=4)
+        outputs += llm.generate([[7] * 9], biased)
         outputs += llm.generate([[5] * 20] * 3, grammars * 3)
         llm.reset_prefix_cache()
         outputs += llm.generate(prompts[:8], params[:8])

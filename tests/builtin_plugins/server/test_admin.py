@@ -390,7 +390,11 @@ def test_the_page_about_them_lists_all_routes(server):
     }
     for route in admin_routes(server.service):
         if route.request_type is not None:
-            (line,) = [x for x in page.splitlines() if x.startswith(f"| `{route.methods[0]} {route.path}` ")]
+            (line,) = [
+                x
+                for x in page.splitlines()
+                if x.startswith(f"| `{route.methods[0]} {route.path}` ")
+            ]
             for field in route.request_type.__struct_fields__:
                 assert f"`{field}`" in line
 

@@ -286,14 +286,15 @@ class PolicySlot:
             request.plugin_args = self._arguments.carried_over(request, self._replaced)
         self._arguments.of(request)
 
-    def build(self, plugins: PluginSet) -> NewPolicy | None:
-        """Build the policy of another plugin set; None if it is the one in use.
+    def build(self, plugins: PluginSet, *, always: bool) -> NewPolicy | None:
+        """Build the policy of another plugin set; None, unless `always`, if it is the one in use.
 
         Raises:
             PluginLoadError: its constructor failed.
         """
-        entry = plugins.one(_KIND)
-        return None if is_same(entry, self._current.entry) else self._build(plugins)
+        if not always and is_same(plugins.one(_KIND), self._current.entry):
+            return None
+        return self._build(plugins)
 
     def use(self, new: NewPolicy, scheduler: Scheduler) -> NewPolicy:
         """Replace the policy between two steps; return the old one, which is still open.
@@ -403,8 +404,7 @@ class PolicyChanges:
             ConfigError: the scheduler cannot take another one.
             PluginError: it cannot be built.
         """
-        del change
-        new = self._slot.build(plugins)
+        new = self._slot.build(plugins, always=change.asked.policy is not None)
         return None if new is None else _PreparedPolicy(self._slot, self._scheduler, new)
 
 
@@ -419,7 +419,7 @@ class _PreparedPolicy(Prepared):
     def undo(self) -> None:
         if self._old is not None:
             # Not the old one itself: it would count requests twice.
-            fresh = self._slot.build(self._old.plugins)
+            fresh = self._slot.build(self._old.plugins, always=True)
             if fresh is not None:
                 self._slot.use(fresh, self._scheduler)
             self._old.close()

@@ -248,14 +248,6 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         messages.show_log()
         return opened(config, config_sources, restart)
 
-    def inspect_model(
-        config: EngineConfig, config_sources: ConfigSources, lengths: Sequence[int]
-    ) -> ModelReport:
-        check()
-        from .model_report import report_model  # noqa: PLC0415 - torch takes a second to import
-
-        return report_model(config, config_sources, lengths)
-
     return CommandContext(
         load_config=load,
         load_catalog=load_catalog,
@@ -265,7 +257,7 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         show_error=messages.error,
         open_async=open_async,
         open_workers=open_workers,
-        inspect_model=inspect_model,
+        inspect_model=functools.partial(_inspect_model, check),
         config_type=lambda: _config_type(load),
         check_plugin=_check_plugin,
         join_engine=_join_engine(problem, messages),
@@ -274,6 +266,18 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         calibrate=functools.partial(_calibrate, open_model),
         open_journal=_open_journal,
     )
+
+
+def _inspect_model(
+    check: Callable[[], None],
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    lengths: Sequence[int],
+) -> ModelReport:
+    check()
+    from .model_report import report_model  # noqa: PLC0415 - torch takes a second to import
+
+    return report_model(config, config_sources, lengths)
 
 
 def _open_journal(path: str, anyway: bool) -> JournalUse:

@@ -14,6 +14,7 @@ from hardpoint.errors import RequestError
 from hardpoint.typed.describing import FieldDoc
 
 from .config import ConfigSources, EngineConfig
+from .journals import JournalUse, OpenJournal
 from .params import PoolingParams, SamplingParams
 from .requests import PoolingRequestOutput, Prompt, RequestOutput
 
@@ -382,45 +383,6 @@ def _no_simulation(*_: object, **__: object) -> Iterator[Mapping[str, Any]]:
 
 def _no_calibration(*_: object) -> Iterator[Mapping[str, Any]]:
     raise NotImplementedError("this CommandContext was made without calibrate")
-
-
-class JournalReport(Protocol):
-    """The findings of the replay of a journal.
-
-    Attributes:
-        difference: the first one, whose text shows it; None if all was the same.
-    """
-
-    difference: Any
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-
-
-class JournalUse(Protocol):
-    """A journal (`engine.journal`), and what can be done with it.
-
-    Each method raises a HardpointError that names the offset if the file is damaged, or what
-    differs if something else recorded it.
-    """
-
-    def replay(self, until: int | None = None) -> JournalReport:
-        """Run its engine again, up to a step."""
-
-    def replan(self, policy: str, until: int | None = None) -> JournalReport:
-        """Plan its steps again with another scheduling policy, without the model."""
-
-    def request(self, name: str) -> Iterator[str]:
-        """Yield the history of a request, line by line."""
-
-    def export(self, form: str) -> Iterator[str]:
-        """Yield the lines of a trace, "redacted" or "mooncake"."""
-
-
-OpenJournal = Callable[[str, bool], JournalUse]
-"""Opens a journal by its path; the second argument is whether to use a damaged one, or another
-engine's, as far as that goes.
-"""
 
 
 def _no_journals(*_: object) -> JournalUse:

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from hardpoint import typed
@@ -14,8 +14,8 @@ from hardpoint import typed
 from .arguments import ComponentWithArguments
 from .component import Context
 from .logits_ops import LogitsOps, Op
-from .manifest import Source
 from .params import SamplingParams
+from .phases import LogitsStage, Phase
 from .type_variables import ArgumentsT_co, StateT_co
 
 if TYPE_CHECKING:
@@ -149,43 +149,6 @@ class RowMap(Generic[T]):
         if move.direction is Move.SWAP and destination is not None:
             self._states[move.source] = destination
         return source is not None or destination is not None
-
-
-class Phase(IntEnum):
-    """When a processor runs; phases run in this order."""
-
-    MASK = 0
-    """Forbid tokens (grammars first)."""
-    BIAS = 1
-    """Add to logits."""
-    PENALTY = 2
-    """Penalise or reward tokens by their occurrence in prompt and output."""
-    TEMPERATURE = 3
-    """Rescale. Greedy requests skip this phase."""
-    TRUNCATE = 4
-    """Drop unlikely tokens (top_k, then top_p, then min_p)."""
-    FORCE = 5
-    """Allow only the token that must come next."""
-
-
-@dataclass(frozen=True)
-class LogitsStage:
-    """A stage of the logits of a step: the model, the masks, or a logits processor.
-
-    Attributes:
-        source: identity of the logits processor; None of `MODEL` and `MASK`.
-        phase: phase of the processor; None of `MODEL`.
-    """
-
-    source: Source | None
-    phase: Phase | None
-
-
-MODEL = LogitsStage(None, None)
-"""The model, as step parts change its logits: a pass begins with it, again where one failed."""
-
-MASK = LogitsStage(None, Phase.MASK)
-"""The masks of step parts, such as those of grammars."""
 
 
 class Reads(Enum):

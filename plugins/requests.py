@@ -405,10 +405,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
             array [positions, layers, experts per token]. The last token has none, as it was not
             computed. -1 stands for none: in layers without experts, and in positions whose keys
             and values came from the prefix cache.
-        part_figures: in the last output, figures of step parts by their names; None unless
-            `SamplingParams.include` names some.
-        part_arrays: in the last output, numbers of positions, by step part and by the name that it
-            gives them; None unless `SamplingParams.include` names a part that has some.
+        part_figures: in the last output, figures of the parts that `SamplingParams.include` names.
+        part_arrays: in the last output, numbers of positions, by step part and name.
         num_resumes: in its last output, how often it went on at another engine (`parallel.data`,
             `engine.restart`).
         weight_runs: versions of the weights that the output tokens were sampled with, by the first

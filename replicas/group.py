@@ -57,7 +57,6 @@ class EngineGroup(UtilityCalls):
     # readers or watchers call `_lost`. `_lock` guards the ledger, the list of engines and the order
     # of what the sink gets; no message is sent and no engine started while it is held. `_changed`
     # is notified where an engine starts or stops serving.
-    #
     # An engine is dead once `_lost` has the lock: another `Replica` is in its place, so what it
     # sends later is dropped.
 

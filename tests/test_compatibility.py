@@ -140,7 +140,7 @@ QUICK = ("reasoning_parsers/compat_brackets",)
 """Frozen plugins whose suites run in each run of the tests; those of the others, with --all."""
 
 NARROW = ("grammars/compat_digits",)
-"""Those that are made for the programs here: the regex of the suite is none that it compiles."""
+"""Those that are made for the programs here: it compiles no regex of the suite."""
 
 GIVEN = {
     "kv_event_publishers/compat_publisher": ("--option", 'path="events"'),

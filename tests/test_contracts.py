@@ -92,14 +92,14 @@ def test_a_member_of_a_real_kind_that_goes_is_found():
     record = recorded()
     record["eviction_policies"]["2"]["EvictionPolicy"]["replaced"] = "method () -> None"
     record[NAMES]["NoSuchName"] = ""
-    unsaid = "eviction_policies: EvictionPolicy.replaced changed, and its section of CHANGELOG.md "
+    missing = "eviction_policies: EvictionPolicy.replaced changed, and its section of CHANGELOG.md "
     assert updated(record)[1] == [
         "eviction_policies, contract 2: EvictionPolicy.replaced is gone",
-        f"{unsaid}has neither name",
+        f"{missing}has neither name",
         "hardpoint.plugins.NoSuchName is gone",
     ]
-    said = {"eviction_policies": "### `eviction_policies`\n\n- `replaced(block_id)` is gone.\n"}
-    assert updated(record, ["eviction_policies"], said)[1] == [
+    sections = {"eviction_policies": "### `eviction_policies`\n\n- `replaced(block_id)` is gone.\n"}
+    assert updated(record, ["eviction_policies"], sections)[1] == [
         "hardpoint.plugins.NoSuchName is gone"
     ]
 

@@ -57,7 +57,7 @@ class _Call:
 
 
 class _FailedError(Exception):
-    """What a tap gave cannot be used; the text is what follows its name."""
+    """The result of a tap cannot be used; the text follows its name in messages."""
 
 
 class TapsInLayers(WorkerHalf):
@@ -67,7 +67,7 @@ class TapsInLayers(WorkerHalf):
         """Build the enabled taps.
 
         Args:
-            context: of the half.
+            context: context of the half.
             taps: finds those of requests.
             samples: whether this is the rank whose report the engine reads.
 
@@ -203,7 +203,7 @@ class TapsInLayers(WorkerHalf):
     def _called(
         self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, call: _Call
     ) -> torch.Tensor | None:
-        """Return what a method gives; if it fails, what it gives for each request on its own.
+        """Return the result of a method; if it fails, its results for each request on its own.
 
         Requests for which it fails end; they keep the values that they have.
         """
@@ -220,7 +220,8 @@ class TapsInLayers(WorkerHalf):
         for index, request_id in enumerate(call.request_ids):
             own = values[call.rows.starts[index] : call.rows.starts[index + 1]]
             try:
-                found.append(self._result(tap, method, site, own, _alone(call.rows, index)))
+                rows = _single_request(call.rows, index)
+                found.append(self._result(tap, method, site, own, rows))
             except BaseException as cause:
                 self._fail(tap, method, request_id, cause)
                 found.append(None)
@@ -241,7 +242,7 @@ class TapsInLayers(WorkerHalf):
     def _result(
         self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, rows: TapRows
     ) -> torch.Tensor | None:
-        """Return what a method gives.
+        """Return the result of a method.
 
         Raises:
             _FailedError: it cannot be used.
@@ -285,7 +286,7 @@ class TapsInLayers(WorkerHalf):
             self._read.append((request_id, key, found[start:end]))
 
     def report(self) -> bytes | None:
-        """Return what the taps have read in the step."""
+        """Return the numbers that taps have read in the step."""
         report, self._report = self._report, TapReport()
         for name, site in self._missing if self._rows is not None else ():
             self._fail_users(report, name, site)
@@ -332,7 +333,7 @@ def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _Call) -> to
     return result
 
 
-def _alone(rows: TapRows, index: int) -> TapRows:
+def _single_request(rows: TapRows, index: int) -> TapRows:
     """Return the rows of one request."""
     start, end = rows.starts[index : index + 2]
     return TapRows(

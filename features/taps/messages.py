@@ -6,7 +6,7 @@ import msgspec
 
 
 class TapValues(msgspec.Struct, array_like=True):
-    """What a tap has read of a request at a site, in one step.
+    """Numbers that a tap has read of a request at a site, in one step.
 
     Attributes:
         key: "NAME/LAYER/PLACE".
@@ -22,7 +22,7 @@ class TapValues(msgspec.Struct, array_like=True):
 
 
 class TapReport(msgspec.Struct, array_like=True):
-    """What taps came to in one step.
+    """Results of taps in one step.
 
     Attributes:
         values: by request.

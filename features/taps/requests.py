@@ -64,7 +64,7 @@ class Taps:
     """Finds the taps of requests."""
 
     def __init__(self, components: ComponentFactory, model_config: ModelConfig | None) -> None:
-        """Look taps up in `components`; `model_config` says how many layers there are."""
+        """Look taps up in `components`; `model_config` has the number of layers."""
         self.components = components
         self._num_layers = None if model_config is None else _num_layers(model_config.hf)
 
@@ -86,7 +86,7 @@ class Taps:
         """Return the taps of a request, in their order.
 
         Raises:
-            RequestError: one is to be called where the model has no layer, or does not say where.
+            RequestError: one is to be called where the model has no layer, or names no place.
         """
         given = {key: value for key, value in request.plugin_args.items() if key.startswith(KIND)}
         found = []
@@ -146,7 +146,7 @@ class TappedRequests(FrontendHalf):
 
 
 def _num_layers(hf: Mapping[str, Any]) -> int | None:
-    """Return the number of decoder layers of a model; None if its config does not say."""
+    """Return the number of decoder layers of a model; None if its config has none."""
     text = hf.get("text_config")
     for config in (text if isinstance(text, Mapping) else {}, hf):
         if type(count := config.get("num_hidden_layers")) is int:

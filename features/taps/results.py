@@ -24,12 +24,12 @@ from .requests import KIND, Taps
 
 @dataclass
 class _Reading:
-    """What taps have read of a request.
+    """Numbers that taps have read of a request.
 
     Attributes:
         next_position: after the last position of each key.
         parts: what was not handed out yet, by key: first position, and values.
-        num_bytes: of all that was read.
+        num_bytes: bytes of all that was read.
     """
 
     next_position: dict[str, int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class _Reading:
 
 
 class TapResults(EngineHalf):
-    """Tells workers which positions a step has, and hands out what taps read of them."""
+    """Gives workers the positions of a step, and hands out what taps read of them."""
 
     def __init__(self, name: str, taps: Taps, max_bytes: int) -> None:
         """Read nothing yet.
@@ -148,7 +148,7 @@ def _keep(reading: _Reading, found: list[TapValues], first: int, count: int) -> 
 
     Args:
         reading: what was read before.
-        found: of one step.
+        found: values of one step.
         first: position of the first token of the step.
         count: tokens of the step that the request keeps.
     """

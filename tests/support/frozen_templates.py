@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m support.frozen_templates
 
-writes `tests/compatibility/templates.json`. A package says from which version it was made, and
+writes `tests/compatibility/templates.json`. A package has the version that it was made from, and
 `hardpoint plugins new --update` renders that again; so a version's files never change. A new
 version, or the template of a new kind, is added to the record.
 """
@@ -36,7 +36,7 @@ def digests() -> dict[str, str]:
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return what of a published version has changed: files of it, or which of all kinds it has."""
+    """Return the changes of a published version: of its files, or of the kinds that it has."""
     versions = {path.partition("/")[0] for path in before}
     found = [
         f"{path} {'changed' if path in now else 'is gone'}"

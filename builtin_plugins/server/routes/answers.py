@@ -36,7 +36,7 @@ class EncodedArray(msgspec.Struct):
     """Numbers of positions, as `CompletionOutput.part_arrays` has them.
 
     Attributes:
-        positions: of the rows.
+        positions: positions of the rows.
         dtype: dtype of numpy.
         shape: [positions, ...].
         data: content, in base64.

@@ -16,12 +16,12 @@ from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, Mode
 from hardpoint.plugins.commands import (
     Generator,
     JoinEngine,
-    JournalUse,
     MakeApplication,
     ModelReport,
     PluginCatalog,
 )
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.journals import JournalUse
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.plugins.workers import WorkerGroup
 from hardpoint.registry.blame import describe, raise_unless_fault

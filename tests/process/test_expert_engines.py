@@ -306,15 +306,7 @@ def test_kills_at_random_while_the_number_changes(scripted, expected):
             "^parallel.join_address: expected none, since the engines share experts",
         ),
         ({"max_model_len": "auto"}, "^max_model_len: expected a number, or none, since"),
-        (
-            {"parallel": {"join_address": "tcp://127.0.0.1:1"}},
-            "^parallel.join_address: expected none, since the engines share experts",
-        ),
         ({"parallel": {"ray": {}}}, "^parallel.ray: expected none, since the engines share exper"),
-        (
-            {"executor": {"use": "ray"}},
-            "^executor.use: expected another one, since the engines share experts .* got 'ray'",
-        ),
         ({"parallel": {"data": 3}}, "^engine . of 3: parallel.data: 4 experts cannot be spread"),
     ],
 )

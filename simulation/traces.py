@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -111,6 +112,8 @@ class GuidellmRequest(msgspec.Struct):
     info: GuidellmInfo = GuidellmInfo()
 
 
+_JOURNAL = b"hardpoint journal\n"
+
 Reader = Callable[[Path, int | None], list[SimulatedRequest]]
 """Reads a file; the number is the tokens that each of `hash_ids` stands for, None is usual."""
 
@@ -145,6 +148,9 @@ def read_trace(
 
 def _form_of(path: Path) -> str:
     """Return the form of a file by its first line that is not empty."""
+    with path.open("rb") as binary:
+        if binary.read(len(_JOURNAL)) == _JOURNAL:
+            return "journal"
     with path.open(encoding="utf-8", errors="replace") as file:
         first = next((line for line in file if line.strip()), "")
         rest = file.read(_HEAD)
@@ -159,7 +165,7 @@ def _form_of(path: Path) -> str:
             return form
     raise TraceError(
         f"{path}: its form is not known: expected JSON lines with chat_id, hash_ids or "
-        f"input_length, or a report of guidellm; a form can be named ({', '.join(FORMS)})"
+        f"input_length, a report of guidellm or a journal; a form can be named ({', '.join(FORMS)})"
     )
 
 
@@ -184,6 +190,28 @@ def read_minimal(path: Path | str) -> list[SimulatedRequest]:
         )
         for _, line in _lines(path, MinimalLine)
     )
+
+
+def read_journal(path: Path | str) -> list[SimulatedRequest]:
+    """Return the requests of a journal of an engine that have outputs, in the order of arrival.
+
+    Args:
+        path: a file that `engine.journal` has named.
+
+    Raises:
+        TraceError: the journal is damaged.
+        OSError: the file cannot be read.
+    """
+    from hardpoint.journal.replay import JournalFile  # noqa: PLC0415 - only journals need it
+
+    try:
+        lines = list(JournalFile(Path(path)).export("mooncake"))
+    except HardpointError as error:
+        raise TraceError(str(error)) from error
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".jsonl") as file:
+        file.write("\n".join(lines))
+        file.flush()
+        return read_mooncake(file.name)
 
 
 def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
@@ -360,8 +388,9 @@ FORMS: dict[str, Reader] = {
     "bailian": lambda path, size: read_bailian(path, block_size=size or 16),
     "minimal": lambda path, _: read_minimal(path),
     "guidellm": lambda path, _: read_guidellm(path),
+    "journal": lambda path, _: read_journal(path),
 }
-"""Readers by form. A further form, such as that of journals, is an entry here, and one below."""
+"""Readers by form."""
 
 _FORM_OF_FIELD = {
     "chat_id": "bailian",

@@ -21,7 +21,8 @@ from hardpoint.journal.frames import (
 )
 from hardpoint.journal.records import Compact, Event, Header, Keyframe
 from hardpoint.journal.replay import JournalFile, replay
-from hardpoint.simulation import read_mooncake
+from hardpoint.simulation import read_mooncake, read_trace
+from hardpoint.simulation.traces import TraceError
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -307,3 +308,15 @@ def test_the_program(journal, tmp_path, capsys):
     assert main(["replay", str(journal)]) == 2
     assert "torch: '1.0', here" in capsys.readouterr().err
     assert main(["replay", str(journal), "--anyway"]) == 0
+
+
+def test_a_journal_is_a_trace_for_simulations(journal):
+    requests = read_trace(journal)
+    exported = list(JournalFile(journal).export("mooncake"))
+    assert len(requests) == len(exported) > 10
+    assert {r.output.length for r in requests} == {json.loads(x)["output_length"] for x in exported}
+    with journal.open("r+b") as file:
+        file.seek(200)
+        file.write(b"damaged")
+    with pytest.raises(TraceError, match="offset"):
+        read_trace(journal)

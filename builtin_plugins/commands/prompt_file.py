@@ -252,8 +252,8 @@ def _check_names(fields: dict[str, Any]) -> None:
     for name in fields:
         if name == "custom_id":
             raise RequestError(
-                "custom_id: this is a line for OpenAI's batch service; expected its id and the "
-                'fields of its body, such as {"id": "a", "messages": [...], "max_tokens": 9}'
+                "custom_id: this is a line for OpenAI's batch service, and the first line is none; "
+                'expected such as {"id": "a", "messages": [...], "max_tokens": 9}'
             )
         if name not in known:
             raise RequestError(

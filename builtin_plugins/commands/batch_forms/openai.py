@@ -26,6 +26,9 @@ from .form import Answered, EarlierAnswer
 _FLAGS = ("chat", "json", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
     "stop", "structured", "plugin_args", "n", "logprobs", "max_tokens")  # fmt: skip
 
+_SERVER: dict[str, Any] = {"allowed_hosts": None, "root_path": "", "access_log": "off"}
+"""Settings of a server that does not listen."""
+
 
 def check_options(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
     """Check that no option is given that only prompts have.
@@ -63,6 +66,8 @@ class OpenAIRequests:
     def read_answer(self, line: bytes) -> EarlierAnswer:
         """Return what a line of an answer file says."""
         answer = msgspec.json.decode(line, type=BatchAnswer)
+        if (answer.response is None) == (answer.error is None):
+            raise ValueError("expected either a response or an error")
         digest = int(answer.id.removeprefix(ID_PREFIX), 16)
         return EarlierAnswer(answer.custom_id, digest, None, answer.problem is not None)
 
@@ -76,14 +81,14 @@ class OpenAIRequests:
         """Load the model, for a server that does not listen."""
         from hardpoint.builtin_plugins.server.serving import loop_factory  # noqa: PLC0415 - slow
 
-        table = msgspec.structs.replace(
-            config.table(ServerConfig), allowed_hosts=None, root_path="", page=False,
-            access_log="off",
-        )  # fmt: skip
+        table = msgspec.structs.replace(config.table(ServerConfig), **_SERVER)
         changed: Any = {"server": table}
+        paths = {f"server.{name}": "generate --file" for name in _SERVER}
         self._version = context.version
         self._engine = context.open_async(
-            msgspec.structs.replace(config, **changed), sources, "never"
+            msgspec.structs.replace(config, **changed),
+            ConfigSources({**sources.by_path, **paths}),
+            "never",
         )
         self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
         stack.callback(lambda: self._runner.run(self._engine.aclose()))

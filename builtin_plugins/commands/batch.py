@@ -15,7 +15,7 @@ from hardpoint.plugins import CommandContext, HardpointError, SamplingParams
 from hardpoint.typed import shown
 
 from .answer_file import AnswerFile, StandardOutput
-from .batch_forms.form import Answered, BatchForm, FileRequest
+from .batch_forms.form import Answered, BatchFile, FileRequest
 from .batch_forms.openai import OpenAIRequests, check_options
 from .batch_forms.prompts import Prompts
 from .conversation import is_dumb_terminal
@@ -82,7 +82,7 @@ def _form(
     defaults: argparse.Namespace,
     params: SamplingParams,
     model: str,
-) -> BatchForm[Any]:
+) -> BatchFile[Any]:
     """Return the requests of a file in the form that its first line has."""
     is_text = options.format == "text"
     if not is_text and is_batch_line(file.peek()):
@@ -92,7 +92,7 @@ def _form(
 
 
 def _count(
-    form: BatchForm[Any], file: LineFile, answers: AnswerFile | StandardOutput
+    form: BatchFile[Any], file: LineFile, answers: AnswerFile | StandardOutput
 ) -> tuple[int, int]:
     """Return the number of requests, and of those without an answer."""
     total = left = 0
@@ -108,7 +108,7 @@ def _remark(context: CommandContext, text: str) -> None:
 
 
 def _open_answers(
-    options: argparse.Namespace, model: str, form: BatchForm[Any]
+    options: argparse.Namespace, model: str, form: BatchFile[Any]
 ) -> AnswerFile | StandardOutput:
     if options.output in (None, "-"):
         return StandardOutput()
@@ -126,7 +126,7 @@ class _Batch:
 
     def __init__(
         self,
-        form: BatchForm[Any],
+        form: BatchFile[Any],
         file: LineFile,
         answers: AnswerFile | StandardOutput,
         context: CommandContext,

@@ -146,7 +146,7 @@ class TestAnswers:
 
 
 class TestStopped:
-    """What has an answer is kept, and --resume does the rest."""
+    """Answers are kept, and --resume does the rest."""
 
     @pytest.fixture
     def stopped(self, here, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a form of files says of its requests and of the answers to them."""
+"""The interface of the forms of files: their requests, and the lines of the answers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EarlierAnswer(NamedTuple):
     """A line of an answer file.
 
     Attributes:
-        id: that of the request; None if the request has none.
-        digest: that of the request.
+        id: id of the request; None if it has none.
+        digest: hash of the request.
         model: name of the model that answered; None if the digest includes it.
         failed: whether the request is to run again.
     """
@@ -52,7 +52,7 @@ class Answered(NamedTuple):
     error: str | None
 
 
-class BatchForm(Protocol[RequestT]):
+class BatchFile(Protocol[RequestT]):
     """The requests of one file.
 
     Attributes:
@@ -69,7 +69,7 @@ class BatchForm(Protocol[RequestT]):
         """
 
     def read_answer(self, line: bytes) -> EarlierAnswer:
-        """Return what a line of an answer file says.
+        """Return the request of a line of an answer file.
 
         Raises:
             ValueError: it is no answer of this form.

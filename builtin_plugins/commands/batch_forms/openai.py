@@ -64,7 +64,7 @@ class OpenAIRequests:
             yield reader.read(number, text)
 
     def read_answer(self, line: bytes) -> EarlierAnswer:
-        """Return what a line of an answer file says."""
+        """Return the request of a line of an answer file."""
         answer = msgspec.json.decode(line, type=BatchAnswer)
         if (answer.response is None) == (answer.error is None):
             raise ValueError("expected either a response or an error")

@@ -46,7 +46,7 @@ class Prompts:
         return self._file.requests()
 
     def read_answer(self, line: bytes) -> EarlierAnswer:
-        """Return what a line of an answer file says."""
+        """Return the request of a line of an answer file."""
         answer = msgspec.json.decode(line, type=_Answer)
         failed = answer.error is not None
         return EarlierAnswer(answer.id, int(answer.request, 16), answer.model, failed)

@@ -203,9 +203,9 @@ class BatchAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         id: "batch_req_" and the digest of the line that it answers.
-        custom_id: that of the line; None if it has none.
-        response: None if the line is no request.
-        error: why it is none.
+        custom_id: `custom_id` of the line; None if it has none.
+        response: answer of the route; None if the line is no request.
+        error: problem of the line; None if it is a request.
     """
 
     id: str

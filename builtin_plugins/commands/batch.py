@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hardpoint.builtin_plugins.server.batches.lines import is_batch_line
-from hardpoint.plugins import CommandContext, HardpointError, SamplingParams
+from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, SamplingParams
 from hardpoint.typed import shown
 
 from .answer_file import AnswerFile, StandardOutput
@@ -60,7 +60,7 @@ def run_batch(
     with contextlib.ExitStack() as stack:
         file = LineFile(options.file)
         stack.callback(file.close)
-        form = _form(file, options, defaults, params, config.model)
+        form = _form(file, options, defaults, params, config)
         answers = _open_answers(options, config.model, form)
         stack.callback(answers.close)
         if isinstance(answers, AnswerFile):
@@ -81,14 +81,14 @@ def _form(
     options: argparse.Namespace,
     defaults: argparse.Namespace,
     params: SamplingParams,
-    model: str,
+    config: EngineConfig,
 ) -> BatchFile[Any]:
     """Return the requests of a file in the form that its first line has."""
     is_text = options.format == "text"
     if not is_text and is_batch_line(file.peek()):
-        check_options(options, defaults)
-        return OpenAIRequests(file, model)
-    return Prompts(PromptFile(file, params, is_text=is_text, chat=options.chat), model)
+        check_options(options, defaults, config)
+        return OpenAIRequests(file, config.model)
+    return Prompts(PromptFile(file, params, is_text=is_text, chat=options.chat), config.model)
 
 
 def _count(

@@ -112,9 +112,11 @@ class TestAnswers:
 
     def test_keys_and_names_of_a_server_do_not_bind_it(self, here, scripted):
         names = 'server.allowed_hosts = ["a.example"]'
-        write_config(here, scripted, names, 'server.root_path = "/llm"')
+        others = ('server.root_path = "/llm"', 'server.keys_file = "none.toml"')
+        write_config(here, scripted, names, *others)
         write(line())
         assert run() == 0
+        assert answers()["a"]["response"]["status_code"] == 200
 
     def test_a_run_goes_on(self, here, capsys):
         write(line("a"), line("b", method="GET"), line("c", prompt="x", max_tokens=-1))
@@ -232,6 +234,12 @@ class TestRefused:
         assert f"{name}: expected none for a file of OpenAI's batch service" in (
             capsys.readouterr().err
         )
+
+    def test_the_server_may_not_be_left_out(self, here, scripted, capsys):
+        write_config(here, scripted, 'plugins.disable = ["server"]')
+        write(line("a"))
+        assert run() == 2
+        assert "plugins.disable: expected a list without 'server'" in capsys.readouterr().err
 
 
 class TestLines:

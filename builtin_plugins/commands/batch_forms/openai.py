@@ -18,8 +18,9 @@ from hardpoint.builtin_plugins.server.batches.lines import (
     BatchReader,
 )
 from hardpoint.builtin_plugins.server.config import ServerConfig
-from hardpoint.plugins import CommandContext, EngineConfig, RequestError
+from hardpoint.plugins import CommandContext, ConfigError, EngineConfig, RequestError
 from hardpoint.plugins.commands import ConfigSources
+from hardpoint.plugins.server import AsyncGenerator
 
 from .form import Answered, EarlierAnswer
 
@@ -30,16 +31,26 @@ _SERVER: dict[str, Any] = {"allowed_hosts": None, "root_path": "", "access_log":
 """Settings of a server that does not listen."""
 
 
-def check_options(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
-    """Check that no option is given that only prompts have.
+def check_options(
+    options: argparse.Namespace, defaults: argparse.Namespace, config: EngineConfig
+) -> None:
+    """Check that no option is given that only prompts have, and that there is a server.
 
     Args:
         options: the options of the command.
         defaults: those of a command line without any.
 
     Raises:
-        RequestError: one is.
+        RequestError: an option is given.
+        ConfigError: the plugin of the server is not enabled.
     """
+    try:
+        config.table(ServerConfig)
+    except ConfigError:
+        raise ConfigError(
+            "plugins.disable: expected a list without 'server', whose routes answer the files of "
+            "OpenAI's batch service"
+        ) from None
     for name in _FLAGS:
         if getattr(options, name) != getattr(defaults, name):
             raise RequestError(
@@ -56,6 +67,7 @@ class OpenAIRequests:
     def __init__(self, file: LineFile, model: str) -> None:
         """Answer a file by a model of that name."""
         self._file, self._model = file, model
+        self._engine: AsyncGenerator
 
     def requests(self) -> Iterator[BatchLine]:
         """Yield the requests, those included that are wrong."""

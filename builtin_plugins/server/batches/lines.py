@@ -148,7 +148,7 @@ def _checked(fields: Mapping[str, msgspec.Raw]) -> tuple[str, str, bytes]:
             raise _WrongFieldError(
                 "invalid_value",
                 name,
-                f"{name}: unknown field{suggest(name, _FIELDS)}; known: {', '.join(_FIELDS)}",
+                f"{name}: unknown field{suggest(name, [*_FIELDS])}; known: {', '.join(_FIELDS)}",
             )
     for name in _FIELDS:
         if name not in fields:
@@ -233,7 +233,8 @@ class BatchAnswer(msgspec.Struct, frozen=True):
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return 0
-        return int(usage.get("completion_tokens", usage.get("prompt_tokens", 0)))
+        found = usage.get("completion_tokens", usage.get("prompt_tokens"))
+        return found if isinstance(found, int) else 0
 
 
 _OK = 200

@@ -19,6 +19,7 @@ from hardpoint.builtin_plugins.server.batches.lines import BatchReader, is_batch
 from hardpoint.cli import main
 from hardpoint.plugins import RequestError
 
+ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 
 
@@ -77,6 +78,21 @@ class TestAnswers:
         assert len(choice["logprobs"]["content"]) == 3
         message = found["b"]["response"]["body"]["error"]["message"]
         assert message.startswith("frequency: unknown field")
+
+    def test_the_example_of_the_page(self, here, capsys):
+        page = (ROOT / "docs/command-line.md").read_text().partition("$ cat batch.jsonl\n")[2]
+        given, _, rest = page.partition("$ hardpoint generate")
+        written = rest.partition("$ cat answers.jsonl\n")[2].partition("```")[0].splitlines()
+        Path("b.jsonl").write_text(given)
+        assert run() == 1
+        expected = rest.splitlines()[2].replace("batch.jsonl", "b.jsonl")
+        assert capsys.readouterr().err.splitlines().count(expected) == 1
+        found = [json.loads(text) for text in Path("a.jsonl").read_text().splitlines()]
+        assert [answer["custom_id"] for answer in found] == ["b", "a"]
+        for answer, text in zip(found, written, strict=True):
+            assert f'"custom_id":"{answer["custom_id"]}","response":' in text
+        assert '"param":"method","line":2}}' in written[0]
+        assert found[0]["error"]["param"] == "method"
 
     def test_what_the_route_refuses_has_its_answer(self, here, capsys):
         write(line("a", prompt="hi", max_tokens=-1), line("b"), line("c", model="gpt", prompt="x"))

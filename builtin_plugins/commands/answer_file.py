@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,19 +16,11 @@ import msgspec
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.typed import shown
 
+from .batch_forms.form import EarlierAnswer, FileRequest
 from .completions import print_json
-from .prompt_file import BatchRequest, PromptFile
+from .prompt_file import LineFile
 
 _BEGINNING = b'{"id":'
-
-
-class _Answer(msgspec.Struct):
-    """The fields of an answer that a continued run needs."""
-
-    id: str | int
-    request: str
-    model: str
-    error: str | None = None
 
 
 class StandardOutput:
@@ -37,7 +29,7 @@ class StandardOutput:
     name = "standard output"
     is_regular = False
 
-    def has(self, request: BatchRequest, prompts: PromptFile) -> bool:  # noqa: ARG002
+    def has(self, request: FileRequest, prompts: LineFile) -> bool:  # noqa: ARG002
         """Return False."""
         return False
 
@@ -56,12 +48,21 @@ class StandardOutput:
 class AnswerFile:
     """A file with one line per answer, for one process at a time."""
 
-    def __init__(self, path: str, model: str, *, resume: bool, overwrite: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        model: str,
+        read: Callable[[bytes], EarlierAnswer],
+        *,
+        resume: bool,
+        overwrite: bool,
+    ) -> None:
         """Open and lock the file; nothing in it is changed before `begin`.
 
         Args:
             path: path of the file; created if it does not exist.
             model: name of the model that answers.
+            read: reads a line of the file; raises ValueError for one that is no answer.
             resume: whether answers that are there count.
             overwrite: whether they are removed.
 
@@ -88,7 +89,7 @@ class AnswerFile:
                         f"--overwrite to begin again"
                     )
                 if resume:
-                    self._read_answers(model)
+                    self._read_answers(model, read)
         except BaseException:
             self.close()
             raise
@@ -121,7 +122,7 @@ class AnswerFile:
             ) from None
         raise HardpointError(f"--output: {self.name!r} is in use by another process")
 
-    def check_is_not(self, prompts: PromptFile) -> None:
+    def check_is_not(self, prompts: LineFile) -> None:
         """Check that this is not the file of the prompts.
 
         Raises:
@@ -132,7 +133,7 @@ class AnswerFile:
                 f"--output: expected another file than that of --file, {self.name!r}"
             )
 
-    def _read_answers(self, model: str) -> None:
+    def _read_answers(self, model: str, read: Callable[[bytes], EarlierAnswer]) -> None:
         """Note which requests have an answer.
 
         Raises:
@@ -142,9 +143,8 @@ class AnswerFile:
             file.seek(0)
             for number, line in enumerate(file, 1):
                 try:
-                    answer = msgspec.json.decode(line, type=_Answer)
-                    digest = int(answer.request, 16)
-                    self._digests.append(digest)
+                    answer = read(line)
+                    self._digests.append(answer.digest)
                 except (ValueError, OverflowError, RecursionError):
                     if line.endswith(b"\n") or not _is_half_an_answer(line):
                         raise RequestError(
@@ -153,23 +153,23 @@ class AnswerFile:
                         ) from None
                     return  # `begin` removes it
                 self._end += len(line)
-                if answer.model != model:
+                if answer.model not in (None, model):
                     raise RequestError(
                         f"{self.name}:{number}: this answer is of the model {answer.model!r}, and "
                         f"--resume with {model!r} would mix them"
                     )
-                if answer.error is not None:
+                if answer.failed or answer.id is None:
                     self._failed.add(number)
                 else:
                     self._lines[answer.id] = number
 
-    def has(self, request: BatchRequest, prompts: PromptFile) -> bool:
+    def has(self, request: FileRequest, prompts: LineFile) -> bool:
         """Return whether a request has an answer; what failed has none.
 
         Raises:
             RequestError: the answer is to another request of the same id.
         """
-        line = self._lines.get(request.id)
+        line = None if request.id is None else self._lines.get(request.id)
         if line is None:
             return False
         if self._digests[line - 1] != request.digest:

@@ -1,4 +1,4 @@
-"""`hardpoint generate --file`: answer all prompts of a file."""
+"""`hardpoint generate --file`: answer all requests of a file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from hardpoint.plugins import (
-    CommandContext,
-    HardpointError,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-)
-from hardpoint.plugins.commands import Generator, Prompt
+from hardpoint.builtin_plugins.server.batches.lines import is_batch_line
+from hardpoint.plugins import CommandContext, EngineConfig, HardpointError, SamplingParams
 from hardpoint.typed import shown
 
 from .answer_file import AnswerFile, StandardOutput
-from .completions import assemble
+from .batch_forms.form import Answered, BatchFile, FileRequest
+from .batch_forms.openai import OpenAIRequests, check_options
+from .batch_forms.prompts import Prompts
 from .conversation import is_dumb_terminal
-from .prompt_file import BatchRequest, PromptFile
+from .prompt_file import LineFile, PromptFile
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +30,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--file",
         metavar="PATH",
         help="answer each line: a JSON text, or an object with prompt or messages, and if wanted "
-        "an id and sampling parameters; - is standard input",
+        "an id and sampling parameters; or a file for OpenAI's batch service; - is standard input",
     )
     add("--format", choices=("jsonl", "text"), help="text: each line is a prompt (default: jsonl)")
     add("--output", metavar="PATH", help="where the answers go, as JSON lines (default: -)")
@@ -44,8 +40,17 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="remove the answers that --output has")
 
 
-def run_batch(options: argparse.Namespace, params: SamplingParams, context: CommandContext) -> int:
-    """Answer the prompts of `options.file`; return the exit code.
+def run_batch(
+    options: argparse.Namespace,
+    defaults: argparse.Namespace,
+    params: SamplingParams,
+    context: CommandContext,
+) -> int:
+    """Answer the requests of `options.file`; return the exit code.
+
+    Args:
+        defaults: the options of a command line without any.
+        params: parameters of prompts without their own.
 
     Raises:
         HardpointError: a file or one of its lines is wrong; a regular file is read to its end
@@ -53,32 +58,47 @@ def run_batch(options: argparse.Namespace, params: SamplingParams, context: Comm
     """
     config, config_sources = context.load_config()
     with contextlib.ExitStack() as stack:
-        is_text = options.format == "text"
-        prompts = PromptFile(options.file, params, is_text=is_text, chat=options.chat)
-        stack.callback(prompts.close)
-        answers = _open_answers(options, config.model)
+        file = LineFile(options.file)
+        stack.callback(file.close)
+        form = _form(file, options, defaults, params, config)
+        answers = _open_answers(options, config.model, form)
         stack.callback(answers.close)
         if isinstance(answers, AnswerFile):
-            answers.check_is_not(prompts)
-        total, left = _count(prompts, answers) if prompts.is_regular else (None, None)
-        generator = None
+            answers.check_is_not(file)
+        total, left = _count(form, file, answers) if file.is_regular else (None, None)
         if left != 0:
-            generator = context.open_model(config, config_sources)
-            stack.callback(generator.close)
+            form.open(context, config, config_sources, stack)
         if removed := answers.begin():
             _remark(context, removed)
-        if generator is None:
+        if left == 0:
             _remark(context, f"{answers.name} has all {total} answers")
             return 0
-        return _Batch(prompts, answers, generator, context, config.model, total).run()
+        return _Batch(form, file, answers, context, total).run()
 
 
-def _count(prompts: PromptFile, answers: AnswerFile | StandardOutput) -> tuple[int, int]:
-    """Return the number of prompts, and of those without an answer."""
+def _form(
+    file: LineFile,
+    options: argparse.Namespace,
+    defaults: argparse.Namespace,
+    params: SamplingParams,
+    config: EngineConfig,
+) -> BatchFile[Any]:
+    """Return the requests of a file in the form that its first line has."""
+    is_text = options.format == "text"
+    if not is_text and is_batch_line(file.peek()):
+        check_options(options, defaults, config)
+        return OpenAIRequests(file, config.model)
+    return Prompts(PromptFile(file, params, is_text=is_text, chat=options.chat), config.model)
+
+
+def _count(
+    form: BatchFile[Any], file: LineFile, answers: AnswerFile | StandardOutput
+) -> tuple[int, int]:
+    """Return the number of requests, and of those without an answer."""
     total = left = 0
-    for request in prompts.requests():
+    for request in form.requests():
         total += 1
-        left += not answers.has(request, prompts)
+        left += not answers.has(request, file)
     return total, left
 
 
@@ -87,27 +107,33 @@ def _remark(context: CommandContext, text: str) -> None:
         print(f"hardpoint: {text}", file=sys.stderr)
 
 
-def _open_answers(options: argparse.Namespace, model: str) -> AnswerFile | StandardOutput:
+def _open_answers(
+    options: argparse.Namespace, model: str, form: BatchFile[Any]
+) -> AnswerFile | StandardOutput:
     if options.output in (None, "-"):
         return StandardOutput()
-    return AnswerFile(options.output, model, resume=options.resume, overwrite=options.overwrite)
+    return AnswerFile(
+        options.output,
+        model,
+        form.read_answer,
+        resume=options.resume,
+        overwrite=options.overwrite,
+    )
 
 
 class _Batch:
-    """One run over the prompts of a file."""
+    """One run over the requests of a file."""
 
     def __init__(
         self,
-        prompts: PromptFile,
+        form: BatchFile[Any],
+        file: LineFile,
         answers: AnswerFile | StandardOutput,
-        generator: Generator,
         context: CommandContext,
-        model: str,
         total: int | None,
     ) -> None:
-        self._prompts, self._answers, self._generator = prompts, answers, generator
-        self._context, self._model, self._total = context, model, total
-        self._open: dict[int, BatchRequest] = {}
+        self._form, self._file, self._answers = form, file, answers
+        self._context, self._total = context, total
         self._problem: HardpointError | None = None
         self._earlier = self._done = self._failed = self._tokens = 0
         self._first_error = ""
@@ -115,12 +141,10 @@ class _Batch:
         self._progress = _Progress(answers, quiet=context.quiet)
 
     def run(self) -> int:
-        """Answer the prompts; return the exit code."""
+        """Answer the requests; return the exit code."""
         try:
             try:
-                for position, result in self._generator.generate_unordered(self._requests()):
-                    self._write(self._open.pop(position), result)
-                    self._progress.show(self._state())
+                self._form.run(self._wanted(), self._write)
             finally:
                 self._progress.clear()
             if self._problem is not None:
@@ -132,77 +156,45 @@ class _Batch:
         _remark(self._context, self._summary())
         if not self._failed:
             return 0
-        failed = f"{_prompts(self._failed)} failed; the first one: {self._first_error}"
+        failed = f"{self._counted(self._failed)} failed; the first one: {self._first_error}"
         self._context.show_error(failed)
         return 1
 
-    def _requests(self) -> Iterator[tuple[Prompt, SamplingParams]]:
-        """Yield what is to be run; of a line that is wrong, end and note why."""
-        position = 0
-        for request in self._wanted():
-            prompt: Prompt
-            if request.messages is None:
-                prompt = request.given["prompt"]
-            else:
-                try:
-                    prompt = self._generator.apply_chat_template(request.messages)
-                except RequestError as error:
-                    self._write(request, error)
-                    continue
-            self._open[position] = request
-            position += 1
-            yield prompt, request.params
-
-    def _wanted(self) -> Iterator[BatchRequest]:
+    def _wanted(self) -> Iterator[FileRequest]:
         try:
-            for request in self._prompts.requests():
-                if self._answers.has(request, self._prompts):
+            for request in self._form.requests():
+                if self._answers.has(request, self._file):
                     self._earlier += 1
                 else:
                     yield request
         except HardpointError as error:  # in a pipe; the requests before it still end
             self._problem = error
 
-    def _write(self, request: BatchRequest, result: RequestOutput | RequestError) -> None:
-        line: dict[str, Any] = {
-            "id": request.id,
-            "request": f"{request.digest:016x}",
-            "model": self._model,
-            **request.given,
-        }
-        if isinstance(result, RequestError):
-            line["error"] = str(result)
-        else:
-            completions = assemble([result])
-            self._tokens += sum(len(completion.token_ids) for completion in completions)
-            if request.params.n == 1:
-                line |= completions[0].as_json()
-            else:
-                line["completions"] = [completion.as_json() for completion in completions]
-            errors = [completion.error for completion in completions if completion.error]
-            line |= {"error": errors[0]} if errors else {}
-        self._answers.write(line)
+    def _write(self, request: FileRequest, answer: Answered) -> None:
+        self._answers.write(answer.line)
         self._done += 1
-        if "error" in line:
+        self._tokens += answer.num_tokens
+        if answer.error is not None:
             self._failed += 1
-            self._first_error = self._first_error or f"id {shown(request.id)}: {line['error']}"
+            self._first_error = self._first_error or f"{_place(request)}: {answer.error}"
+        self._progress.show(self._state())
 
     @property
     def _finished(self) -> int:
-        """Prompts that have an answer or failed, those of earlier runs included."""
+        """Requests that have an answer or failed, those of earlier runs included."""
         return self._earlier + self._done
 
     def _state(self) -> str:
         """Return progress as one line, of which a narrow terminal shows the beginning."""
         if self._total is None:
-            return f"{_prompts(self._finished)}, {self._rates()}"
+            return f"{self._counted(self._finished)}, {self._rates()}"
         seconds = time.perf_counter() - self._began
         left = round(seconds * (self._total - self._finished) / self._done)
         time_left = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         return f"{self._finished}/{self._total}, {time_left}, {self._rates()}"
 
     def _rates(self) -> str:
-        """Return output tokens per second, and how many prompts failed."""
+        """Return output tokens per second, and how many requests failed."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         failed = f", {self._failed} failed" if self._failed else ""
         return f"{self._tokens / seconds:.0f} tokens/s{failed}"
@@ -210,11 +202,14 @@ class _Batch:
     def _summary(self) -> str:
         """Return the progress so far, as one line."""
         if self._total in (None, self._finished):
-            done = _prompts(self._finished)
+            done = self._counted(self._finished)
         else:
-            done = f"{self._finished} of {self._total} prompts"
+            done = f"{self._finished} of {self._total} {self._form.noun}s"
         earlier = f" ({self._earlier} before)" if self._earlier else ""
         return f"{done} finished{earlier}, {self._rates()}"
+
+    def _counted(self, count: int) -> str:
+        return f"{count} {self._form.noun}{'' if count == 1 else 's'}"
 
     def _how_to_go_on(self) -> str:
         if not self._answers.is_regular:
@@ -222,8 +217,8 @@ class _Batch:
         return f"; the same command with --resume goes on with {self._answers.name}"
 
 
-def _prompts(count: int) -> str:
-    return "1 prompt" if count == 1 else f"{count} prompts"
+def _place(request: FileRequest) -> str:
+    return f"line {request.line}" if request.id is None else f"id {shown(request.id)}"
 
 
 class _Progress:

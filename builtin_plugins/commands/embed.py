@@ -15,7 +15,7 @@ from hardpoint.plugins import Command, CommandContext, RequestError, SamplingPar
 from hardpoint.plugins.commands import Generator
 from hardpoint.plugins.params import PoolingParams
 
-from .prompt_file import PromptFile
+from .prompt_file import LineFile, PromptFile
 
 _AT_ONCE = 256
 """Lines of a file that are embedded together; no more are in memory."""
@@ -88,13 +88,13 @@ def _texts(
     if options.file is None:
         return enumerate(options.texts, 1)
     is_text = options.format == "text"
-    file = PromptFile(options.file, SamplingParams(), is_text=is_text, chat=False)
+    file = LineFile(options.file)
     stack.callback(file.close)
-    return _lines(file)
+    return _lines(file, PromptFile(file, SamplingParams(), is_text=is_text, chat=False))
 
 
-def _lines(file: PromptFile) -> Iterator[tuple[str | int, Any]]:
-    for request in file.requests():
+def _lines(file: LineFile, prompts: PromptFile) -> Iterator[tuple[str | int, Any]]:
+    for request in prompts.requests():
         if request.messages is not None:
             raise RequestError(f"{file.name}:{request.line}: messages: expected a prompt")
         yield request.id, request.given["prompt"]

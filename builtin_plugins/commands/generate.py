@@ -41,7 +41,9 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     params = sampling_params(options, GREEDY)  # refuses wrong ones before a model is loaded
     _check_combination(options)
     if options.file is not None:
-        return run_batch(options, params, context)
+        defaults = argparse.ArgumentParser()
+        _configure(defaults)
+        return run_batch(options, defaults.parse_args([]), params, context)
     if options.logprobs is not None and not options.json:
         raise RequestError("--logprobs: it is printed as JSON only; add --json")
     prompts = _prompts(options.prompts)

@@ -46,27 +46,23 @@ class BatchRequest:
     digest: int
 
 
-class PromptFile:
-    """A file of prompts.
+class LineFile:
+    """A file of lines, of which one is in memory at a time.
 
-    Only one line is in memory at a time, and the ids, so that none comes twice.
+    Attributes:
+        name: its path, for messages.
+        stat: what it is; None if that is not known.
+        is_regular: whether it can be read again.
     """
 
-    def __init__(self, path: str, params: SamplingParams, *, is_text: bool, chat: bool) -> None:
-        """Open the file.
-
-        Args:
-            path: "-" is standard input.
-            params: parameters of lines without their own.
-            is_text: whether each line is a prompt, instead of JSON.
-            chat: whether prompts go through the chat template.
+    def __init__(self, path: str) -> None:
+        """Open the file; "-" is standard input.
 
         Raises:
             RequestError: it cannot be opened.
         """
         self.name = "standard input" if path == "-" else path
-        self._params = msgspec.structs.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
-        self._is_text, self._chat = is_text, chat
+        self._peeked: list[bytes] = []
         try:
             self._file: BinaryIO = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
             self._owns_file = path != "-"
@@ -84,48 +80,41 @@ class PromptFile:
         if self._owns_file:
             self._file.close()
 
-    def requests(self) -> Iterator[BatchRequest]:
-        """Yield the requests; a regular file is read from its beginning each time.
+    def peek(self) -> str:
+        """Return the first line that is not blank; empty if there is none. `texts` has it, too.
 
         Raises:
-            RequestError: a line is wrong, with its number; or there is none.
+            RequestError: the file cannot be read, or a line is too long or not UTF-8.
+        """
+        kept: list[bytes] = []
+        while line := self._next_line(len(kept) + 1):
+            kept.append(line)
+            if line.removeprefix(codecs.BOM_UTF8).strip():
+                break
+        self._peeked = kept
+        return _text(kept[-1], self.name, len(kept)) if kept else ""
+
+    def texts(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines that are not blank, with their numbers, from 1.
+
+        A regular file is read from its beginning each time.
+
+        Raises:
+            RequestError: the file cannot be read, or a line is too long or not UTF-8.
         """
         if self.is_regular:
             self._file.seek(self._start)
-        lines: dict[str | int, int] = {}
-        for number, text in self._texts():
-            try:
-                request = self._read(number, text)
-            except RequestError as error:
-                raise RequestError(f"{self.name}:{number}: {error}") from None
-            if request.id in lines:
-                raise RequestError(
-                    f"{self.name}:{number}: id: expected a new one, got {shown(request.id)}, which "
-                    f"line {lines[request.id]} has"
-                )
-            lines[request.id] = number
-            yield request
-        if not lines:
-            raise RequestError(f"{self.name}: expected a prompt per line, got none")
-
-    def _texts(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines that are not blank, with their numbers."""
+            self._peeked = []
         number = 0
         while line := self._next_line(number + 1):
             number += 1
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                raise RequestError(
-                    f"{self.name}:{number}: expected UTF-8, got the byte 0x{line[error.start]:02x} "
-                    f"at position {error.start}"
-                ) from None
+            text = _text(line, self.name, number)
             if text.strip():
                 yield number, text.rstrip("\r\n")
 
     def _next_line(self, number: int) -> bytes:
+        if self._peeked:
+            return self._peeked.pop(0)
         try:
             line = self._file.readline(MAX_LINE_BYTES + 1)
         except OSError as error:  # a folder, for one
@@ -135,6 +124,68 @@ class PromptFile:
                 f"{self.name}:{number}: expected a line of at most {MAX_LINE_BYTES >> 20} MiB"
             )
         return line
+
+
+def _text(line: bytes, name: str, number: int) -> str:
+    """Return the text of a line.
+
+    Raises:
+        RequestError: it is not UTF-8.
+    """
+    if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name}:{number}: expected UTF-8, got the byte 0x{line[error.start]:02x} "
+            f"at position {error.start}"
+        ) from None
+
+
+class PromptFile:
+    """A file of prompts.
+
+    Only one line is in memory at a time, and the ids, so that none comes twice.
+    """
+
+    def __init__(
+        self, file: LineFile, params: SamplingParams, *, is_text: bool, chat: bool
+    ) -> None:
+        """Read the prompts of a file.
+
+        Args:
+            file: its lines.
+            params: parameters of lines without their own.
+            is_text: whether each line is a prompt, instead of JSON.
+            chat: whether prompts go through the chat template.
+        """
+        self._file = file
+        self._params = msgspec.structs.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+        self._is_text, self._chat = is_text, chat
+
+    def requests(self) -> Iterator[BatchRequest]:
+        """Yield the requests; a regular file is read from its beginning each time.
+
+        Raises:
+            RequestError: a line is wrong, with its number; or there is none.
+        """
+        name = self._file.name
+        lines: dict[str | int, int] = {}
+        for number, text in self._file.texts():
+            try:
+                request = self._read(number, text)
+            except RequestError as error:
+                raise RequestError(f"{name}:{number}: {error}") from None
+            if request.id in lines:
+                raise RequestError(
+                    f"{name}:{number}: id: expected a new one, got {shown(request.id)}, which "
+                    f"line {lines[request.id]} has"
+                )
+            lines[request.id] = number
+            yield request
+        if not lines:
+            raise RequestError(f"{name}: expected a prompt per line, got none")
 
     def _read(self, number: int, text: str) -> BatchRequest:
         value = text if self._is_text else _decoded(text)
@@ -201,8 +252,8 @@ def _check_names(fields: dict[str, Any]) -> None:
     for name in fields:
         if name == "custom_id":
             raise RequestError(
-                "custom_id: this is a line for OpenAI's batch service; expected its id and the "
-                'fields of its body, such as {"id": "a", "messages": [...], "max_tokens": 9}'
+                "custom_id: this is a line for OpenAI's batch service, and the first line is none; "
+                'expected such as {"id": "a", "messages": [...], "max_tokens": 9}'
             )
         if name not in known:
             raise RequestError(

@@ -1,0 +1,1 @@
+"""OpenAI's batch files: their lines, and the answers to them."""

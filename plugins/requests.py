@@ -32,6 +32,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "MultiModalFeature",
+    "PartArray",
     "PoolingRequestOutput",
     "Prompt",
     "RequestOutput",
@@ -273,8 +274,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True, kw_only=True, gc=Fals
         routed_experts: experts of the positions computed since the last output, as those of
             CompletionOutput; they follow one another from the first position of the prompt.
         trace_headers: in the last output, those of the request.
-        part_figures: figures so far, by the step part that has them; those of
-            `SamplingParams.include`.
+        part_figures: figures so far, by the step part; those of `SamplingParams.include`.
         part_arrays: numbers of positions since the last output, by part and name.
         num_resumes: in the last output, how often the request went on at another engine; the
             client of several engines sets it.

@@ -17,6 +17,7 @@ PUBLIC = (
     "hardpoint.plugins.commands",
     "hardpoint.plugins.device",
     "hardpoint.plugins.executor",
+    "hardpoint.plugins.exponential_race",
     "hardpoint.plugins.frontend_half",
     "hardpoint.plugins.grammars",
     "hardpoint.plugins.image_input",

@@ -17,9 +17,8 @@ import msgspec
 import torch
 
 from hardpoint import plugins
-from hardpoint.plugins import EngineCoreRequest, Meta
+from hardpoint.plugins import EngineCoreRequest, HookContext, Meta, hookimpl
 from hardpoint.plugins.exponential_race import mixed_seed, token_noise
-from hardpoint.plugins.hooks import HookContext, hookimpl
 
 __all__ = ["Watermark", "detect"]
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -115,6 +116,28 @@ class Owner(Protocol[P]):
         """Replace the parts."""
 
 
+class OwnerSlot(Generic[P]):
+    """The slot by which restarted engines get the plugins of a change.
+
+    Attributes:
+        next: parts of the owner after the change.
+    """
+
+    def __init__(self, owner: weakref.ref[Owner[P]]) -> None:
+        """Change the parts of an owner, which this does not keep."""
+        self._owner = owner
+        self.next: P | None = None
+
+    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
+        """Return the switch between the parts before and after."""
+        del change, plugins
+        owner, after = self._owner(), self.next
+        assert owner is not None, "it has this"
+        assert after is not None, "begin() comes first"
+        before = owner.parts
+        return Switch(lambda is_new: owner.use(after if is_new else before))
+
+
 class ChangeOwner(Generic[P]):
     """The live changes of a frontend, one at a time: its own ones, with its engines, or others'."""
 
@@ -122,20 +145,14 @@ class ChangeOwner(Generic[P]):
         """Change the parts of an owner.
 
         Args:
-            owner: the owner.
+            owner: the owner, which keeps this; it is closed as soon as nobody keeps it.
             slots: what changes concern in the frontend.
             lingers: as in `Change`.
         """
-        self._owner, self._changes, self._lingers = owner, Changes([*slots, self]), lingers
+        self._owner = weakref.ref(owner)
+        self._slot = OwnerSlot[P](self._owner)
+        self._changes, self._lingers = Changes([*slots, self._slot]), lingers
         self._lock = threading.Lock()
-        self._next: P | None = None
-
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
-        """Return the switch by which restarted engines get the plugins of a change: a `Slot`."""
-        del change, plugins
-        before, after = self._owner.parts, self._next
-        assert after is not None, "begin() comes first"
-        return Switch(lambda is_new: self._owner.use(after if is_new else before))
 
     @contextlib.contextmanager
     def begin(self, asked: Asked) -> Iterator[tuple[Steps, Change]]:
@@ -162,8 +179,10 @@ class ChangeOwner(Generic[P]):
         if not self._lock.acquire(blocking=False):
             raise BusyError("another live change is under way; try again once it is done")
         try:
-            settings = asked.settings(self._owner.parts.settings)
-            self._next = self._owner.parts.with_settings(settings)
+            owner = self._owner()
+            assert owner is not None, "it keeps this"
+            settings = asked.settings(owner.parts.settings)
+            self._slot.next = owner.parts.with_settings(settings)
         except BaseException:
             self._lock.release()
             raise

@@ -18,7 +18,7 @@ from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import PluginsConfig
 from hardpoint.registry.discovery import InstalledPlugin
-from hardpoint.registry.model_files import ALIASES
+from hardpoint.registry.model_files import alias_of
 from hardpoint.registry.plugin_options import declarer_of, find_tables
 from hardpoint.registry.references import with_references
 from hardpoint.typed import convert, join_path, parse_value, plain_data, split_setting
@@ -146,7 +146,7 @@ def _filled(type_: type[EngineConfig], fill: Callable[[_Builder], None]) -> _Bui
     """Return a builder with all values, those that the model needs before them."""
     builder = _Builder(type_)
     fill(builder)
-    if (alias := ALIASES.get(builder.model)) is None or not alias.config:
+    if (alias := alias_of(builder.model)) is None or not alias.config:
         return builder
     whole = _Builder(type_)
     whole.add_table(alias.config, f"model {builder.model!r}")

@@ -80,6 +80,13 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _MAX_NAMES = 8
 
 
+def alias_of(name: str) -> Alias | None:
+    """Return the model of an alias; None if a folder has the name of one that needs settings."""
+    alias = ALIASES.get(name)
+    is_folder = alias is not None and bool(alias.config) and Path(name).is_dir()
+    return None if is_folder else alias
+
+
 def find_files(name: str, setting: str = "model") -> ModelFiles:
     """Return the files of a model: an alias, a path, or a Hugging Face id, downloaded or cached.
 
@@ -90,7 +97,7 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
     Raises:
         ModelError: no model has that name; the message has what was tried and what to do.
     """
-    if name in ALIASES:
+    if alias_of(name) is not None:
         return ModelFiles(name, _packaged(name, setting))
     try:
         path = Path(name).expanduser()
@@ -112,9 +119,9 @@ def find_files(name: str, setting: str = "model") -> ModelFiles:
 
 def with_recommended(config: ModelConfig, files: ModelFiles) -> ModelConfig:
     """Return a model's configuration, with its card's sampling if its files recommend none."""
-    if config.default_sampling or files.name not in ALIASES:
+    if config.default_sampling or (alias := alias_of(files.name)) is None:
         return config
-    return replace(config, default_sampling=ALIASES[files.name].sampling)
+    return replace(config, default_sampling=alias.sampling)
 
 
 def unreadable(files: ModelFiles, loaders: Sequence[str], advice: str = "") -> ModelError:

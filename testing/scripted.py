@@ -97,7 +97,7 @@ class HistoryAttention(AttentionBackend[torch.Tensor, AttentionStep]):
                 found.append((value >> 16, value & 0xFFFF))
         result = torch.empty_like(q)
         if found:
-            result[: len(found), 0, :2] = torch.tensor(found, dtype=q.dtype)
+            result[: len(found), 0, :2] = torch.tensor(found, dtype=q.dtype, device=q.device)
         return result
 
 

@@ -81,6 +81,8 @@ class TestThroughTheContract:
             "hardpoint",
         ]
         assert result["not_enabled"] == [
+            "scheduling_policies/ageing_shortest_first "
+            "(acme-scheduling 1.0.0, acme_scheduling.ageing:AgeingShortestFirst)",
             "scheduling_policies/earliest_deadline "
             "(acme-scheduling 1.0.0, acme_scheduling.deadline:EarliestDeadline)",
             "scheduling_policies/tenant_cap (acme-scheduling 1.0.0, acme_scheduling.cap:TenantCap)",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hardpoint.plugins import Command, hookimpl
 
-from . import chat, completion, config, embed, generate, journal, models, trace
+from . import chat, completion, config, embed, generate, models
 from .plugins import command as plugins
+from .records import journal, trace
 from .remote import engine, keys
 from .simulation import calibrate, simulate
 

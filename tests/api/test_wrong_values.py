@@ -42,6 +42,9 @@ LINES = {
     "keys revoke": ["keys", "a"],
     "replay": ["no.journal"],
     "journal export": ["no.journal", "trace"],
+    "trace": ["x"],
+    "simulate": ["no.jsonl"],
+    "calibrate": [],
 }
 
 

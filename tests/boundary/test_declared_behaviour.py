@@ -445,6 +445,8 @@ CHECKED = [
     ("models", "kv_variant", None, "gave None, expected a string"),
     ("attention_backends", "bytes_per_block", 0, "gave 0, expected an int >= 1"),
     ("poolers", "start", 7, "returned int, expected PromptPooler"),
+    ("activation_taps", "sites", [], "gave [], expected TapSites, at least one, each once"),
+    ("activation_taps", "cache_key", "a", "returned str, expected bytes"),
     ("quantizations", "quantize", 1, "gave 1, expected a QuantizedMatrix"),
     ("quantizations", "read", 1, "gave 1, expected a QuantizedMatrix"),
     ("quantizations", "alignment", 0, "gave 0, expected a whole number >= 1"),

@@ -166,9 +166,8 @@ def test_a_half_that_fails_outside_of_a_step_is_named(error):
 
 def test_halves_are_asked_once_for_what_they_have():
     parts = parts_of(half_of(idle=lambda: None), half_of(packs=True))
-    assert not parts  # none takes part in steps with data for it
     assert (parts.packs, parts.work_when_idle) == (True, True)
     parts = parts_of(half_of(hidden=lambda hidden, rows: None))
-    assert parts
+    assert not parts  # no step has begun
     assert (parts.packs, parts.work_when_idle) == (False, False)
     assert parts.idle() is None

@@ -174,7 +174,7 @@ def test_the_command_makes_a_package_and_prints_the_next_ones(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("hook", "acme-a"), "KIND: expected one of adapter_resolvers, attention_backends, "),
+        (("hook", "acme-a"), "KIND: expected one of activation_taps, adapter_resolvers, "),
         (("hooks", "2-acme"), "NAME: expected at most 64 letters, digits, '-', '_' and '.', the f"),
         (("hooks", "acme-"), "the last one a letter or digit, got 'acme-'"),
         (("hooks", "é"), "got 'é'"),
@@ -282,7 +282,7 @@ def test_the_command_ends_with_1_if_there_are_conflicts(folder, capsys, second, 
     [
         ("", "has no table [tool.hardpoint.template]"),
         ("version = 9\nkind = 'hooks'\nname = 'a'", "version: expected 1 to 1, got 9"),
-        ("version = 1\nkind = 'hook'\nname = 'a'", "kind: expected one of adapter_resolvers"),
+        ("version = 1\nkind = 'hook'\nname = 'a'", "kind: expected one of activation_taps"),
         ("version = 1\nname = 'a'", "tool.hardpoint.template.kind: "),
         ("version = [", "is no TOML: "),
     ],

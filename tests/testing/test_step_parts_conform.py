@@ -16,6 +16,7 @@ from support.adapters import write_tensors
 from support.broken.poolers import Largest, Newest
 from support.broken.speculators import LastPair
 from support.broken.step_parts import Drafts, Good, GoodWorker
+from support.broken.taps import Norms, Scaled
 from support.kit_suites import assert_tests_builtins
 from support.searching import kit_examples
 
@@ -30,6 +31,8 @@ from hardpoint.features.recording import RecordedSteps
 from hardpoint.features.retention import Retention
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
+from hardpoint.features.taps import ActivationTaps
+from hardpoint.features.trace import Tracing
 from hardpoint.plugins import (
     EngineCoreRequest,
     GrammarBackend,
@@ -141,6 +144,47 @@ class TestSpeculation(StepPartSuite):
     examples = kit_examples()
     part = Speculation
     components = {"speculators": {"last_pair": LastPair}}
+
+
+class TestActivationTaps(StepPartSuite):
+    examples = kit_examples()
+    part = ActivationTaps
+    components = {"activation_taps": {"norms": Norms, "scaled": Scaled}}
+
+    def requests(self):
+        given = st.sampled_from(
+            [
+                {},
+                {"activation_taps/norms": {}},
+                {"activation_taps/norms": {}, "activation_taps/scaled": {"factor": 0.5}},
+            ]
+        )
+        return st.builds(
+            lambda prompt, arguments: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(include=["activation_taps"] if arguments else []),
+                plugin_args=arguments,
+            ),
+            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            given,
+        )
+
+
+class TestTracing(StepPartSuite):
+    examples = kit_examples()
+    part = Tracing
+
+    def requests(self):
+        return st.builds(
+            lambda prompt, is_traced: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(include=["trace"] if is_traced else []),
+            ),
+            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            st.booleans(),
+        )
 
 
 class TestPooling(StepPartSuite):

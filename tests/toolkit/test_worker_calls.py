@@ -169,6 +169,7 @@ VALUES = {
     bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
+    typing.Any: counts | ids,
 }
 
 

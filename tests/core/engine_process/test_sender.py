@@ -20,7 +20,7 @@ from hardpoint.plugins import (
     EngineCoreOutputs,
     FinishReason,
 )
-from hardpoint.plugins.requests import TokenLogprobs
+from hardpoint.plugins.requests import PartArray, TokenLogprobs
 
 
 def batch(*outputs, **fields):
@@ -265,10 +265,25 @@ def test_observed_logprobs_follow_one_another():
     assert merged.observed_logprobs == [-0.5, -(2.0**-40), -1.5]
 
 
+def test_arrays_of_positions_follow_one_another():
+    queues = ClientSendQueues()
+    for number in range(3):
+        arrays = {"taps": {"a": [PartArray([number], [number])]}}
+        if number == 1:
+            arrays = {"taps": {"b": [PartArray([7], [8])]}}
+        queues.put(0, batch(output("x", [number], part_arrays=arrays)))
+    (merged,) = queues.pop(lambda _: True)[1].outputs
+    found = {
+        key: [array.positions for array in arrays]
+        for key, arrays in merged.part_arrays["taps"].items()
+    }
+    assert found == {"a": [[0], [2]], "b": [[7]]}
+
+
 def test_no_field_of_an_output_is_forgotten():
     looked_at = {"request_id", "finish_reason", "stop_reason", "error", "error_kind"}
     looked_at |= {"faulty_plugin", "new_token_ids", "logprobs", "prompt_logprobs", "events"}
     looked_at |= {"num_nans_in_logits", "num_resumes", "routed_experts", "part_figures"}
     looked_at |= {*_SET_ONCE}
-    looked_at |= {"observed_logprobs"}
+    looked_at |= {"observed_logprobs", "part_arrays"}
     assert {field.name for field in msgspec.structs.fields(EngineCoreOutput)} == looked_at

@@ -22,6 +22,7 @@ from hardpoint.plugins.params import PoolingParams, RepetitionDetection
 from hardpoint.plugins.requests import (
     LoRARequest,
     MultiModalFeature,
+    PartArray,
     ResumedOutputs,
     Retention,
     TokenLogprobs,
@@ -215,6 +216,12 @@ OUTPUTS = whole(
     routed_experts=PLAIN,
     trace_headers=HEADERS,
     part_figures=st.none() | st.dictionaries(TEXT, st.dictionaries(TEXT, COUNT), max_size=2),
+    part_arrays=st.none()
+    | st.dictionaries(
+        TEXT,
+        st.dictionaries(TEXT, st.lists(whole(PartArray, positions=PLAIN, values=PLAIN))),
+        max_size=2,
+    ),
     observed_logprobs=st.none() | st.lists(FLOATS, max_size=3),
     weight_runs=st.none()
     | st.lists(whole(WeightRun, start=COUNT, version=TEXT, kv_version=TEXT), max_size=2),

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from hardpoint.builtin_plugins.commands.sampling import (
+    GREEDY,
+    add_sampling_options,
+    prompt_params,
+    sampling_params,
+)
 from hardpoint.plugins import Command, CommandContext, RequestError
-
-from .sampling import GREEDY, add_sampling_options, prompt_params, sampling_params
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

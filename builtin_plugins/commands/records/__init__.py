@@ -1,0 +1,1 @@
+"""Commands on what an engine has recorded: journals and traces."""

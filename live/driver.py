@@ -145,7 +145,7 @@ class ChangeOwner(Generic[P]):
         """Change the parts of an owner.
 
         Args:
-            owner: the owner, which keeps this; it is closed as soon as nobody keeps it.
+            owner: the owner, which keeps this; it closes as soon as no one keeps it.
             slots: what changes concern in the frontend.
             lingers: as in `Change`.
         """

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hardpoint import plugins
-from hardpoint.plugins import ConfigError, EngineConfig, SamplingParams, hookimpl
+from hardpoint.plugins import (
+    ConfigError,
+    EngineConfig,
+    HardpointError,
+    SamplingParams,
+    hookimpl,
+)
 from hardpoint.plugins.commands import ConfigSources, Generator
 from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.step_record import StepRecord
@@ -112,6 +118,7 @@ def calibrate(
     _check(config)
     with tempfile.TemporaryDirectory(prefix="hardpoint-calibrate-") as folder:
         file = Path(folder) / "steps.jsonl"
+        file.touch()
         with contextlib.closing(open_model(_watched(config, file), config_sources)) as model:
             began = time.perf_counter()
             for _ in _run_batches(model, seconds, random.Random(seed)):
@@ -261,6 +268,8 @@ def _timed(
 
 
 def _cost_of(steps: Sequence[TimedStep], config: EngineConfig) -> CostFile:
+    if not steps:
+        raise HardpointError("calibrate: expected steps to measure, the engine ran none")
     num_blocks, length = config.kv_cache.num_blocks, config.max_model_len
     assert num_blocks is not None
     assert isinstance(length, int)

@@ -292,7 +292,7 @@ def parse_value(text: str) -> Any:
     """Return a text's TOML value (`5`, `true`, `[1, 2]`, `"x"`); the text itself if it has none."""
     try:
         document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number that is too long
         return text
     value = document["value"]
     too_long = isinstance(value, int) and not -(2**63) <= value < 2**63  # no TOML integer is

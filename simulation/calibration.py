@@ -37,6 +37,7 @@ _SMALLEST = 16
 _BATCH_TOKENS = 2048  # tokens of the prompts of a batch
 _OUTPUTS = 24  # tokens of each request of a batch of many
 _WARM_UP = 2  # batches that are not counted
+_MOST_SECONDS = 86_400
 
 OpenModel = Callable[[EngineConfig, ConfigSources], Generator]
 
@@ -110,11 +111,11 @@ def calibrate(
         `{"record": "result", "cost": CostFile as plain data}`.
 
     Raises:
-        ConfigError: `seconds` is not above 0, or a setting cannot be measured.
+        ConfigError: `seconds` is not above 0 or more than a day, or a setting cannot be measured.
         HardpointError: as for opening the model.
     """
-    if not seconds > 0:
-        raise ConfigError(f"seconds: expected a number > 0, got {seconds}")
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ConfigError(f"seconds: expected a number > 0 and <= {_MOST_SECONDS}, got {seconds}")
     _check(config)
     with tempfile.TemporaryDirectory(prefix="hardpoint-calibrate-") as folder:
         file = Path(folder) / "steps.jsonl"

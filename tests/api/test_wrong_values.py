@@ -44,7 +44,7 @@ LINES = {
     "journal export": ["no.journal", "trace"],
     "trace": ["x"],
     "simulate": ["no.jsonl"],
-    "calibrate": [],
+    "calibrate": ["--seconds", "0.01"],
 }
 
 

@@ -244,7 +244,7 @@ class TestCalibrate:
         ("arguments", "message"),
         [
             (["--output", "no/such/cost.json"], "--output: there is no folder 'no/such'"),
-            (["--seconds", "0"], "seconds: expected a number > 0, got 0"),
+            (["--seconds", "0"], "seconds: expected a number > 0 and <= 86400, got 0"),
             (["--set", "parallel.data=2"], "parallel.data: expected 1, which alone is measured"),
             (["--set", 'speculation.use=["ngram"]'], "speculation.use: expected .., which alone"),
         ],

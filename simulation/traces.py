@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from hardpoint import typed
 from hardpoint.errors import HardpointError
+from hardpoint.journal.frames import MARK
 
 from .workload import Segment, SimulatedRequest, cut
 
@@ -112,8 +113,6 @@ class GuidellmRequest(msgspec.Struct):
     info: GuidellmInfo = GuidellmInfo()
 
 
-_JOURNAL = b"hardpoint journal\n"
-
 Reader = Callable[[Path, int | None], list[SimulatedRequest]]
 """Reads a file; the number is the tokens that each of `hash_ids` stands for, None is usual."""
 
@@ -149,7 +148,7 @@ def read_trace(
 def _form_of(path: Path) -> str:
     """Return the form of a file by its first line that is not empty."""
     with path.open("rb") as binary:
-        if binary.read(len(_JOURNAL)) == _JOURNAL:
+        if binary.read(len(MARK)) == MARK:
             return "journal"
     with path.open(encoding="utf-8", errors="replace") as file:
         first = next((line for line in file if line.strip()), "")

@@ -8,26 +8,15 @@ import xml.etree.ElementTree as ElementTree
 
 import msgspec
 import pytest
+from support.costs import made_up_cost
 
 from hardpoint.cli import main
 from hardpoint.plugins import StepCost
-from hardpoint.simulation import CostFile, read_cost
+from hardpoint.simulation import read_cost
 
-COST = CostFile(
-    format="hardpoint step cost",
-    version=1,
-    model="m",
-    machine="here",
-    hardpoint="1",
-    made="now",
+COST = made_up_cost(
     max_model_len=2048,
     num_blocks=256,
-    block_size=16,
-    tokens=[(1, 5.0), (101, 10.0)],
-    single_query=0.1,
-    context_token=0.0,
-    prompt=0.2,
-    prompt_pair=0.0,
     step_cost=StepCost(step=5.0, single_query=0.1, prompt_token=0.05, is_trained=True),
 )
 SYNTHETIC = ["simulate", "synthetic", "--processes", "1"]

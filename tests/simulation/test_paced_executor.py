@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.costs import made_up_cost
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.plugins import HardpointError, StepCost, hookimpl
-from hardpoint.simulation import CostFile
 from hardpoint.testing import history_hash, scripted_config, write_scripted_model
 from hardpoint.testing.scripted import _hash_of
 
@@ -26,21 +26,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 @pytest.fixture
 def cost_file(tmp_path):
     """Returns the path of a file with steps of 20 ms, and 1 ms for each token of a prompt."""
-    cost = CostFile(
-        format="hardpoint step cost",
-        version=1,
-        model="m",
-        machine="here",
-        hardpoint="1",
-        made="now",
+    cost = made_up_cost(
         max_model_len=512,
         num_blocks=64,
-        block_size=16,
         tokens=[(1, 20.0), (101, 120.0)],
         single_query=0.0,
-        context_token=0.0,
         prompt=0.0,
-        prompt_pair=0.0,
         step_cost=StepCost(step=20.0, is_trained=True),
     )
     file = tmp_path / "cost.json"

@@ -6,6 +6,7 @@ import json
 
 import msgspec
 import pytest
+from support.costs import made_up_cost
 
 from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
 from hardpoint.simulation import (
@@ -17,7 +18,6 @@ from hardpoint.simulation import (
     TraceError,
     simulate,
 )
-from hardpoint.simulation.step_costs import CostFile
 from hardpoint.typed import convert
 
 LOAD = {
@@ -35,21 +35,9 @@ LOAD = {
 
 @pytest.fixture
 def file_cost(cost):
-    return CostFile(
-        format="hardpoint step cost",
-        version=1,
-        model="m",
-        machine="here",
-        hardpoint="1",
-        made="now",
+    return made_up_cost(
         max_model_len=4096,
         num_blocks=512,
-        block_size=16,
-        tokens=[(1, 5.0), (101, 10.0)],
-        single_query=0.1,
-        context_token=0.0,
-        prompt=0.2,
-        prompt_pair=0.0,
         step_cost=cost,
     )
 

@@ -39,6 +39,7 @@ from hardpoint.registry.references import handed_over
 
 from .calls.adapter_resolvers import AdapterResolvers
 from .calls.engines import AsyncEngineCalls, Restart, engines_of, with_restart
+from .calls.forks import AsyncForkCalls
 from .calls.live_changes import AsyncLiveChanges
 from .calls.sessions import AsyncSessionCalls
 from .calls.traces import AsyncTraceCalls
@@ -56,6 +57,7 @@ __all__ = ["AsyncLLM"]
 
 class AsyncLLM(
     AsyncProcessorCalls,
+    AsyncForkCalls,
     AsyncSessionCalls,
     AsyncTraceCalls,
     AsyncWeightCalls,

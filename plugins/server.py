@@ -135,6 +135,21 @@ class AsyncGenerator(Protocol):
             EngineDeadError: the engine died; the request may be sent again.
         """
 
+    def fork(
+        self, request_id: str, token_ids: Sequence[int]
+    ) -> c.AsyncGenerator[RequestOutput, None]:
+        """Go on with other outputs in a copy of a request of `generate`; yield the copy's outputs.
+
+        The copy is one more completion of the same prompt, with a number of its own; `abort` ends
+        all of that request id. The source's stream has begun and is not closed.
+
+        Args:
+            token_ids: all output tokens before those to come.
+
+        Raises:
+            RequestError: no request of that id is open, or the copy cannot go on after `token_ids`.
+        """
+
     def open_conversation(
         self,
         sampling_params: SamplingParams | None = None,

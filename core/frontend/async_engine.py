@@ -34,6 +34,7 @@ from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S
 from .outputs.output_collector import CallCollector, RequestOutputCollector
 from .outputs.request_state import rejection
+from .requests.forks import OpenRequests
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
 from .requests.submission import Submission
@@ -48,6 +49,7 @@ class AsyncEngine(WatchedEngine):
         super().__init__(parts, bridge)
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
+        self._open_requests = OpenRequests(parts.clock)
         self._switch_lock = asyncio.Lock()
 
     async def generate(
@@ -80,15 +82,21 @@ class AsyncEngine(WatchedEngine):
         submissions = await self._submit([prompt], submit)
         finished = False
         try:
-            while not finished:
-                output = await collector.get()
-                if (rejected := rejection(output)) is not None:
-                    raise rejected
-                finished = output.finished
-                yield output
+            with self._open_requests.opened(name, submissions[0].children[0]):
+                while not finished:
+                    output = await collector.get()
+                    if (rejected := rejection(output)) is not None:
+                        raise rejected
+                    finished = output.finished
+                    yield output
         finally:
             if not finished:
                 self._forget(submissions)
+
+    def fork(self, request_id: str, token_ids: Sequence[int]) -> AsyncGenerator[Any, None]:
+        """Go on with other outputs in a copy of an open request, as `AsyncLLM.fork` does."""
+        fork = self._open_requests.fork(request_id, token_ids)
+        return self.generate(fork, None, request_id)  # type: ignore[arg-type]
 
     async def generate_all(
         self,

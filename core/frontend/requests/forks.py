@@ -14,23 +14,42 @@ from hardpoint.plugins import EngineCoreRequest, RequestError
 from hardpoint.plugins.resumed import ResumedOutputs
 
 
+class _Family(msgspec.Struct):
+    """The open streams of one request id.
+
+    Attributes:
+        request: the one that was opened first; its forks are copies of it.
+        since: when that was.
+        indices: numbers of the completions to come.
+        num_open: how many are open.
+    """
+
+    request: EngineCoreRequest
+    since: float
+    indices: Iterator[int]
+    num_open: int = 0
+
+
 class OpenRequests:
     """The requests whose streams are open, by the user's id; each may be forked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Know none."""
         self._clock = clock
-        self._open: dict[str, tuple[EngineCoreRequest, float, Iterator[int]]] = {}
+        self._open: dict[str, _Family] = {}
 
     @contextlib.contextmanager
     def opened(self, request_id: str, request: EngineCoreRequest) -> Iterator[None]:
-        """Let a request be forked meanwhile; of several of one id, the first one is."""
-        own = request, self._clock(), itertools.count(request.params.n)
-        known = self._open.setdefault(request_id, own)
+        """Let a request be forked while its stream, or that of a fork, is open."""
+        if (family := self._open.get(request_id)) is None:
+            family = _Family(request, self._clock(), itertools.count(request.params.n))
+            self._open[request_id] = family
+        family.num_open += 1
         try:
             yield
         finally:
-            if known is own:
+            family.num_open -= 1
+            if not family.num_open:
                 del self._open[request_id]
 
     def fork(self, request_id: str, token_ids: Sequence[int]) -> EngineCoreRequest:
@@ -39,18 +58,18 @@ class OpenRequests:
         Raises:
             RequestError: no request of that id is open, or it pools.
         """
-        if (opened := self._open.get(request_id)) is None:
+        if (family := self._open.get(request_id)) is None:
             raise RequestError(f"request_id: {request_id!r} is not the id of an open request")
-        request, since, indices = opened
+        request = family.request
         outputs = typed.convert(token_ids, list[int], path="token_ids", error=RequestError)
         left = None
         if request.timeout is not None:
-            left = max(request.timeout - (self._clock() - since), math.ulp(0.0))
+            left = max(request.timeout - (self._clock() - family.since), math.ulp(0.0))
         scored = request.params.prompt_logprobs is not None
         return msgspec.structs.replace(
             request,
             params=msgspec.structs.replace(request.params, n=1),
-            child_index=next(indices),
+            child_index=next(family.indices),
             resumed=ResumedOutputs(
                 outputs, num_prompt_logprobs=len(request.prompt_token_ids) if scored else 0
             ),

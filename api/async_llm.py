@@ -340,14 +340,16 @@ class AsyncLLM(
     ) -> AsyncGenerator[Any, None]:
         if has_unread_images(prompt):
             return self._outputs_of_images(prompt, params, request_id, extras)
-        return self._engine.generate(prompt, params, request_id, extras)
+        opened = self._open_requests.opened
+        return self._engine.generate(prompt, params, request_id, extras, opened)
 
     async def _outputs_of_images(
         self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
     ) -> AsyncGenerator[Any, None]:
         """Generate, or pool, with images, which are decoded first, in another thread."""
         read = await asyncio.to_thread(self._images.prompt, prompt)
-        outputs = self._engine.generate(read, params, request_id, extras)
+        opened = self._open_requests.opened
+        outputs = self._engine.generate(read, params, request_id, extras, opened)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

@@ -95,6 +95,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 # Folders in which the wheels of the packages in examples/ are installed.
 acme = package_fixture("acme_sampling")
 acme_attention = package_fixture("acme_attention")
+acme_beams = package_fixture("acme_beams")
 acme_caching = package_fixture("acme_caching")
 acme_choice_grammar = package_fixture("acme_choice_grammar")
 acme_communicators = package_fixture("acme_communicators")

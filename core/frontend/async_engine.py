@@ -17,6 +17,7 @@ from hardpoint.live.change import Action
 from hardpoint.live.driver import next_of
 from hardpoint.live.settings import Asked
 from hardpoint.plugins import (
+    EngineCoreRequest,
     FinishReason,
     HardpointError,
     RequestError,
@@ -34,11 +35,12 @@ from .engine_parts import EngineParts
 from .frontend import METRICS_TIMEOUT_S
 from .outputs.output_collector import CallCollector, RequestOutputCollector
 from .outputs.request_state import rejection
-from .requests.forks import OpenRequests
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
 from .requests.submission import Submission
 from .watched_engine import WatchedEngine
+
+Opened = contextlib.AbstractContextManager[None]
 
 
 class AsyncEngine(WatchedEngine):
@@ -49,19 +51,20 @@ class AsyncEngine(WatchedEngine):
         super().__init__(parts, bridge)
         self._send_queue = SendQueue()
         self._request_ids = itertools.count()
-        self._open_requests = OpenRequests(parts.clock)
         self._switch_lock = asyncio.Lock()
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EngineCoreRequest,
         params: Params | None = None,
         request_id: str | None = None,
         extras: RequestExtras = NO_EXTRAS,
+        opened: Callable[[str, EngineCoreRequest], Opened] = lambda *_: contextlib.nullcontext(),
     ) -> AsyncGenerator[Any, None]:
         """Complete a prompt, or pool it; yield outputs as they come.
 
-        Leaving the loop early, or cancelling the task, aborts the request.
+        Leaving the loop early, or cancelling the task, aborts the request. `opened` returns what is
+        entered while the stream of a sent request is open, by its id.
 
         Raises:
             RequestError, OverloadedError: the request is wrong, or too many wait.
@@ -82,7 +85,7 @@ class AsyncEngine(WatchedEngine):
         submissions = await self._submit([prompt], submit)
         finished = False
         try:
-            with self._open_requests.opened(name, submissions[0].children[0]):
+            with opened(name, submissions[0].children[0]):
                 while not finished:
                     output = await collector.get()
                     if (rejected := rejection(output)) is not None:
@@ -92,11 +95,6 @@ class AsyncEngine(WatchedEngine):
         finally:
             if not finished:
                 self._forget(submissions)
-
-    def fork(self, request_id: str, token_ids: Sequence[int]) -> AsyncGenerator[Any, None]:
-        """Go on with other outputs in a copy of an open request, as `AsyncLLM.fork` does."""
-        fork = self._open_requests.fork(request_id, token_ids)
-        return self.generate(fork, None, request_id)  # type: ignore[arg-type]
 
     async def generate_all(
         self,

@@ -1,0 +1,46 @@
+"""The route finds the likeliest outputs; a wrong request is refused."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from acme_beams import Beams, beam_search
+
+from hardpoint import AsyncLLM, RequestError, SamplingParams
+from hardpoint.testing import HookSuite, scripted_config, serve, write_scripted_model
+
+pytest_plugins = ["hardpoint.testing"]
+
+
+class TestBeams(HookSuite):
+    hooks = Beams
+
+
+def test_the_route_returns_the_best_outputs_first():
+    with serve({"plugins": {"enable": ["beams"]}}) as server:
+        body = {"prompt": [1, 2, 3], "max_tokens": 6, "num_beams": 3, "n": 2}
+        answer = server.ask("/acme/beams", body)
+        assert answer.status == 200, server.log
+        first, second = answer.json()["beams"]
+        assert first["score"] >= second["score"]
+        assert first["token_ids"] != second["token_ids"]
+        refused = server.ask("/acme/beams", {**body, "num_beams": 0})
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "num_beams")
+
+
+def test_beams_need_a_limit_and_no_request_is_left(tmp_path: Path):
+    async def search():
+        config = scripted_config(write_scripted_model(tmp_path / "model"))
+        async with AsyncLLM(config=config) as llm:
+            with pytest.raises(RequestError, match="expected max_tokens, and no stop strings"):
+                await beam_search(llm, [1, 2], SamplingParams(max_tokens=None), 2)
+            params = SamplingParams(max_tokens=5, ignore_eos=True)
+            found = await beam_search(llm, [1, 2], params, 3)
+            again = await beam_search(llm, [1, 2], params, 3)
+            assert [beam.token_ids for beam in found] == [beam.token_ids for beam in again]
+            with pytest.raises(RequestError, match="'r' is not the id of an open request"):
+                llm.fork("r", [1])
+            stats = await llm.scheduler_stats()
+            assert (len(found), stats.num_waiting) == (3, 0)
+
+    asyncio.run(search())

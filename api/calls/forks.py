@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -116,5 +117,5 @@ class AsyncForkCalls:
                 logits processor cannot go on after outputs.
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
-        fork = self._open_requests.fork(request_id, token_ids)
+        fork: Any = self._open_requests.fork(request_id, token_ids)
         return self._engine.generate(fork, None, request_id, opened=self._open_requests.opened)

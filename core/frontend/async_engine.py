@@ -55,7 +55,7 @@ class AsyncEngine(WatchedEngine):
 
     async def generate(
         self,
-        prompt: Prompt | EngineCoreRequest,
+        prompt: Prompt,
         params: Params | None = None,
         request_id: str | None = None,
         extras: RequestExtras = NO_EXTRAS,

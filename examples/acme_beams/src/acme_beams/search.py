@@ -72,7 +72,7 @@ async def beam_search(
         length_penalty: the larger, the more longer outputs are preferred.
         early_stopping: whether `num_beams` outputs are enough, though a better one may come.
         request_id: `abort` ends the search by it.
-        options: of `AsyncLLM.generate`.
+        options: those of `AsyncLLM.generate`.
 
     Raises:
         RequestEndedError: a beam was aborted, failed or ran out of time.
@@ -101,12 +101,12 @@ async def beam_search(
                 for token, logprob in entry.items()
                 if math.isfinite(logprob) and (length > params.min_tokens or token not in ends)
             ]
-            grown = sorted(grown, key=lambda each: -each[0])[:width]
+            grown = sorted(grown, key=lambda item: -item[0])[:width]
             ended = [length == limit or tokens[-1] in ends for _, tokens, _ in grown]
             for (total, tokens, _), has_ended in zip(grown[:num_beams], ended, strict=False):
                 if has_ended:
                     found.append((total / length**length_penalty, total, tokens))
-            found = sorted(found, key=lambda each: -each[0])[:num_beams]
+            found = sorted(found, key=lambda item: -item[0])[:num_beams]
             going_on = [one for one, has_ended in zip(grown, ended, strict=True) if not has_ended]
             if not going_on:
                 break

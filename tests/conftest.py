@@ -49,8 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hardpoint-tests-")
         if path := config.getoption("durations_file"):
             config.pluginmanager.register(Durations(path))
-    # What other programs make does not look as if a test had left it behind. Of the folders of pytest
-    # itself the last ones stay, where they always are.
+    # What other programs make does not look as if a test had left it behind. The last folders of
+    # pytest itself stay.
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hp-", dir=shared)
     settings.load_profile("nightly" if config.getoption("all") else "ci")

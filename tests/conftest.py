@@ -14,6 +14,7 @@ from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
 from support.installed_metadata import read_metadata_once
+from support.nightly import is_nightly
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
 
@@ -67,7 +68,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("all"):
         for item in items:
-            if item.get_closest_marker("nightly"):
+            if item.get_closest_marker("nightly") or is_nightly(item.nodeid):
                 item.add_marker(pytest.mark.skip(reason="takes long: scripts/test --all runs it"))
 
 

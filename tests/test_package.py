@@ -133,6 +133,7 @@ def test_every_entry_point_loads():
         assert point.load() is not None
 
 
+@pytest.mark.nightly
 def test_the_version_is_one(installed):
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for cwd in (installed, ROOT):  # the root's folders must not shadow the package

@@ -185,7 +185,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
         request_ids: requests of "abort"; None is all.
         method: name of the control call.
         arguments: its arguments, encoded as requests are.
-        returned: of a poll, whether what it asked for was done.
+        returned: whether what a poll asked for was done; None for other calls.
         clock: readings of the engine's clock, in seconds.
         times: readings of the clock that measures steps, in seconds.
         late_aborts: requests that were aborted while the step ran.

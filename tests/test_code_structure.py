@@ -66,7 +66,7 @@ SMALL_MODULES = {
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
-    "hardpoint.builtin_plugins.models.gemma_processor": "run by its path, in a limited process",
+    "hardpoint.builtin_plugins.models.gemma.processor": "run by its path, in a limited process",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.registry.adapters.vllm": "which form a class has, beside an adapter for each",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",

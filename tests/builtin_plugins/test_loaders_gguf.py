@@ -20,7 +20,7 @@ from support.builtins.model_harness import Runner, load_model, open_loader, sche
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_architectures import ARCHITECTURES
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
-from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
+from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral

@@ -19,8 +19,8 @@ from hardpoint.builtin_plugins.attention.triton import TritonAttention
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
-from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
-from hardpoint.builtin_plugins.models.gemma_images import Gemma3WithImages
+from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
+from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral

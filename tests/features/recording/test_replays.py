@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.models.gemma import Gemma3
+from hardpoint.builtin_plugins.models.gemma.text import Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.olmo2 import Olmo2

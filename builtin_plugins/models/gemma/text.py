@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from hardpoint.builtin_plugins.models.llama import FULL, SLIDING, DecoderLayer, Llama
 from hardpoint.plugins import ModelContext
 from hardpoint.toolkit.hf_config import short
 from hardpoint.toolkit.layers import RMSNorm, RotaryEmbedding
-
-from .llama import FULL, SLIDING, DecoderLayer, Llama
 
 
 class _Gemma(Llama):

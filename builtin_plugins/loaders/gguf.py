@@ -172,15 +172,13 @@ class GGUFLoader(WeightLoader):
     @cached_property
     def _architecture(self) -> Architecture:
         experts = self._file.scalar(f"{self._name}.expert_count", int)
-        found = architecture_of(self._name, bool(experts))
+        window = self._file.scalar(f"{self._name}.attention.sliding_window", int)
+        found = architecture_of(self._name, bool(experts), bool(window))
         if experts and "expert_count" not in found.fields:
             raise ModelError(
                 f"{self._source}: {self._name}.expert_count: mixtures of experts are not "
                 f"supported, got {experts}"
             )
-        for key, reason in found.refused.items():
-            if self._file.value(f"{self._name}.{key}"):
-                raise ModelError(f"{self._source}: {self._name}.{key}: {reason}")
         return found
 
     def _refuse_changes(self, head_size: int) -> None:
@@ -269,7 +267,7 @@ class GGUFLoader(WeightLoader):
         rope |= self._partial_rotation(head_size) | self._rope_scaling()
         if (window_theta := self._architecture.window_theta) is None:
             return rope
-        stated = self._positive(f"{prefix}.freq_base_swa") or window_theta
+        stated = self._positive(f"{prefix}.freq_base_swa") or window_theta or theta
         window = {"rope_type": "default", "rope_theta": stated}
         return {"full_attention": rope, "sliding_attention": window}
 

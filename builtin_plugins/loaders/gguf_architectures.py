@@ -29,6 +29,7 @@ REQUIRED = (
     "block_count",
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
     "context_length",
 )
 _FIELDS: dict[str, tuple[str, type]] = {
@@ -65,6 +66,12 @@ _GEMMA = {
     **_LLAMA,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS_AFTER = {
+    **_SELF_ATTENTION,
+    **_DENSE,
+    "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERTS = {
@@ -127,9 +134,8 @@ class Architecture:
         derive: returns the fields that no metadata has, of a config with the others.
         is_permuted: whether rows of q and k are permuted within each head.
         norm_offset: what is added to the weights of norms.
-        window_theta: base frequency of layers with a sliding window, unless the file has one; None
-            for architectures that have one for all.
-        refused: why files that have some metadata cannot be loaded, by its key.
+        window_theta: base frequency of layers with a sliding window, unless the file has one; 0 is
+            that of the others, None is for architectures with one set of parameters for all.
     """
 
     name: str
@@ -139,11 +145,13 @@ class Architecture:
     is_permuted: bool = False
     norm_offset: float = 0.0
     window_theta: float | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
 
     def all_fields(self) -> dict[str, tuple[str, type]]:
         """Return Hugging Face names and types by key of the metadata."""
-        return {**_FIELDS, **self.fields}
+        fields = {**_FIELDS, **self.fields}
+        if "attention.layer_norm_epsilon" in fields:  # of norms that subtract the mean, too
+            del fields["attention.layer_norm_rms_epsilon"]
+        return fields
 
     def hf_name(self, name: str) -> str | None:
         """Return the Hugging Face name of a tensor; None if it has none."""
@@ -234,15 +242,22 @@ ARCHITECTURES = {
         derive=_granite,
         is_permuted=True,
     ),
-    "olmo2": Architecture(
-        name="Olmo2ForCausalLM",
-        blocks={
-            **_SELF_ATTENTION,
-            **_DENSE,
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
+    "olmo2": Architecture(name="Olmo2ForCausalLM", blocks=_NORMS_AFTER),
+    "cohere2": Architecture(
+        name="Cohere2ForCausalLM",
+        fields={
+            "attention.layer_norm_epsilon": ("layer_norm_eps", float),
+            "logit_scale": ("logit_scale", float),
         },
-        refused={"attention.sliding_window": "OLMo 3, which has windows, is not supported"},
+    ),
+    "glm4": Architecture(
+        name="Glm4ForCausalLM",
+        blocks={
+            **_LLAMA,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
     ),
     "phi3": Architecture(
         name="Phi3ForCausalLM",
@@ -276,6 +291,14 @@ _MIXTRAL = Architecture(
 )
 
 
-def architecture_of(name: str, has_experts: bool) -> Architecture:
-    """Return one of `ARCHITECTURES`; files of Mixtral are called "llama" too."""
-    return _MIXTRAL if name == "llama" and has_experts else ARCHITECTURES[name]
+_OLMO3 = Architecture(name="Olmo3ForCausalLM", blocks=_NORMS_AFTER, window_theta=0.0)
+
+
+def architecture_of(name: str, has_experts: bool, has_window: bool = False) -> Architecture:
+    """Return one of `ARCHITECTURES`, or another one whose files are called the same.
+
+    Those of Mixtral are called "llama" and have experts, those of OLMo 3 "olmo2" and have a window.
+    """
+    if name == "llama" and has_experts:
+        return _MIXTRAL
+    return _OLMO3 if name == "olmo2" and has_window else ARCHITECTURES[name]

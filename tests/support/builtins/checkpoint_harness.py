@@ -126,7 +126,8 @@ def _metadata(config, architecture: str) -> dict:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim if hasattr(config, "head_dim") else 16,
         "context_length": config.max_position_embeddings,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": getattr(config, "layer_norm_eps", None),
         "rope.freq_base": rope["rope_theta"],
     }
     if architecture.startswith("gemma"):
@@ -138,13 +139,19 @@ def _metadata(config, architecture: str) -> dict:
     if architecture == "phi3":
         values["attention.key_length"] = None
         values["attention.sliding_window"] = config.sliding_window or 0
-        values["rope.dimension_count"] = int(16 * rope.get("partial_rotary_factor", 1))
+        values["rope.dimension_count"] = 16
     if hasattr(config, "num_experts_per_tok"):
         count = getattr(config, "num_experts", None) or config.num_local_experts
         values |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
         shared = getattr(config, "shared_expert_intermediate_size", None)
         values["expert_shared_feed_forward_length"] = shared
+    if architecture in ("cohere2", "olmo2"):
+        values["attention.sliding_window"] = getattr(config, "sliding_window", None)
+        values["logit_scale"] = getattr(config, "logit_scale", None)
+    if "partial_rotary_factor" in rope:
+        size = int(getattr(config, "head_dim", 16) * rope["partial_rotary_factor"])
+        values["rope.dimension_count"] = size
     if architecture == "granite":
         values["attention.scale"] = config.attention_multiplier
         values["embedding_scale"] = config.embedding_multiplier

@@ -20,6 +20,7 @@ from .gguf_architectures import (
     BLOCK,
     EMBEDDING,
     HEAD,
+    MAY_BE_ZERO,
     MOST_EXPERTS,
     NEUTRAL,
     REQUIRED,
@@ -74,6 +75,7 @@ class GGUFLoader(WeightLoader):
             "tie_word_embeddings": HEAD not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         }
         hf |= self._fields()
         self._refuse_changes(hf["head_dim"])
@@ -187,7 +189,7 @@ class GGUFLoader(WeightLoader):
         Raises:
             ModelError: there is some.
         """
-        neutral = {**NEUTRAL, "attention.value_length": (head_size,)}
+        neutral = {**NEUTRAL, "attention.value_length": (head_size,), **self._architecture.neutral}
         if (
             _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors
         ):  # with which it is read
@@ -245,7 +247,7 @@ class GGUFLoader(WeightLoader):
             if value is None:
                 continue
             found[name] = value
-            if kind is int:
+            if kind is int and (value or key not in MAY_BE_ZERO):
                 limits = {"at_most": MOST_EXPERTS} if key == "expert_count" else {}
                 ConfigFields({key: value}, prefix).whole(key, **limits)
         heads = found["num_attention_heads"]

@@ -32,6 +32,8 @@ REQUIRED = (
     "attention.layer_norm_epsilon",
     "context_length",
 )
+MAY_BE_ZERO = ("leading_dense_block_count", "nextn_predict_layers")
+"""Whole numbers that need not be at least 1."""
 _FIELDS: dict[str, tuple[str, type]] = {
     "embedding_length": ("hidden_size", int),
     "feed_forward_length": ("intermediate_size", int),
@@ -86,6 +88,8 @@ _EXPERT_FIELDS: dict[str, tuple[str, type]] = {
     "expert_feed_forward_length": ("moe_intermediate_size", int),
 }
 
+_WHOLE_NAMES = ("mlp.gate.e_score_correction_bias",)
+"""Of tensors that are no `weight` or `bias` of a layer."""
 MOST_EXPERTS = 1024
 """Of a block, each of which has matrices of its own; llama.cpp has room for 512."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -136,6 +140,7 @@ class Architecture:
         norm_offset: what is added to the weights of norms.
         window_theta: base frequency of layers with a sliding window, unless the file has one; 0 is
             that of the others, None is for architectures with one set of parameters for all.
+        neutral: instead of those in `NEUTRAL`, which are of most architectures.
     """
 
     name: str
@@ -145,6 +150,7 @@ class Architecture:
     is_permuted: bool = False
     norm_offset: float = 0.0
     window_theta: float | None = None
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def all_fields(self) -> dict[str, tuple[str, type]]:
         """Return Hugging Face names and types by key of the metadata."""
@@ -157,7 +163,8 @@ class Architecture:
         """Return the Hugging Face name of a tensor; None if it has none."""
         if match := BLOCK.fullmatch(name):
             inner = self.blocks.get(match[2])
-            return inner and f"model.layers.{match[1]}.{inner}.{match[3]}"
+            suffix = "" if inner in _WHOLE_NAMES else f".{match[3]}"
+            return inner and f"model.layers.{match[1]}.{inner}{suffix}"
         return OUTER_NAMES.get(name)
 
 
@@ -177,6 +184,12 @@ def _gemma3(config: Fields) -> Fields:
     if "sliding_window" not in config:
         derived["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     return derived
+
+
+def _glm4_moe(config: Fields) -> Fields:
+    # The last blocks predict further tokens: they are no layers.
+    layers = config["num_hidden_layers"] - config.get("num_nextn_predict_layers", 0)
+    return {"num_hidden_layers": layers}
 
 
 def _granite(config: Fields) -> Fields:
@@ -258,6 +271,31 @@ ARCHITECTURES = {
             "ffn_up": "mlp.gate_up_proj",
             "post_ffw_norm": "post_mlp_layernorm",
         },
+    ),
+    "glm4moe": Architecture(
+        name="Glm4MoeForCausalLM",
+        blocks={
+            **_LLAMA,
+            **_EXPERTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        fields={
+            **_EXPERT_FIELDS,
+            "expert_count": ("n_routed_experts", int),
+            "expert_group_count": ("n_group", int),
+            "expert_group_used_count": ("topk_group", int),
+            "expert_shared_count": ("n_shared_experts", int),
+            "expert_weights_norm": ("norm_topk_prob", bool),
+            "expert_weights_scale": ("routed_scaling_factor", float),
+            "leading_dense_block_count": ("first_k_dense_replace", int),
+            "nextn_predict_layers": ("num_nextn_predict_layers", int),
+        },
+        derive=_glm4_moe,
+        neutral={"expert_gating_func": (2,)},
     ),
     "phi3": Architecture(
         name="Phi3ForCausalLM",

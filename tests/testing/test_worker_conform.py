@@ -22,7 +22,7 @@ from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.cohere2 import Cohere2
 from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
 from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
-from hardpoint.builtin_plugins.models.glm4 import Glm4
+from hardpoint.builtin_plugins.models.glm4 import Glm4, Glm4Moe
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
@@ -253,6 +253,21 @@ class TestGlm4(ModelSuite):
     examples = kit_examples(0.1)
     model = Glm4
     config = config("Glm4", **DIVISIBLE | {"num_key_value_heads": 6}, head_dim=8)
+
+
+@pytest.mark.nightly
+class TestGlm4Moe(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Glm4Moe
+    config = config(
+        "Glm4Moe",
+        head_dim=16,
+        n_routed_experts=4,
+        n_group=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        use_qk_norm=True,
+    )
 
 
 class TestPhi3(ModelSuite):

@@ -55,10 +55,12 @@ class Cohere2(TypedLayers):
             turns = None if rope is None else angles[rope]
             attended = layer.output(batch.attend(index, q, k, v, turns).flatten(1))
             delta = self.run_mlp(index, h, batch)
-            for part, result in (("attention", attended), ("mlp", delta)):
-                if added is not None:
-                    added(self._my_layers[index], part, x, result)
-                add(x, result)
+            if added is not None:
+                added(self._my_layers[index], "attention", x, attended)
+            add(x, attended)
+            if added is not None:
+                added(self._my_layers[index], "mlp", x, delta)
+            add(x, delta)
         return self._norm(x) if self.context.parallel.is_last else x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -427,5 +427,6 @@ def _neighbours_in_halves(heads: torch.Tensor, size: int) -> torch.Tensor:
     Of the first `size` elements, those at even places come first. Scores are the same, as long as
     queries and keys have one order.
     """
-    rotated = heads[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs = heads[..., :size].reshape(*heads.shape[:-1], size // 2, 2)
+    rotated = pairs.transpose(-1, -2).flatten(-2)
     return rotated if size == heads.shape[-1] else torch.cat((rotated, heads[..., size:]), -1)

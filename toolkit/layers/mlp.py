@@ -155,7 +155,7 @@ class SigmoidRouting:
         scores = _sigmoid(logits)
         ranked = scores + bias
         if self.chosen_groups < self.groups:
-            grouped = ranked.unflatten(-1, (self.groups, -1))
+            grouped = ranked.view(len(ranked), self.groups, -1)
             best = grouped.topk(2).values.sum(-1).topk(self.chosen_groups).indices
             counts = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
             ranked = grouped.masked_fill(~counts.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -40,7 +40,6 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.executors.multiproc_watch": "the time of steps, not their calls",
     "hardpoint.builtin_plugins.grammars.schemas.errors": "what users read of a refusal",
     "hardpoint.builtin_plugins.scaffold.merging": "an algorithm with tests of its own",
-    "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.builtin_plugins.server.operations.websockets": "another protocol and its library",

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from hardpoint.builtin_plugins.models.layer_types import TypedLayers
+from hardpoint.builtin_plugins.models.llama import FULL, SLIDING, DecoderLayer
 from hardpoint.plugins import ModelContext
-from hardpoint.toolkit.hf_config import short
 from hardpoint.toolkit.layers import RMSNorm, RotaryEmbedding
 
-from .llama import FULL, SLIDING, DecoderLayer, Llama
 
-
-class _Gemma(Llama):
+class _Gemma(TypedLayers):
     """Common to both.
 
     The weights of norms are what is added to 1, embeddings are multiplied by the square root of
@@ -42,22 +41,6 @@ class _Gemma(Llama):
         self._attention_scale = 1.0 / math.sqrt(fields.number("query_pre_attn_scalar"))
         self._attention_softcap = self._softcap("attn_logit_softcapping")
         self._logits_softcap = self._softcap("final_logit_softcapping")
-
-    def full_attention_interval(self) -> int:
-        """Return n: of n layers the last one has full attention, the others have a window."""
-        return 2
-
-    def types(self) -> list[str]:
-        """Return each layer's type; a config without `layer_types` has them in a fixed pattern."""
-        interval = self.full_attention_interval()
-        return self.layer_types(
-            [SLIDING if (layer + 1) % interval else FULL for layer in range(self._num_layers)]
-        )
-
-    def windows(self) -> list[int | None]:
-        """Return each layer's sliding window, from `sliding_window` and its type."""
-        window = self._fields.optional_whole("sliding_window")
-        return [window if kind == SLIDING else None for kind in self.types()]
 
     def attention_scale(self) -> float:
         """Return 1 / sqrt(query_pre_attn_scalar)."""
@@ -102,6 +85,7 @@ class Gemma2(_Gemma):
 
     contract = 1
     replayable = True
+    interval = 2
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
@@ -138,29 +122,6 @@ class Gemma3(_Gemma):
         The parameters are in `rope_parameters` by type of layer, or in `rope_theta` and
         `rope_scaling` for full attention, and `rope_local_base_freq` for windows.
         """
-        fields, stated = self._fields, self._fields.table("rope_parameters")
-        if unknown := stated.keys() - {FULL, SLIDING}:
-            raise fields.error(
-                "rope_parameters",
-                f"expected a table for {FULL} and one for {SLIDING}, got {short(min(unknown))}",
-            )
-        ropes = {}
-        for kind, theta, default in (
-            (FULL, "rope_theta", 1e6),
-            (SLIDING, "rope_local_base_freq", 1e4),
-        ):
-            parameters = stated.get(kind) or {}
-            if not isinstance(parameters, Mapping):
-                raise fields.error(
-                    "rope_parameters", f"{kind}: expected a table, got {short(parameters)}"
-                )
-            if not parameters and kind == FULL:
-                parameters = fields.table("rope_scaling")
-            parameters = {"rope_theta": fields.number(theta, default), **parameters}
-            ropes[kind] = RotaryEmbedding(
-                self._head_size,
-                self.context,
-                source=self._source,
-                fields={**self._hf, "rope_parameters": parameters},
-            )
-        return [ropes[kind] for kind in self.types()]
+        return self.rotary_embeddings_by_type(
+            {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
+        )

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hardpoint.builtin_plugins.models.encoders.encoder import ACTIVATIONS, LayerNorm
 from hardpoint.plugins import ModelContext
 from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import PackedLayer
-
-from .encoder import ACTIVATIONS, LayerNorm
 
 _MAX_LAYERS = 1 << 10
 

@@ -19,9 +19,9 @@ from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.hf_config import ConfigFields, short
 from hardpoint.toolkit.layers import PackedLayer, RMSNorm
 
-from . import gemma_processor
-from .gemma import Gemma3
+from . import processor as image_processor
 from .siglip import SiglipTower, Tensors
+from .text import Gemma3
 
 _TEXT = "language_model."
 _OWN = ("model.", "lm_head.")
@@ -64,7 +64,7 @@ class Gemma3Images(MediaFormat):
             for name in ("image_mean", "image_std")
         )
         self.factor = ConfigFields(processor, "image processor").number("rescale_factor", 1 / 255)
-        self.processor, self.processor_settings = gemma_processor.__file__, {"size": size}
+        self.processor, self.processor_settings = image_processor.__file__, {"size": size}
         self.settings = json.dumps(["gemma3", _VERSION, size, self.factor, self.mean, self.std])
 
     def _check(self, fields: ConfigFields, processor: Mapping[str, Any], size: int) -> None:

@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo Team, 2024): Llama with norms of what attention and the MLP return."""
+"""OLMo 2 and 3 (OLMo Team): Llama with norms of what attention and the MLP return."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from hardpoint.plugins import ModelContext
 from hardpoint.plugins.parallel import Cut
-from hardpoint.toolkit.layers import RMSNorm
+from hardpoint.toolkit.layers import RMSNorm, RotaryEmbedding
 
-from .llama import DecoderLayer, Llama
+from .layer_types import TypedLayers
+from .llama import LAYER_TYPES, DecoderLayer, Llama
 
 
 class Olmo2(Llama):
-    """The results of attention and the MLP are normalised, not what they get.
+    """OLMo 2 (2024): the results of attention and the MLP are normalised, not what they get.
 
     q and k are normalised too, over all heads together.
     """
@@ -61,6 +62,21 @@ class Olmo2(Llama):
             attention_output_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
             mlp_output_norm=self._rms_norm(f"{name}.post_feedforward_layernorm", self._hidden),
         )
+
+
+class Olmo3(Olmo2, TypedLayers):
+    """OLMo 3 (2025): three of four layers have a window; a scaling of RoPE is of the others."""
+
+    contract = 1
+    replayable = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        **Olmo2.config_defaults,
+        "sliding_window": 4096,
+    }
+
+    def rotary_embeddings(self) -> list[RotaryEmbedding]:
+        """Return each layer's, of its type."""
+        return self.rotary_embeddings_by_type(dict.fromkeys(LAYER_TYPES, ("rope_theta", 5e5)))
 
 
 class _PartialNorm(RMSNorm):

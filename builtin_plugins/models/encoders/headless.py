@@ -7,13 +7,12 @@ from typing import ClassVar
 
 import torch
 
+from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.plugins import ModelContext
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 from hardpoint.toolkit.layers import Linear, PackedLayer
-
-from .llama import Llama
-from .qwen import Qwen2, Qwen3
 
 _PREFIX = "model."
 

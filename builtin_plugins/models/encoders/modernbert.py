@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from hardpoint.builtin_plugins.models.llama import FULL, SLIDING
 from hardpoint.plugins import ForwardBatch, ModelContext
 from hardpoint.toolkit.hf_config import short
 from hardpoint.toolkit.layers import Embedding, Linear, PackedLayer, RotaryEmbedding
 
 from .encoder import Encoder, LayerNorm
-from .llama import FULL, SLIDING
 
 _THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 """The field of each type of layer, and its value where the config has none."""

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from http_load.target import Target
+from .target import Target
 
 
 class Receiver(Protocol):

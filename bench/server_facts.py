@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from http_load.answers import Document
-from http_load.connection import Pool
-from http_load.workload import VOCABULARY, Costs
+from hardpoint.plugins import ConfigError
 
-
-async def get_json(pool: Pool, path: str) -> Any:
-    """Return the document of a route, or None if the server has none there."""
-    document = Document()
-    await pool.ask(pool.request("GET", path), document)
-    return document.json()
+from .answers import Document, message_of
+from .connection import Pool
+from .prompts import VOCABULARY, Costs
 
 
 async def find_model(pool: Pool) -> str:
     """Return the first model that the server lists.
 
     Raises:
-        ValueError: it lists none.
+        ConfigError: it lists none, or refuses to.
+        OSError: there is no server.
     """
-    listed = await get_json(pool, "/v1/models")
+    document = Document()
+    await pool.ask(pool.request("GET", "/v1/models"), document)
     try:
-        return str(listed["data"][0]["id"])
+        return str(document.json()["data"][0]["id"])
     except (TypeError, KeyError, IndexError):
-        raise ValueError("--model: needed, for GET /v1/models lists no model") from None
+        raise ConfigError(
+            "model: expected its name as the server knows it, for GET /v1/models lists none: "
+            f"{document.status} {message_of(document.content)}"
+        ) from None
 
 
 async def measure_costs(pool: Pool, model: str, *, chat: bool) -> Costs:

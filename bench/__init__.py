@@ -1,0 +1,23 @@
+"""Measurements of servers and of starts: loads over HTTP, sweeps of settings, stages of a start."""
+
+from .load import Traffic
+from .measures import ClientReport, LoadReport
+from .measuring import Plan, ServerAddress, measure_server
+from .prompts import RequestForm
+
+# from .startup import StartupPlan, measure_startup
+# from .sweeping import SweepPlan, sweep
+
+__all__ = [
+    "ClientReport",
+    "LoadReport",
+    "Plan",
+    "RequestForm",
+    "ServerAddress",
+    #    "StartupPlan",
+    #    "SweepPlan",
+    "Traffic",
+    "measure_server",
+    #    "measure_startup",
+    #    "sweep",
+]

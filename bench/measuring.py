@@ -1,0 +1,179 @@
+"""Sends loads to a server, one after the other, and reports each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from hardpoint.plugins import ConfigError, HardpointError
+from hardpoint.simulation import Load, Objective
+from hardpoint.typed import Strict, convert
+
+from .connection import Pool
+from .load import Traffic
+from .measures import report
+from .processes import LoadRun, run_on_uvloop, send_load
+from .prompts import Costs, RequestForm
+from .server_facts import find_model, measure_costs
+from .server_process import ServerStart, running_server
+from .target import Target
+
+API_KEY = "HARDPOINT_API_KEY"
+"""Variable of the environment with the key of a server that was started."""
+NOT_COUNTED = "/tokenize is not available: a term of a prompt counts as a token."
+
+
+class ServerAddress(Strict):
+    """Where a server is, and what it asks of clients.
+
+    Attributes:
+        url: http://HOST:PORT, https://HOST:PORT or http+unix:///PATH.
+        uds: path of a Unix socket by which the URL's host is reached.
+        verify: whether the certificate is checked.
+        api_key: key of requests.
+    """
+
+    url: str
+    uds: str = ""
+    verify: bool = True
+    api_key: str = ""
+
+    @property
+    def target(self) -> Target:
+        """The parsed address."""
+        return Target.parse(self.url, uds=self.uds, verify=self.verify)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of each request."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+class Plan(Strict):
+    """The loads that are sent to a server.
+
+    Attributes:
+        load: the requests.
+        traffic: how they are sent, one load after the other.
+        form: form of the requests.
+        objective: the service level objective.
+    """
+
+    load: Load = Load()
+    traffic: list[Traffic]
+    form: RequestForm = RequestForm()
+    objective: Objective = Objective()
+
+    def checked(self) -> Plan:
+        """Return this plan.
+
+        Raises:
+            ConfigError, TraceError: something in it is wrong; names it.
+        """
+        if not self.traffic:
+            raise ConfigError("traffic: expected at least one, got none")
+        names = [traffic.name for traffic in self.traffic]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"traffic: {name!r} is given twice")
+        for traffic in self.traffic:
+            traffic.check()
+        self.load.requests()
+        return self
+
+
+def plan_of(fields: Mapping[str, Any] | Plan) -> Plan:
+    """Return a plan by its fields.
+
+    Raises:
+        ConfigError, TraceError: something in it is wrong; names it.
+    """
+    plain = msgspec.to_builtins(fields)
+    return convert(plain, Plan, path="").checked()
+
+
+def measure_server(
+    server: ServerAddress | ServerStart | Mapping[str, Any], plan: Plan | Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Send loads to a server that speaks OpenAI's API; report what its clients see.
+
+    An interrupt (SIGINT) ends the load that is being sent, whose report has what was measured, and
+    no further one is sent.
+
+    Args:
+        server: the server, or one to start; or the fields of `ServerAddress` or of `ServerStart`.
+        plan: the loads, or the fields of `Plan`.
+
+    Yields:
+        `{"record": "progress", "load", "good", "failed", "of", "seconds"}`, where `of` is None if a
+        load has no number of requests; per load `{"record": "result", "load", "report", "curves"}`;
+        and at last `{"record": "end", "model", "notes", "interrupted"}`.
+
+    Raises:
+        ConfigError, TraceError: something given is wrong; names it.
+        HardpointError: there is no server at the address, or it does not start.
+    """
+    wanted = plan_of(plan)
+    if isinstance(server, Mapping):
+        kind = ServerAddress if "url" in server else ServerStart
+        server = convert(dict(server), kind, path="")
+    if isinstance(server, ServerAddress):
+        yield from _send_loads(server, wanted)
+        return
+    with running_server(server) as running:
+        key = os.environ.get(API_KEY, "")
+        yield from _send_loads(ServerAddress(url=running.url, api_key=key), wanted)
+
+
+def _send_loads(server: ServerAddress, plan: Plan) -> Iterator[dict[str, Any]]:
+    target = server.target
+    form, costs = _ask(target, server.headers, plan.form)
+    is_interrupted = False
+    for traffic in plan.traffic:
+        run = LoadRun(target, server.headers, form, costs, plan.load, traffic)
+        of = traffic.num_requests(plan.load)
+        for sent in send_load(run):
+            yield {
+                "record": "progress",
+                "load": traffic.name,
+                "good": sent.good,
+                "failed": sent.failed,
+                "of": of,
+                "seconds": sent.seconds,
+            }
+        assert sent.outcomes is not None
+        made, curves = report(sent.outcomes, plan.objective)
+        yield {
+            "record": "result",
+            "load": traffic.name,
+            "report": msgspec.to_builtins(made),
+            "curves": curves,
+        }
+        if is_interrupted := sent.is_interrupted:
+            break
+    notes = [] if costs.measured else [NOT_COUNTED]
+    yield {"record": "end", "model": form.model, "notes": notes, "interrupted": is_interrupted}
+
+
+def _ask(
+    target: Target, headers: Mapping[str, str], form: RequestForm
+) -> tuple[RequestForm, Costs]:
+    """Return the form with the server's model, and how many tokens text has."""
+
+    async def ask() -> tuple[RequestForm, Costs]:
+        pool = Pool(target, dict(headers))
+        try:
+            listed = await find_model(pool) if not form.model else form.model
+            known = msgspec.structs.replace(form, model=listed)
+            return known, await measure_costs(pool, listed, chat=form.endpoint == "chat")
+        finally:
+            pool.close()
+
+    try:
+        return run_on_uvloop(ask())
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise HardpointError(f"no server at {target.address}: {reason}") from None

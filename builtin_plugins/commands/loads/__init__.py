@@ -1,0 +1,1 @@
+"""What commands about loads share: options, figures, plots, pages, progress."""

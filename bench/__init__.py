@@ -4,9 +4,9 @@ from .load import Traffic
 from .measures import ClientReport, LoadReport
 from .measuring import Plan, ServerAddress, measure_server
 from .prompts import RequestForm
-
-# from .startup import StartupPlan, measure_startup
-# from .sweeping import SweepPlan, sweep
+from .server_process import ServerStart
+from .startup import StartupPlan, measure_startup
+from .sweeping import SweepPlan, sweep
 
 __all__ = [
     "ClientReport",
@@ -14,10 +14,11 @@ __all__ = [
     "Plan",
     "RequestForm",
     "ServerAddress",
-    #    "StartupPlan",
-    #    "SweepPlan",
+    "ServerStart",
+    "StartupPlan",
+    "SweepPlan",
     "Traffic",
     "measure_server",
-    #    "measure_startup",
-    #    "sweep",
+    "measure_startup",
+    "sweep",
 ]

@@ -18,6 +18,7 @@ UNLIMITED = 1_000_000_000
 _REQUESTS_PER_STREAM = 4
 _SECONDS_OF_RATE = 30
 _FEWEST = 16
+_NO_PAUSE_S = 1e-9
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
@@ -85,7 +86,8 @@ class Traffic(Strict):
 
         A trace is sent whole. Of a synthetic load without a limit, streams send four requests
         each, and a rate those of half a minute, at least 16 of them; with `seconds`, it does not
-        end before.
+        end before. In streams, where times do not count, the turns of a conversation follow each
+        other.
         """
         if load.trace is not None:
             return load
@@ -100,6 +102,8 @@ class Traffic(Strict):
         else:
             return load
         synthetic = msgspec.structs.replace(load.synthetic, requests=count)
+        if self.concurrency is not None:
+            synthetic = msgspec.structs.replace(synthetic, think_seconds=_NO_PAUSE_S)
         return msgspec.structs.replace(load, synthetic=synthetic, limit=None)
 
     def num_requests(self, load: Load) -> int | None:

@@ -109,8 +109,8 @@ def measure_server(
 
     Yields:
         `{"record": "progress", "load", "good", "failed", "of", "seconds"}`, where `of` is None if a
-        load has no number of requests; per load `{"record": "result", "load", "report", "curves"}`;
-        and at last `{"record": "end", "model", "notes", "interrupted"}`.
+        load has no number of requests; per load `{"record": "result", "load", "report", "curves",
+        "interrupted"}`; and at last `{"record": "end", "model", "notes", "interrupted"}`.
 
     Raises:
         ConfigError, TraceError: something given is wrong; names it.
@@ -151,6 +151,7 @@ def _send_loads(server: ServerAddress, plan: Plan) -> Iterator[dict[str, Any]]:
             "load": traffic.name,
             "report": msgspec.to_builtins(made),
             "curves": curves,
+            "interrupted": sent.is_interrupted,
         }
         if is_interrupted := sent.is_interrupted:
             break

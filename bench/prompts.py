@@ -6,9 +6,10 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from hardpoint.simulation import Segment, SimulatedRequest
 from hardpoint.typed import Strict
@@ -57,7 +58,9 @@ class RequestForm(Strict):
         ignore_eos: whether answers have exactly the tokens of the load; a field of Hardpoint's,
             vLLM's and other servers.
         only_openai: whether nothing is sent that OpenAI's API does not have: `ignore_eos`, and the
-            tags, priorities and sessions of a load.
+            tags and priorities of a load.
+        retain_seconds: for how long servers of Hardpoint are asked to retain the cache of a
+            conversation, whose session is named then.
         body: further fields of each request.
     """
 
@@ -65,6 +68,7 @@ class RequestForm(Strict):
     endpoint: Literal["chat", "completions"] = "chat"
     ignore_eos: bool = True
     only_openai: bool = False
+    retain_seconds: Annotated[float, Meta(gt=0)] | None = None
     body: dict[str, Any] = {}
 
     @property
@@ -110,7 +114,8 @@ class Prompts:
             fields |= {"ignore_eos": True} if form.ignore_eos else {}
             fields |= {"tags": request.tags} if request.tags else {}
             fields |= {"priority": request.priority} if request.priority else {}
-            fields |= {"session": request.session} if request.session is not None else {}
+        if form.retain_seconds is not None and request.session is not None:
+            fields |= {"session": request.session, "retain_seconds": form.retain_seconds}
         return msgspec.json.encode({**fields, **form.body})
 
     def _parts(

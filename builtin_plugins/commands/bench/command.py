@@ -6,10 +6,12 @@ import argparse
 
 from hardpoint.plugins import Command, CommandContext
 
-from . import serve
+from . import serve, startup, sweep
 
 _ACTIONS = {
     "serve": (serve, "send a load to a server"),
+    "sweep": (sweep, "send loads to servers of several settings"),
+    "startup": (startup, "measure the stages of a start"),
 }
 
 

@@ -62,6 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", choices=["chat", "completions"], default="chat", help="(default: chat)")
     add("--stop-at-eos", action="store_true", help="answers may end before all their tokens")
     add("--only-openai", action="store_true", help="send no field that OpenAI's API does not have")
+    add(
+        "--retain-seconds",
+        type=float,
+        metavar="S",
+        help="for how long a server of Hardpoint is asked to retain the cache of a conversation",
+    )
     add("--body", metavar="JSON", default="{}", help="further fields of each request")
     add_objective_options(parser)
 
@@ -93,6 +99,7 @@ def plan_of(options: argparse.Namespace, model: str | None) -> dict[str, Any]:
             "endpoint": options.endpoint,
             "ignore_eos": not options.stop_at_eos,
             "only_openai": options.only_openai,
+            "retain_seconds": options.retain_seconds,
             "body": _object(options.body),
         },
         "objective": objective_of(options),

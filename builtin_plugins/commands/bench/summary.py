@@ -27,10 +27,12 @@ def tables(reports: Mapping[str, Mapping[str, Any]]) -> Tables:
 
 def cells(report: Mapping[str, Any]) -> list[str]:
     """Return the cells of a load."""
+    counts = [str(report["finished"]), str(report["failed"])]
+    if not report["finished"]:
+        return [*counts, *["-"] * (len(HEADERS) - len(counts))]
     ttft, tpot, e2e = report["ttft"], report["tpot"], report["e2e"]
     return [
-        str(report["finished"]),
-        str(report["failed"]),
+        *counts,
         *(milliseconds(ttft[key]) for key in ("p50", "p95", "p99")),
         *(milliseconds(tpot[key]) for key in ("p50", "p95")),
         milliseconds(report["itl"]["p99"]),

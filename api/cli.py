@@ -313,7 +313,7 @@ def _calibrate(
 
 
 def _measure(name: str, *given: Any, **named: Any) -> Iterator[Mapping[str, Any]]:
-    from hardpoint import bench  # noqa: PLC0415 - needs torch
+    from hardpoint import bench  # noqa: PLC0415 - one command needs it
 
     found: Iterator[Mapping[str, Any]] = getattr(bench, name)(*given, **named)
     return found

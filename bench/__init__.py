@@ -3,7 +3,7 @@
 from .load import Traffic
 from .measures import ClientReport, LoadReport
 from .measuring import Plan, ServerAddress, measure_server
-from .prompts import RequestForm
+from .prompts import RequestFields
 from .server_process import ServerStart
 from .startup import StartupPlan, measure_startup
 from .sweeping import SweepPlan, sweep
@@ -12,7 +12,7 @@ __all__ = [
     "ClientReport",
     "LoadReport",
     "Plan",
-    "RequestForm",
+    "RequestFields",
     "ServerAddress",
     "ServerStart",
     "StartupPlan",

@@ -160,7 +160,7 @@ class Client:
 
         async def stream() -> None:
             for number, request in numbered:
-                if number % self._part.of == self._part.index:
+                if number % self._part.of == self._part.process:
                     body = self._prompts.body(_with_other_texts(request), {})
                     await self._send(body, keep_text=False)
 
@@ -215,14 +215,14 @@ class Client:
         following = self._queue.end(request, timeline)
         timeline.text = ""
         self._outcome.timelines.append(timeline)
-        self._counters[2 * self._part.index + bool(timeline.error)] += 1
+        self._counters[2 * self._part.process + bool(timeline.error)] += 1
         if timeline.error and self._traffic.concurrency is not None:
             pause = timeline.retry_after or _PAUSE_AFTER_ERROR_S
             await asyncio.sleep(min(pause, _LONGEST_PAUSE_S))
         return following
 
     async def _send(self, body: bytes, *, keep_text: bool) -> Timeline:
-        request = self._pool.request("POST", self._prompts.form.path, body)
+        request = self._pool.request("POST", self._prompts.fields.path, body)
         return await send(self._pool, request, self._traffic.timeout, keep_text=keep_text)
 
     async def _watch(self) -> None:

@@ -146,16 +146,16 @@ class Part(NamedTuple):
     """The part of a load that one of several processes sends.
 
     Attributes:
-        index: index of the process.
+        process: index of the process.
         of: number of processes.
     """
 
-    index: int = 0
+    process: int = 0
     of: int = 1
 
     def streams(self, concurrency: int) -> int:
         """Return how many of the streams are of this part."""
-        return len(range(self.index, concurrency, self.of))
+        return len(range(self.process, concurrency, self.of))
 
     def chosen(
         self, timed: Iterable[tuple[float, SimulatedRequest]]
@@ -168,5 +168,5 @@ class Part(NamedTuple):
                 place = next(alone)
             else:
                 place = places.setdefault(request.session, len(places))
-            if place % self.of == self.index:
+            if place % self.of == self.process:
                 yield at, request

@@ -56,7 +56,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         request_rate: finished requests per second.
         output_rate: their output tokens per second.
         total_rate: their prompt and output tokens per second.
-        reuse: share of the prompt tokens that a cache had; None if the server does not say.
+        reuse: share of the prompt tokens that a cache had; None if the server does not report it.
         tokens_per_chunk: output tokens of a chunk, in the mean.
         ttft: time to the first token.
         tpot: mean time per further token of a request, of requests with several.

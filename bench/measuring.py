@@ -16,7 +16,7 @@ from .connection import Pool
 from .load import Traffic
 from .measures import report
 from .processes import LoadRun, run_on_uvloop, send_load
-from .prompts import Costs, RequestForm
+from .prompts import Costs, RequestFields
 from .server_facts import find_model, measure_costs
 from .server_process import ServerStart, running_server
 from .target import Target
@@ -58,13 +58,13 @@ class Plan(Strict):
     Attributes:
         load: the requests.
         traffic: how they are sent, one load after the other.
-        form: form of the requests.
+        fields: fields of the requests.
         objective: the service level objective.
     """
 
     load: Load = Load()
     traffic: list[Traffic]
-    form: RequestForm = RequestForm()
+    fields: RequestFields = RequestFields()
     objective: Objective = Objective()
 
     def checked(self) -> Plan:
@@ -117,23 +117,23 @@ def measure_server(
         HardpointError: there is no server at the address, or it does not start.
     """
     wanted = plan_of(plan)
-    if isinstance(server, Mapping):
-        kind = ServerAddress if "url" in server else ServerStart
-        server = convert(dict(server), kind, path="")
+    if isinstance(server, Mapping) and "url" in server:
+        server = convert(dict(server), ServerAddress, path="")
     if isinstance(server, ServerAddress):
         yield from _send_loads(server, wanted)
         return
-    with running_server(server) as running:
+    start = convert(msgspec.to_builtins(server), ServerStart, path="")
+    with running_server(start) as running:
         key = os.environ.get(API_KEY, "")
         yield from _send_loads(ServerAddress(url=running.url, api_key=key), wanted)
 
 
 def _send_loads(server: ServerAddress, plan: Plan) -> Iterator[dict[str, Any]]:
     target = server.target
-    form, costs = _ask(target, server.headers, plan.form)
+    fields, costs = _ask(target, server.headers, plan.fields)
     is_interrupted = False
     for traffic in plan.traffic:
-        run = LoadRun(target, server.headers, form, costs, plan.load, traffic)
+        run = LoadRun(target, server.headers, fields, costs, plan.load, traffic)
         of = traffic.num_requests(plan.load)
         for sent in send_load(run):
             yield {
@@ -156,20 +156,20 @@ def _send_loads(server: ServerAddress, plan: Plan) -> Iterator[dict[str, Any]]:
         if is_interrupted := sent.is_interrupted:
             break
     notes = [] if costs.measured else [NOT_COUNTED]
-    yield {"record": "end", "model": form.model, "notes": notes, "interrupted": is_interrupted}
+    yield {"record": "end", "model": fields.model, "notes": notes, "interrupted": is_interrupted}
 
 
 def _ask(
-    target: Target, headers: Mapping[str, str], form: RequestForm
-) -> tuple[RequestForm, Costs]:
-    """Return the form with the server's model, and how many tokens text has."""
+    target: Target, headers: Mapping[str, str], fields: RequestFields
+) -> tuple[RequestFields, Costs]:
+    """Return the fields with the server's model, and how many tokens text has."""
 
-    async def ask() -> tuple[RequestForm, Costs]:
+    async def ask() -> tuple[RequestFields, Costs]:
         pool = Pool(target, dict(headers))
         try:
-            listed = await find_model(pool) if not form.model else form.model
-            known = msgspec.structs.replace(form, model=listed)
-            return known, await measure_costs(pool, listed, chat=form.endpoint == "chat")
+            listed = await find_model(pool) if not fields.model else fields.model
+            known = msgspec.structs.replace(fields, model=listed)
+            return known, await measure_costs(pool, listed, chat=fields.endpoint == "chat")
         finally:
             pool.close()
 

@@ -19,7 +19,7 @@ from hardpoint.simulation import Load
 from .client import Client, Outcome
 from .connection import Pool
 from .load import Part, Traffic
-from .prompts import Costs, Prompts, RequestForm
+from .prompts import Costs, Prompts, RequestFields
 from .target import Target
 
 _PROGRESS_PERIOD_S = 0.25
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 
 class LoadRun(NamedTuple):
-    """What a load is sent by, as plain data.
+    """A load and the server that it is sent to, as plain data.
 
     Attributes:
         target: the server.
         headers: headers of each request.
-        form: form of the requests.
+        fields: fields of the requests.
         costs: costs of text.
         load: the requests.
         traffic: how they are sent.
@@ -44,21 +44,21 @@ class LoadRun(NamedTuple):
 
     target: Target
     headers: Mapping[str, str]
-    form: RequestForm
+    fields: RequestFields
     costs: Costs
     load: Load
     traffic: Traffic
 
     def client(self, part: Part, counters: Any) -> Client:
-        """Return what sends a part."""
+        """Return the client of a part."""
         pool = Pool(self.target, dict(self.headers))
         seed = f"{self.traffic.seed}, {self.traffic.name}"  # no cache has a load's texts before
-        prompts = Prompts(self.form, self.costs, seed)
+        prompts = Prompts(self.fields, self.costs, seed)
         return Client(pool, prompts, self.load, self.traffic, part, counters)
 
 
 class Sent(NamedTuple):
-    """What has been sent so far, or in the end.
+    """Progress of a load, or its end.
 
     Attributes:
         good, failed: numbers of requests that ended well, and of the others.
@@ -113,7 +113,7 @@ def send_load(run: LoadRun) -> Iterator[Sent]:
 
 @contextlib.contextmanager
 def _interrupts(counters: Any) -> Iterator[threading.Event]:
-    """Let the first SIGINT end the load; what it gives says whether one came."""
+    """Let the first SIGINT end the load; its value is set once one came."""
     came = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield came

@@ -49,8 +49,8 @@ class Costs:
     measured: bool = False
 
 
-class RequestForm(Strict):
-    """The form of requests.
+class RequestFields(Strict):
+    """The fields of requests.
 
     Attributes:
         model: name that the server knows; "" is the first that it lists.
@@ -81,12 +81,12 @@ class Prompts:
     """Makes bodies of requests: the same segment has the same text, wherever it is.
 
     Attributes:
-        form: form of the requests.
+        fields: fields of the requests.
     """
 
-    def __init__(self, form: RequestForm, costs: Costs, seed: str) -> None:
+    def __init__(self, fields: RequestFields, costs: Costs, seed: str) -> None:
         """`costs`: costs of text; `seed`: seed of all texts."""
-        self.form = form
+        self.fields = fields
         self._costs, self._seed = costs, seed
         self._segment_text = functools.lru_cache(maxsize=4096)(self._make_text)
 
@@ -97,26 +97,26 @@ class Prompts:
             request: the request.
             answers: the texts of earlier answers, by the ids of their segments.
         """
-        form = self.form
-        fields: dict[str, Any] = {
-            "model": form.model,
+        fields = self.fields
+        found: dict[str, Any] = {
+            "model": fields.model,
             "max_tokens": request.output.length,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         parts = self._parts(request.prompt, answers)
-        if form.endpoint == "chat":
-            fields["messages"] = [{"role": role, "content": text} for role, text in parts]
+        if fields.endpoint == "chat":
+            found["messages"] = [{"role": role, "content": text} for role, text in parts]
         else:
-            fields["prompt"] = " ".join(text for _, text in parts)
-        if not form.only_openai:
-            fields |= {"ignore_eos": True} if form.ignore_eos else {}
-            fields |= {"tags": request.tags} if request.tags else {}
-            fields |= {"priority": request.priority} if request.priority else {}
-        if form.retain_seconds is not None and request.session is not None:
-            fields |= {"session": request.session, "retain_seconds": form.retain_seconds}
-        return msgspec.json.encode({**fields, **form.body})
+            found["prompt"] = " ".join(text for _, text in parts)
+        if not fields.only_openai:
+            found |= {"ignore_eos": True} if fields.ignore_eos else {}
+            found |= {"tags": request.tags} if request.tags else {}
+            found |= {"priority": request.priority} if request.priority else {}
+        if fields.retain_seconds is not None and request.session is not None:
+            found |= {"session": request.session, "retain_seconds": fields.retain_seconds}
+        return msgspec.json.encode({**found, **fields.body})
 
     def _parts(
         self, prompt: Sequence[Segment], answers: Mapping[int, str]

@@ -129,19 +129,29 @@ def _start(plan: StartupPlan, config: EngineConfig, caches: Caches) -> dict[str,
     if plan.model is not None:
         settings.append(f"model={json.dumps(plan.model)}")
     if caches == "warm":
-        return _run(plan, settings, environment)
+        return start_once(plan, settings, environment)
     with tempfile.TemporaryDirectory(prefix="hardpoint-cold-") as folder:
         if config.weight_cache.path != "off":
             settings.append(f"weight_cache.path={json.dumps(folder)}")
         for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             environment[name] = str(Path(folder, name.lower()))
         _forget(config.model)
-        return _run(plan, settings, environment)
+        return start_once(plan, settings, environment)
 
 
-def _run(
+def start_once(
     plan: StartupPlan, settings: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
+    """Start an engine in a process; return seconds by stage, and bytes by process.
+
+    Args:
+        plan: configuration and prompt.
+        settings: settings.
+        environment: environment of the process.
+
+    Raises:
+        HardpointError: it failed.
+    """
     program = Path(__file__).with_name("first_token.py").read_text(encoding="utf-8")
     launched = time.monotonic()
     done = subprocess.run(

@@ -16,7 +16,7 @@ from hardpoint.typed import Strict, convert, shown
 
 from .load import Traffic
 from .measuring import Plan, ServerAddress, measure_server
-from .prompts import RequestForm
+from .prompts import RequestFields
 from .server_process import ServerStart
 
 _MAX_BYTES = 256 << 20
@@ -62,7 +62,7 @@ class SweepPlan(Strict):
 
 
 class Point(Strict):
-    """What was measured of one load on one variant.
+    """One load on one variant.
 
     Attributes:
         variant: name of the variant.
@@ -91,10 +91,10 @@ class Point(Strict):
 
 
 class _Common(Strict):
-    """What all points of a file have in common."""
+    """Settings that all points of a file have in common."""
 
     load: Load
-    form: RequestForm
+    fields: RequestFields
     objective: Objective
     model: str | None
     config: str | None
@@ -198,7 +198,7 @@ def _measure(
 def _common(plan: SweepPlan) -> _Common:
     return _Common(
         load=plan.plan.load,
-        form=plan.plan.form,
+        fields=plan.plan.fields,
         objective=plan.plan.objective,
         model=plan.server.model,
         config=plan.server.config,

@@ -42,7 +42,7 @@ from hardpoint.bench.client import Outcome, send
 from hardpoint.bench.connection import Pool
 from hardpoint.bench.measures import report
 from hardpoint.bench.processes import allow_descriptors, run_on_uvloop
-from hardpoint.bench.prompts import Costs, Prompts, RequestForm
+from hardpoint.bench.prompts import Costs, Prompts, RequestFields
 from hardpoint.bench.server_facts import find_model
 from hardpoint.bench.server_process import ServerStart, running_server
 from hardpoint.bench.target import Target
@@ -96,15 +96,15 @@ class Counts:
 class Soak:
     """A load on a server, and its checks."""
 
-    def __init__(self, target: Target, form: RequestForm, options: argparse.Namespace) -> None:
+    def __init__(self, target: Target, fields: RequestFields, options: argparse.Namespace) -> None:
         """Make one.
 
         Args:
             target: the server.
-            form: form of the requests.
+            fields: fields of the requests.
             options: options of the command line.
         """
-        self._target, self._form = target, form
+        self._target, self._form = target, fields
         self._options = options
         load = SyntheticLoad(
             requests=_QUESTIONS,
@@ -112,7 +112,7 @@ class Soak:
             output=Lengths(median=options.output_tokens, sigma=_SIGMA),
             seed=options.seed,
         )
-        prompts = Prompts(form, Costs(), str(options.seed))
+        prompts = Prompts(fields, Costs(), str(options.seed))
         self._questions: list[dict[str, Any]] = []
         self._answers: list[str] = []
         for number, request in enumerate(load.generate()):
@@ -237,8 +237,8 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
     pool = Pool(target)
     model = options.model if options.url and options.model else await find_model(pool)
     pool.close()
-    form = RequestForm(model=model, endpoint=options.endpoint, ignore_eos=False)
-    soak = Soak(target, form, options)
+    fields = RequestFields(model=model, endpoint=options.endpoint, ignore_eos=False)
+    soak = Soak(target, fields, options)
     await soak.prepare()
     before = None
     warm_up = min(60.0, 0.2 * options.seconds)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from support.fake_api_server import Answer, FakeServer, serving
 
-from hardpoint.bench import RequestForm, Traffic
+from hardpoint.bench import RequestFields, Traffic
 from hardpoint.bench.answers import EventReader
 from hardpoint.bench.client import NOT_SENT, Outcome
 from hardpoint.bench.connection import Pool
@@ -34,7 +34,7 @@ def load(requests: int = 1, **fields) -> Load:
 
 def outcomes(server, traffic=ONE, requests=1, costs=None, fields=None, **form):
     target = Target.parse(server.url, verify=False)
-    form = RequestForm(model="fake", **form)
+    form = RequestFields(model="fake", **form)
     run = LoadRun(target, {}, form, costs or Costs(), load(requests, **(fields or {})), traffic)
     *_, sent = send_load(run)
     return sent.outcomes
@@ -219,7 +219,7 @@ def test_seconds_end_a_load():
     assert traffic.num_requests(Load()) is None
     with serving(FakeServer(lambda number, body: Answer(first=0.05))) as server:
         run = LoadRun(
-            Target.parse(server.url), {}, RequestForm(model="fake"), Costs(), Load(), traffic
+            Target.parse(server.url), {}, RequestFields(model="fake"), Costs(), Load(), traffic
         )
         *_, sent = send_load(run)
     found, _ = report(sent.outcomes, Objective())
@@ -321,7 +321,7 @@ def test_a_blocked_event_loop_is_noticed():
 
     with serving(FakeServer()) as server:
         target = Target.parse(server.url)
-        run = LoadRun(target, {}, RequestForm(model="fake"), Costs(), load(5), ONE)
+        run = LoadRun(target, {}, RequestFields(model="fake"), Costs(), load(5), ONE)
         outcome = run_on_uvloop(run.client(Part(), Blocking([0, 0, 0])).run(lambda: None))
     assert max(outcome.lags) > 0.03
 
@@ -344,7 +344,7 @@ def test_what_is_interrupted_is_in_no_figure():
 
     with serving(FakeServer(choose)) as server:
         target = Target.parse(server.url)
-        run = LoadRun(target, {}, RequestForm(model="fake"), Costs(), load(5), ONE)
+        run = LoadRun(target, {}, RequestFields(model="fake"), Costs(), load(5), ONE)
         counters = [0, 0, 0]
 
         async def stop_after_two():
@@ -376,7 +376,7 @@ def test_other_addresses(tmp_path):
     with serving(FakeServer(), tls=context) as server:
         assert measured(server)["errors"] == {}
         target = Target.parse(server.url)
-        run = LoadRun(target, {}, RequestForm(model="fake"), Costs(), load(), ONE)
+        run = LoadRun(target, {}, RequestFields(model="fake"), Costs(), load(), ONE)
         *_, sent = send_load(run)
         assert sent.outcomes[0].timelines[0].error == "connection: SSLCertVerificationError"
 

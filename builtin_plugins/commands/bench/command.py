@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import NamedTuple
 
 from hardpoint.plugins import Command, CommandContext
 
 from . import serve, startup, sweep
 
+
+class _Action(NamedTuple):
+    """A command below `hardpoint bench`, as the fields of `Command`."""
+
+    summary: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, CommandContext], int]
+
+
 _ACTIONS = {
-    "serve": (serve, "send a load to a server"),
-    "sweep": (sweep, "send loads to servers of several settings"),
-    "startup": (startup, "measure the stages of a start"),
+    "serve": _Action("send a load to a server", serve.configure, serve.run),
+    "sweep": _Action("send loads to servers of several settings", sweep.configure, sweep.run),
+    "startup": _Action("measure the stages of a start", startup.configure, startup.run),
 }
 
 
@@ -21,13 +32,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="COMMAND", prog=parser.prog
     )
-    for name, (module, text) in _ACTIONS.items():
-        module.configure(actions.add_parser(name, help=text))
+    for name, action in _ACTIONS.items():
+        action.configure(actions.add_parser(name, help=action.summary))
 
 
 def _run(options: argparse.Namespace, context: CommandContext) -> int:
-    module, _ = _ACTIONS[options.action]
-    return module.run(options, context)
+    return _ACTIONS[options.action].run(options, context)
 
 
 COMMAND = Command("bench", "Measure servers, settings and starts.", _configure, _run)

@@ -18,7 +18,7 @@ from hardpoint.errors import ConfigError, shown
 
 _API_KEY = "HARDPOINT_API_KEY"
 _STREAMS = 16
-"""Streams where nothing says how requests are sent."""
+"""Streams where nothing states how requests are sent."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ def plan_of(options: argparse.Namespace, model: str | None) -> dict[str, Any]:
     return {
         "load": load,
         "traffic": _traffic(options, load),
-        "form": {
+        "fields": {
             "model": model or "",
             "endpoint": options.endpoint,
             "ignore_eos": not options.stop_at_eos,

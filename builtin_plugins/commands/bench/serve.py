@@ -104,7 +104,7 @@ def _print(results: Mapping[str, Any]) -> None:
 
 
 def load_text(plan: Mapping[str, Any]) -> str:
-    """Return a load in words."""
+    """Return the description of a load."""
     load = plan["load"]
     text = (
         f"trace {load['trace']}"

@@ -30,8 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--caches",
         choices=["cold", "warm", _BOTH],
         default=_BOTH,
-        help="cold: no weight cache, no compiled kernels, and the model's files are read anew; "
-        "warm: as an earlier start left them (default: both)",
+        help="cold: without weight cache and compiled kernels, and the model's files are read "
+        "from the disk; warm: as an earlier start left them (default: both)",
     )
     add("--json", action="store_true", help="print JSON")
 

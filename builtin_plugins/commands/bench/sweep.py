@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
         is_interrupted = True
     results = {
         "plan": plan["plan"],
-        "model": plan["plan"]["form"]["model"] or plan["server"]["model"],
+        "model": plan["plan"]["fields"]["model"] or plan["server"]["model"],
         "points": points,
         "interrupted": is_interrupted,
     }

@@ -1,1 +1,1 @@
-"""What commands about loads share: options, figures, plots, pages, progress."""
+"""Options, figures, plots, pages and progress of commands about loads."""

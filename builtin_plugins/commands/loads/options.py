@@ -16,7 +16,7 @@ _BRACKETS = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which requests a load has."""
+    """Add the options that define which requests a load has."""
     add = parser.add_argument
     add(
         "--load",

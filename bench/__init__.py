@@ -2,8 +2,9 @@
 
 from .load import Traffic
 from .measures import ClientReport, LoadReport
-from .measuring import Plan, ServerAddress, measure_server
+from .measuring import Plan, measure_server
 from .prompts import RequestFields
+from .server_facts import ServerAddress
 from .server_process import ServerStart
 from .startup import StartupPlan, measure_startup
 from .sweeping import SweepPlan, sweep

@@ -103,10 +103,6 @@ class Connection(asyncio.Protocol):
             )
             self._fail(cause or ConnectionError("the answer is not HTTP/1.1"))
 
-    def eof_received(self) -> bool:
-        """Let the transport close."""
-        return False
-
     def connection_lost(self, error: Exception | None) -> None:
         """End the request."""
         self.reusable = False

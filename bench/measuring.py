@@ -8,48 +8,20 @@ from typing import Any
 
 import msgspec
 
-from hardpoint.plugins import ConfigError, HardpointError
+from hardpoint.plugins import ConfigError
 from hardpoint.simulation import Load, Objective
 from hardpoint.typed import Strict, convert
 
-from .connection import Pool
 from .load import Traffic
 from .measures import report
-from .processes import LoadRun, run_on_uvloop, send_load
-from .prompts import Costs, RequestFields
-from .server_facts import find_model, measure_costs
+from .processes import LoadRun, send_load
+from .prompts import RequestFields
+from .server_facts import ServerAddress, ask_server
 from .server_process import ServerStart, running_server
-from .target import Target
 
 API_KEY = "HARDPOINT_API_KEY"
 """Variable of the environment with the key of a server that was started."""
 NOT_COUNTED = "/tokenize is not available: a term of a prompt counts as a token."
-
-
-class ServerAddress(Strict):
-    """Where a server is, and what it asks of clients.
-
-    Attributes:
-        url: http://HOST:PORT, https://HOST:PORT or http+unix:///PATH.
-        uds: path of a Unix socket by which the URL's host is reached.
-        verify: whether the certificate is checked.
-        api_key: key of requests.
-    """
-
-    url: str
-    uds: str = ""
-    verify: bool = True
-    api_key: str = ""
-
-    @property
-    def target(self) -> Target:
-        """The parsed address."""
-        return Target.parse(self.url, uds=self.uds, verify=self.verify)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of each request."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 class Plan(Strict):
@@ -130,7 +102,7 @@ def measure_server(
 
 def _send_loads(server: ServerAddress, plan: Plan) -> Iterator[dict[str, Any]]:
     target = server.target
-    fields, costs = _ask(target, server.headers, plan.fields)
+    fields, costs = ask_server(server, plan.fields)
     is_interrupted = False
     for traffic in plan.traffic:
         run = LoadRun(target, server.headers, fields, costs, plan.load, traffic)
@@ -157,24 +129,3 @@ def _send_loads(server: ServerAddress, plan: Plan) -> Iterator[dict[str, Any]]:
             break
     notes = [] if costs.measured else [NOT_COUNTED]
     yield {"record": "end", "model": fields.model, "notes": notes, "interrupted": is_interrupted}
-
-
-def _ask(
-    target: Target, headers: Mapping[str, str], fields: RequestFields
-) -> tuple[RequestFields, Costs]:
-    """Return the fields with the server's model, and how many tokens text has."""
-
-    async def ask() -> tuple[RequestFields, Costs]:
-        pool = Pool(target, dict(headers))
-        try:
-            listed = await find_model(pool) if not fields.model else fields.model
-            known = msgspec.structs.replace(fields, model=listed)
-            return known, await measure_costs(pool, listed, chat=fields.endpoint == "chat")
-        finally:
-            pool.close()
-
-    try:
-        return run_on_uvloop(ask())
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise HardpointError(f"no server at {target.address}: {reason}") from None

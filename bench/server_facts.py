@@ -1,14 +1,68 @@
-"""Asks a server which model it has, and how many tokens text has."""
+"""Where a server is, which model it has, and how many tokens text has for it."""
 
 from __future__ import annotations
 
 import msgspec
 
-from hardpoint.plugins import ConfigError
+from hardpoint.plugins import ConfigError, HardpointError
+from hardpoint.typed import Strict
 
 from .answers import Document, message_of
 from .connection import Pool
-from .prompts import VOCABULARY, Costs
+from .processes import run_on_uvloop
+from .prompts import VOCABULARY, Costs, RequestFields
+from .target import Target
+
+
+class ServerAddress(Strict):
+    """Where a server is, and what it asks of clients.
+
+    Attributes:
+        url: http://HOST:PORT, https://HOST:PORT or http+unix:///PATH.
+        uds: path of a Unix socket by which the URL's host is reached.
+        verify: whether the certificate is checked.
+        api_key: key of requests.
+    """
+
+    url: str
+    uds: str = ""
+    verify: bool = True
+    api_key: str = ""
+
+    @property
+    def target(self) -> Target:
+        """The parsed address."""
+        return Target.parse(self.url, uds=self.uds, verify=self.verify)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of each request."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def ask_server(server: ServerAddress, fields: RequestFields) -> tuple[RequestFields, Costs]:
+    """Return the fields with the server's model, and how many tokens text has.
+
+    Raises:
+        ConfigError: no model is named, and the server lists none.
+        HardpointError: there is no server.
+    """
+    target = server.target
+
+    async def ask() -> tuple[RequestFields, Costs]:
+        pool = Pool(target, server.headers)
+        try:
+            listed = fields.model or await find_model(pool)
+            known = msgspec.structs.replace(fields, model=listed)
+            return known, await measure_costs(pool, listed, chat=fields.endpoint == "chat")
+        finally:
+            pool.close()
+
+    try:
+        return run_on_uvloop(ask())
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise HardpointError(f"no server at {target.address}: {reason}") from None
 
 
 async def find_model(pool: Pool) -> str:

@@ -21,6 +21,8 @@ from hardpoint.registry.configuration import load_config
 from hardpoint.registry.model_files import find_files
 from hardpoint.typed import Strict, convert, shown
 
+from . import first_token
+
 STAGES = ("interpreter", "imports", "configuration", "engine", "first token")
 TOTAL, CLOSE = "to the first token", "close"
 _CALLER, _ENGINE = "caller", "largest other process"
@@ -152,7 +154,7 @@ def start_once(
     Raises:
         HardpointError: it failed.
     """
-    program = Path(__file__).with_name("first_token.py").read_text(encoding="utf-8")
+    program = Path(first_token.__file__).read_text(encoding="utf-8")
     launched = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -15,8 +15,9 @@ from hardpoint.simulation import Load, Objective
 from hardpoint.typed import Strict, convert, shown
 
 from .load import Traffic
-from .measuring import Plan, ServerAddress, measure_server
+from .measuring import Plan, measure_server
 from .prompts import RequestFields
+from .server_facts import ServerAddress
 from .server_process import ServerStart
 
 _MAX_BYTES = 256 << 20

@@ -65,8 +65,8 @@ _IDLE_PERIOD_S = 0.2
 _REST_S = 15.0
 _REST_PERIOD_S = 0.5
 _QUESTIONS = 40
-_SIGMA = 0.6
-"""Of the logarithm of lengths: 95 % are from a third of the median to three times as much."""
+_SIGMA = 0.4
+"""Of the logarithm of lengths: 95 % are from 0.46 to 2.2 times the median."""
 _CHECKED_AFTER = 8
 
 
@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument("--faulty", type=share, default=0.05, help="share of the requests")
     parser.add_argument("--different", type=share, default=0.0, help="share of answers, allowed")
     parser.add_argument("--memory", type=float, default=32.0, help="MiB of growth, allowed")
-    parser.add_argument("--input-tokens", type=int, default=80, help="median")
+    parser.add_argument("--input-tokens", type=int, default=60, help="median")
     parser.add_argument("--output-tokens", type=int, default=40, help="median")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")

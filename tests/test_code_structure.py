@@ -73,6 +73,9 @@ SMALL_MODULES = {
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",
     "hardpoint.ray_serve.options": "a table of options, with tests of its own",
     "hardpoint.ray_serve.prompt_work": "an algorithm with tests of its own",
+    "hardpoint.bench.first_token": "a program, which is run by its text",
+    "hardpoint.builtin_plugins.commands.bench.startup": "one of three commands",
+    "hardpoint.builtin_plugins.commands.simulation.page": "HTML, beside tables of text",
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
@@ -152,7 +155,7 @@ def starting_points() -> set[str]:
         target.partition(":")[0] for group in entry_point_groups() for target in group.values()
     }
     programs = {module for module in modules() if module.endswith(".__main__")}
-    libraries = {"hardpoint.simulation"}  # what programs import besides
+    libraries = {"hardpoint.bench", "hardpoint.simulation"}  # what programs import besides
     return {*api, *named, *programs, *libraries} & {*modules_of_the_engine()}
 
 
@@ -207,7 +210,8 @@ def public_names() -> set[str]:
     return {
         name
         for module, path in modules().items()
-        if path.relative_to(ROOT).parts[0] in ("api", "plugins", "simulation", "toolkit", "typed")
+        if path.relative_to(ROOT).parts[0]
+        in ("api", "bench", "plugins", "simulation", "toolkit", "typed")
         for node in nodes(path)
         for name in defined(node)
         if not name.startswith("_")

@@ -25,6 +25,7 @@ FOLDERS = {
     "registry": "hardpoint/registry",
     "ray_serve": "hardpoint/ray_serve",
     "replicas": "hardpoint/replicas",
+    "bench": "hardpoint/bench",
     "simulation": "hardpoint/simulation",
     "journal": "hardpoint/journal",
     "testing": "hardpoint/testing",

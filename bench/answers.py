@@ -31,11 +31,18 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class PromptDetails(msgspec.Struct):
+    """Details of a prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     """Tokens, as the server counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -93,6 +100,8 @@ class Timeline:
         error: what kind of error it was, or "".
         retry_after: seconds that the server asked to wait, or None.
         text: the answer.
+        cached_tokens: tokens of the prompt that a cache had, as the server counted them, or None.
+        tenant, session: names of the request's tenant and conversation, or None.
     """
 
     sent: float = 0.0
@@ -106,6 +115,9 @@ class Timeline:
     error: str = ""
     retry_after: float | None = None
     text: str = ""
+    cached_tokens: int | None = None
+    tenant: str | None = None
+    session: str | None = None
 
 
 class StreamAnswer:
@@ -169,6 +181,8 @@ class StreamAnswer:
         if chunk.usage is not None:
             timeline.prompt_tokens = chunk.usage.prompt_tokens
             timeline.output_tokens = chunk.usage.completion_tokens
+            details = chunk.usage.prompt_tokens_details
+            timeline.cached_tokens = None if details is None else details.cached_tokens
         for choice in chunk.choices:
             if choice.finish_reason is not None:
                 self._finished = True
@@ -198,7 +212,7 @@ class StreamAnswer:
         if timeline.error:
             return
         if self._status != 200:
-            timeline.error = f"{self._status} {_message_of(self._kept)}"
+            timeline.error = f"{self._status} {message_of(self._kept)}"
         elif not self._is_stream:
             timeline.error = "200, but no event stream"
         elif not self._finished:
@@ -214,7 +228,7 @@ def _has_output(choice: Choice) -> bool:
     return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 
-def _message_of(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """Return the first terms of the message of an error's body."""
     try:
         value = msgspec.json.decode(body)

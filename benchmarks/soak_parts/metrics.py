@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from http_load.answers import Document
-from http_load.connection import Pool
+from hardpoint.bench.answers import Document
+from hardpoint.bench.connection import Pool
 
 NAMES = {
     "requests running": ("hardpoint:num_requests_running", "vllm:num_requests_running"),

@@ -24,6 +24,7 @@ class Answer:
         status, body, headers: head and body of an answer that is no stream.
         cut: chunks after which the connection is closed.
         close: whether the connection is closed after the answer, which announces it.
+        cached: tokens of the prompt that a cache had, for the usage; None leaves them out.
         usage, marker, finish: whether these come.
         fault: message of an error event after the chunks.
         framing: "chunked", "length" (one body), or "close" (until the end of the connection).
@@ -40,6 +41,7 @@ class Answer:
     headers: tuple[str, ...] = ()
     cut: int | None = None
     close: bool = False
+    cached: int | None = None
     usage: bool = True
     marker: bool = True
     finish: bool = True
@@ -183,9 +185,12 @@ class FakeServer:
         elif answer.finish:
             yield self._event(answer, "", body, "length")
         if answer.usage:
-            text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+            messages = body.get("messages") or [{"content": body.get("prompt")}]
+            text = " ".join(message["content"] for message in messages)
             usage = {"prompt_tokens": 7 * ("messages" in body) + self.count(text)}
             usage["completion_tokens"] = answer.chunks * answer.tokens
+            if answer.cached is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": answer.cached}
             yield self._data(answer, {"id": "x", "choices": [], "usage": usage})
         if answer.marker:
             yield f"data: [DONE]{answer.newline * 2}"

@@ -8,8 +8,8 @@ import random
 import time
 from enum import Enum
 
-from http_load.answers import StreamAnswer, Timeline
-from http_load.connection import Connection, Pool
+from hardpoint.bench.answers import StreamAnswer, Timeline
+from hardpoint.bench.connection import Connection, Pool
 
 _HALF_CLOSED_S = 2.0
 _LONGEST_S = 60.0

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from http_load.target import Target
+from .target import Target
 
 
 class Receiver(Protocol):
@@ -102,10 +102,6 @@ class Connection(asyncio.Protocol):
                 error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
             )
             self._fail(cause or ConnectionError("the answer is not HTTP/1.1"))
-
-    def eof_received(self) -> bool:
-        """Let the transport close."""
-        return False
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the request."""

@@ -6,6 +6,9 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from hardpoint.plugins import ConfigError
+from hardpoint.typed import shown
+
 EXPECTED = "http://HOST:PORT, https://HOST:PORT or http+unix:///PATH"
 
 
@@ -38,20 +41,29 @@ class Target:
             verify: whether a certificate is checked.
 
         Raises:
-            ValueError: the URL cannot be read.
+            ConfigError: the URL cannot be read.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # an IPv6 address without its end, a port that is no number
+            raise ConfigError(f"url: expected {EXPECTED}, got {shown(url)}") from None
         if parts.scheme == "http+unix":
             path = unquote(parts.netloc) or parts.path
             if not path:
-                raise ValueError(f"URL: expected {EXPECTED}, got {url!r}")
+                raise ConfigError(f"url: expected {EXPECTED}, got {shown(url)}")
             return cls("localhost", 80, uds=path)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"URL: expected {EXPECTED}, got {url!r}")
+            raise ConfigError(f"url: expected {EXPECTED}, got {shown(url)}")
         secure = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        port = parts.port or (443 if secure else 80)
+        port = port or (443 if secure else 80)
         return cls(parts.hostname, port, prefix, uds, secure, verify)
+
+    @property
+    def address(self) -> str:
+        """The address for messages."""
+        return self.uds or f"{self.host}:{self.port}"
 
     @property
     def host_header(self) -> str:

@@ -1,4 +1,4 @@
-"""What the halves of the part send each other, as msgpack."""
+"""Messages between the halves of the part, as msgpack."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ Report = dict[str, list[SampledPosition]]
 """By request id."""
 
 Asked = dict[str, int]
-"""Candidates that the requests of a step ask for, by request id, of those that say how many."""
+"""Candidates that the requests of a step ask for, by request id, of those that give a number."""

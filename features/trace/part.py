@@ -27,7 +27,7 @@ class Tracing(StepPart):
 
         Attributes:
             candidates: tokens that are shown for a position, and for a change, of a request that
-                does not say how many.
+                does not ask for a number.
             positions: output positions that are traced; later ones are not.
             rows: positions of one step that are traced; requests beyond them lack it.
         """

@@ -36,7 +36,7 @@ class _Traced:
         positions: `TokenTrace` as JSON, by output position.
         steps: by the number of the first step of each.
         num_left_out: steps beyond `MAX_STEPS`.
-        num_candidates: how many it asks for, if it says so.
+        num_candidates: how many it asks for; None if it does not.
         is_preempted: since the last step.
     """
 

@@ -36,7 +36,7 @@ def served_trace(options: argparse.Namespace, prompt: str) -> Trace:
     """Return the trace of a prompt, which a server continues.
 
     Args:
-        options: of `hardpoint trace`. What is not given, the server has a default for.
+        options: those of `hardpoint trace`; the server has defaults for the others.
 
     Raises:
         RequestError: the options do not go together, or the server refuses the request.

@@ -135,7 +135,7 @@ def test_a_key_may_have_the_permission(folder):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_request_says_how_many_candidates_it_wants(allowing, refusing, route):
+def test_a_request_asks_for_a_number_of_candidates(allowing, refusing, route):
     asked = body_of(route, trace={"candidates": 12})
     (choice,) = allowing.post(route, asked).json()["choices"]
     assert {len(token["candidates"]) for token in choice["trace"]["tokens"]} == {12}

@@ -57,7 +57,7 @@ def test_positions_of_another_engine(scripted):
     assert found.notes == ["positions before 4 were sampled by another engine: no record"]
 
 
-def test_a_request_may_say_how_many_candidates_it_wants(scripted):
+def test_a_request_asks_for_a_number_of_candidates(scripted):
     given = GREEDY | {"top_k": 30, "temperature": 1.0, "seed": 1}
     with opened(scripted, candidates=5) as llm:
         asked = [

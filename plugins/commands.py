@@ -33,6 +33,7 @@ __all__ = [
     "ModelReport",
     "PluginCatalog",
     "Prompt",
+    "PromptTrace",
     "WeightGroup",
 ]
 

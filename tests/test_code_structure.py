@@ -35,6 +35,7 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.builtin_plugins.commands.records.served_trace": "HTTP; the command opens an engine",
     "hardpoint.replicas.waves.coordinator": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.executors.ray_worker": "what Ray sends to its nodes",
     "hardpoint.builtin_plugins.executors.multiproc_watch": "the time of steps, not their calls",

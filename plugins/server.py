@@ -24,10 +24,13 @@ from .requests import PoolingRequestOutput, Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
 from .server_extension import (
     Authenticator,
+    Background,
     Call,
     Client,
+    InnerAnswer,
     InstalledExtension,
     Middleware,
+    ResponseStore,
     Route,
     ServerExtension,
     Transform,
@@ -43,15 +46,18 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncGenerator",
     "Authenticator",
+    "Background",
     "Call",
     "Client",
     "EngineSet",
+    "InnerAnswer",
     "InstalledExtension",
     "LiveRequest",
     "LiveSettings",
     "LoadReport",
     "Middleware",
     "OpenConversation",
+    "ResponseStore",
     "Route",
     "ServerContext",
     "ServerExtension",
@@ -359,6 +365,32 @@ class ServerContext(Protocol):
         Raises:
             RequestError: naming the field, its value and what would be right.
             Exception: the body is no JSON, is too long, or stops; the server answers it.
+        """
+
+    def body_parts(self, request: HTTPRequest, max_bytes: int) -> c.AsyncGenerator[bytes, None]:
+        """Yield the body of a request to a route as it comes in, within the server's time limits.
+
+        For bodies that are no JSON, see `Route.body_types`, or too large for memory.
+
+        Args:
+            request: request of the route.
+            max_bytes: size that it may have.
+
+        Raises:
+            Exception: the body is too long, or stops; the server answers it.
+        """
+
+    async def ask(self, client: Client, path: str, body: bytes) -> InnerAnswer:
+        """Return the answer of a route of this server to a POST of JSON.
+
+        It is answered as that of a client would be, within the client's bounds and the server's
+        limits, by middleware and transforms too; no key is asked for. Cancelling it ends the
+        request.
+
+        Args:
+            client: who asks.
+            path: path of a route that does not stream.
+            body: JSON.
         """
 
     def model(self, name: str | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from hardpoint.plugins import RequestError
+from hardpoint.plugins.server import InnerAnswer
 from hardpoint.typed import shown, suggest
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -241,6 +242,14 @@ _OK = 200
 ID_PREFIX: Literal["batch_req_"] = "batch_req_"
 
 
-def answer_to(line: BatchLine, response: BatchResponse | None = None) -> BatchAnswer:
-    """Return the answer to a line: the response, or its problem."""
-    return BatchAnswer(f"{ID_PREFIX}{line.digest:016x}", line.id, response, line.problem)
+def answer_to(
+    line: BatchLine, answer: InnerAnswer | None = None, problem: LineError | None = None
+) -> BatchAnswer:
+    """Return the answer to a line: that of the route, or why there is none."""
+    response = None
+    if answer is not None:
+        body = msgspec.json.decode(answer.body)
+        response = BatchResponse(answer.status, answer.request_id, body)
+    return BatchAnswer(
+        f"{ID_PREFIX}{line.digest:016x}", line.id, response, problem or line.problem
+    )

@@ -62,9 +62,7 @@ def in_order(installed: Sequence[InstalledExtension], type_: type[ExtensionT]) -
     return result
 
 
-def store_of(
-    installed: Sequence[InstalledExtension], num_processes: int
-) -> Owned | None:
+def store_of(installed: Sequence[InstalledExtension], num_processes: int) -> Owned | None:
     """Return the store of responses; None without one.
 
     Args:

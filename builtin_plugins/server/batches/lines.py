@@ -250,6 +250,4 @@ def answer_to(
     if answer is not None:
         body = msgspec.json.decode(answer.body)
         response = BatchResponse(answer.status, answer.request_id, body)
-    return BatchAnswer(
-        f"{ID_PREFIX}{line.digest:016x}", line.id, response, problem or line.problem
-    )
+    return BatchAnswer(f"{ID_PREFIX}{line.digest:016x}", line.id, response, problem or line.problem)

@@ -225,9 +225,7 @@ class StoredResponses:
             retain_seconds=retain_seconds,
         )
         content = msgspec.json.encode(stored)
-        await self._run(
-            self._store.put, client.name, response.id, content, may_refuse=True
-        )
+        await self._run(self._store.put, client.name, response.id, content, may_refuse=True)
 
     @property
     def retain_seconds(self) -> float | None:
@@ -268,9 +266,7 @@ class StoredResponses:
 
     async def _run(self, function: Any, *arguments: Any, may_refuse: bool = False) -> Any:
         run = self._service.faults.run
-        return await run(
-            self._owned, "response store", function, *arguments, may_refuse=may_refuse
-        )
+        return await run(self._owned, "response store", function, *arguments, may_refuse=may_refuse)
 
 
 def _with_id(item: InputItem) -> dict[str, Any]:

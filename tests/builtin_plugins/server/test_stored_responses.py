@@ -93,9 +93,7 @@ def test_a_response_goes_on_from_another_one(client):
 
 def test_the_next_turn_finds_its_prompt_in_the_prefix_cache(client):
     first = client.responses.create(input="a prompt of some length " * 4, max_output_tokens=4)
-    second = client.responses.create(
-        input="on", max_output_tokens=4, previous_response_id=first.id
-    )
+    second = client.responses.create(input="on", max_output_tokens=4, previous_response_id=first.id)
     cached = second.usage.input_tokens_details.cached_tokens
     assert cached > 0.9 * first.usage.input_tokens - 4
 
@@ -306,7 +304,9 @@ def test_responses_in_a_file_outlive_the_server(tmp_path):
 
 
 def test_a_store_of_one_process_is_refused_with_several():
-    with pytest.raises(ConfigError, match=r"server\.workers: expected 1, because the ResponseStore"):
+    with pytest.raises(
+        ConfigError, match=r"server\.workers: expected 1, because the ResponseStore"
+    ):
         store_of([Bad().installed()], 2)
     shared = ResponseStore(put=Bad().put, get=Bad().get, delete=Bad().delete, is_shared=True)
     assert store_of([InstalledExtension("one", "one", shared)], 2).part is shared

@@ -1,4 +1,4 @@
-"""Extensions of an HTTP server by plugins: routes, middleware, authenticators, stores and others."""
+"""Extensions of an HTTP server by plugins: routes, middleware, authenticators and others."""
 
 from __future__ import annotations
 

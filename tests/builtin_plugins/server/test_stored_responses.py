@@ -66,7 +66,8 @@ def client(server):
 
 def test_a_response_goes_on_from_another_one(client):
     first = client.responses.create(input="say abc", temperature=0)
-    assert first.store and first.previous_response_id is None
+    assert first.store
+    assert first.previous_response_id is None
     second = client.responses.create(
         input="and then", temperature=0, previous_response_id=first.id, instructions="Be short."
     )
@@ -287,9 +288,9 @@ def test_a_store_that_fails_is_named(tmp_path, bad, method, message):
 def test_one_store_is_enough(tmp_path):
     engine = AsyncLLM(config=server_config(write_model(tmp_path)))
     several = [Bad().installed("one"), Bad().installed("two")]
-    with pytest.raises(PluginConflictError, match="expected one ResponseStore, got that of one"):
-        with running(engine, authenticators=several):
-            pass
+    expected = pytest.raises(PluginConflictError, match="expected one ResponseStore, got that of")
+    with expected, running(engine, authenticators=several):
+        pass
 
 
 def test_responses_in_a_file_outlive_the_server(tmp_path):
@@ -324,9 +325,8 @@ def test_several_workers_share_a_file_and_refuse_memory(tmp_path):
                 fresh = server.client.get(f"{PATH}/{name}", headers={"connection": "close"})
                 assert fresh.json()["id"] == name
     refused = [tables[0], 'plugin.response_stores.use = "memory"']
-    with pytest.raises(AssertionError) as error:
-        with serving(tmp_path, model, *refused):
-            pass
+    with pytest.raises(AssertionError) as error, serving(tmp_path, model, *refused):
+        pass
     assert "server.workers: expected 1, because the ResponseStore of" in str(error.value)
 
 

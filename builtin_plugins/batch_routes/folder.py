@@ -124,7 +124,7 @@ class OwnerFolder:
 
     def add_file(self, file: FileObject, order: int, content: IO[bytes]) -> None:
         """Add a file; it is there as a whole, or not at all."""
-        self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(self._files)
         part = self._files / f"{file.id}.part"
         try:
             with _private(part) as target:
@@ -137,7 +137,7 @@ class OwnerFolder:
 
     def take_file(self, file: FileObject, order: int, path: Path) -> None:
         """Make a file of one that is in the folder already; once more if that was cut short."""
-        self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(self._files)
         with contextlib.suppress(FileExistsError):
             os.link(path, self.content(file.id))
         _write(self._files / f"{file.id}.json", FileRecord(file=file, order=order))
@@ -178,7 +178,7 @@ class OwnerFolder:
         Raises:
             FileNotFoundError: the file is gone.
         """
-        self._batches.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(self._batches)
         place = self.batch_place(record.batch.id)
         os.link(self.content(record.batch.input_file_id), place.path("in"))
         place.write(record)
@@ -224,6 +224,12 @@ class BatchPlace:
         """Remove what an ended batch no longer needs."""
         for suffix in ("cancel", "out", "err", "in"):
             self.path(suffix).unlink(missing_ok=True)
+
+
+def _make(path: Path) -> None:
+    """Make a folder of an owner, for this user alone."""
+    for folder in (path.parent, path):
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _records(path: Path, type_: type[RecordT]) -> Iterator[RecordT]:

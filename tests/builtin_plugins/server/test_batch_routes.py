@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import openai
 import pytest
+from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
 from support.serve_program import serving
 from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
+from hardpoint.builtin_plugins.batch_routes.batch_run import Slots
 from hardpoint.builtin_plugins.batch_routes.folder import Folder
-from hardpoint.errors import ConfigError
+from hardpoint.errors import ConfigError, EngineDeadError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 
 CHAT = "/v1/chat/completions"
@@ -53,8 +57,13 @@ def client_of(server, key="alice"):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with batch_server(tmp_path_factory.mktemp("served"), owner_files=200) as server:
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with batch_server(folder, owner_files=200) as server:
         yield server
 
 
@@ -142,7 +151,7 @@ class TestFiles:
                 input_file_id=made.id, endpoint=COMPLETIONS, completion_window="24h"
             )
 
-    @pytest.mark.parametrize("name", ["../../etc/passwd", "a\\b", "..", "a\nb", "x" * 256])
+    @pytest.mark.parametrize("name", ["../../etc/passwd", "a\\b", "..", "x" * 256])
     def test_names_that_look_like_paths_are_refused(self, client, name):
         with pytest.raises(openai.BadRequestError, match="file: expected a name of at most 255"):
             client.files.create(file=(name, b"{}"), purpose="batch")
@@ -271,7 +280,7 @@ class TestBatches:
             ({"endpoint": "/v1/files"}, "endpoint: expected '/v1/chat/completions' or"),
             ({"completion_window": "1h"}, "completion_window: expected"),
             ({"input_file_id": "../lock"}, "input_file_id: expected a file of this key with the"),
-            ({"metadata": {"k": 5}}, "metadata.k: expected a text, got 5"),
+            ({"metadata": {"k": 5}}, "metadata.k: expected a string, got 5"),
             ({"colour": "red"}, "colour: unknown field"),
         ],
     )
@@ -314,17 +323,33 @@ class TestBatches:
             client.batches.cancel(began.id)
 
 
-def test_users_come_before_batches(server, client):
-    lines = [line(n, prompt="loop", max_tokens=400, ignore_eos=True) for n in range(30)]
-    began = begin(client, lines)
-    wait_until(lambda: client.batches.retrieve(began.id).status == "in_progress", 20)
-    for _ in range(3):
-        answer = server.post(COMPLETIONS, {"prompt": "say abc", "max_tokens": 4}, **KEY)
-        assert answer.status_code == 200
-    batch = client.batches.retrieve(began.id)
-    assert batch.status == "in_progress"  # which has not been in their way
-    client.batches.cancel(began.id)
-    ended(client, began)
+def test_users_come_before_batches():
+    waiting = [1]
+
+    class Engine:
+        async def load(self):
+            if waiting[0] is None:
+                raise EngineDeadError("it restarts")
+            return SimpleNamespace(num_waiting=waiting[0])
+
+    async def scenario():
+        slots, begun = Slots(Engine(), 2), []
+
+        async def line(number):
+            async with slots.one():
+                begun.append(number)
+                await asyncio.sleep(0.05)
+
+        lines = [asyncio.create_task(line(number)) for number in range(4)]
+        for number in (1, None):  # a request of a user waits; the engine is restarted
+            waiting[0] = number
+            await asyncio.sleep(0.15)
+            assert not begun
+        waiting[0] = 0
+        await asyncio.gather(*lines)
+        assert begun == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
 
 
 def test_bounds_of_a_key(tmp_path):
@@ -338,15 +363,13 @@ def test_bounds_of_a_key(tmp_path):
             upload(client, [b"x" * 1001])
         with pytest.raises(openai.APIStatusError, match="expected at most 66536 bytes"):
             upload(client, [b"x" * 100_000])
+        bob = client_of(server, "bob")
         for _ in range(2):
-            upload(client_of(server, "bob"), [line(n) for n in range(3)])
-        batch = ended(
-            client_of(server, "bob"),
-            begin(client_of(server, "bob"), [line(0)] * 0 + [line(n) for n in range(3)]),
-        )
+            upload(bob, [line(0)])
+        batch = ended(bob, begin(bob, [line(n) for n in range(3)]))
         assert batch.errors.data[0].code == "too_many_requests"
         with pytest.raises(openai.BadRequestError, match="at most 3 files of a key"):
-            upload(client_of(server, "bob"), [line(0)])
+            upload(bob, [line(0)])
 
 
 def test_a_batch_expires(tmp_path):
@@ -363,23 +386,23 @@ def test_a_batch_expires(tmp_path):
 
 def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
     model = write_model(tmp_path)
-    lines = [line(n, prompt="loop", max_tokens=100, ignore_eos=True) for n in range(60)]
-    with batch_server(tmp_path, model, concurrency=2) as server:
+    lines = [line(n, prompt="loop", max_tokens=50, ignore_eos=True) for n in range(40)]
+    with batch_server(tmp_path, model, concurrency=1) as server:
         client = client_of(server)
         began = begin(client, lines)
         wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 0, 20)
     (cut,) = (tmp_path / "batches").glob("*/batches/*.out")
     before = [json.loads(text)["id"] for text in cut.read_text().splitlines()]
-    assert 0 < len(before) < 60
+    assert 0 < len(before) < 40
     with cut.open("a") as file:
         file.write('{"id": "half a li')  # as of a machine that stopped
     with batch_server(tmp_path, model) as server:
         client = client_of(server)
         batch = ended(client, began)
-        assert (batch.status, batch.request_counts.completed) == ("completed", 60)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 40)
         answers = lines_of(client, batch.output_file_id)
         assert [one["id"] for one in answers[: len(before)]] == before
-        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(60))
+        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(40))
     assert not [*(tmp_path / "batches").glob("*/batches/*.out")]
 
 
@@ -404,8 +427,8 @@ def test_several_workers_and_a_kill(tmp_path):
         assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(100))
 
 
-def test_there_are_no_routes_without_a_folder(tmp_path):
-    with running(AsyncLLM(config=server_config(write_model(tmp_path)))) as server:
+def test_there_are_no_routes_without_a_folder():
+    with running(FakeEngine(config=configured())) as server:
         assert server.client.get("/v1/files").status_code == 404
         assert server.post("/v1/batches", {}).status_code == 404
 
@@ -419,12 +442,11 @@ def test_a_folder_that_others_can_read_is_refused(tmp_path):
         Folder(str(tmp_path / "file"))
 
 
-def test_what_is_kept_is_private(tmp_path):
-    with batch_server(tmp_path) as server:
-        client = client_of(server)
-        ended(client, begin(client, [line(0)]))
-    for path in (tmp_path / "batches").rglob("*"):
-        assert path.stat().st_mode & 0o077 == 0, path
+def test_what_is_kept_is_private(folder, client):
+    ended(client, begin(client, [line(0)]))
+    kept = [*(folder / "batches").rglob("*")]
+    assert len(kept) > 5
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
 
 
 def test_files_expire(tmp_path):

@@ -27,7 +27,6 @@ from .server_extension import (
     Background,
     Call,
     Client,
-    InnerAnswer,
     InstalledExtension,
     Middleware,
     ResponseStore,
@@ -42,6 +41,7 @@ from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response as HTTPResponse
 
 __all__ = [
     "AsyncGenerator",
@@ -50,7 +50,6 @@ __all__ = [
     "Call",
     "Client",
     "EngineSet",
-    "InnerAnswer",
     "InstalledExtension",
     "LiveRequest",
     "LiveSettings",
@@ -380,12 +379,13 @@ class ServerContext(Protocol):
             Exception: the body is too long, or stops; the server answers it.
         """
 
-    async def ask(self, client: Client, path: str, body: bytes) -> InnerAnswer:
+    async def ask(self, client: Client, path: str, body: bytes) -> HTTPResponse:
         """Return the answer of a route of this server to a POST of JSON.
 
         It is answered as that of a client would be, within the client's bounds and the server's
         limits, by middleware and transforms too; no key is asked for. Cancelling it ends the
-        request.
+        request. The answer has the status, the headers and the body; its status is 0 if it was
+        cut.
 
         Args:
             client: who asks.

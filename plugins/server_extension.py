@@ -21,7 +21,6 @@ __all__ = [
     "Background",
     "Call",
     "Client",
-    "InnerAnswer",
     "InstalledExtension",
     "Middleware",
     "ResponseStore",
@@ -204,7 +203,7 @@ class ResponseStore:
 
 @dataclass(frozen=True, kw_only=True)
 class Background:
-    """Work that goes on beside requests, in each process that answers users.
+    """Work that goes on while requests are answered, in each process that answers users.
 
     Attributes:
         run: called in the event loop when the server answers users; cancelled when it takes no
@@ -216,21 +215,6 @@ class Background:
 
 
 ServerExtension = Route | Middleware | Transform | Authenticator | ResponseStore | Background
-
-
-@dataclass(frozen=True)
-class InnerAnswer:
-    """The answer of a route to a request of a plugin, see `ServerContext.ask`.
-
-    Attributes:
-        status: HTTP status.
-        request_id: id of the HTTP request.
-        body: JSON, as a client would get it.
-    """
-
-    status: int
-    request_id: str
-    body: bytes
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 from starlette.exceptions import HTTPException
@@ -18,10 +18,8 @@ from hardpoint.typed import Strict, shown
 
 from .file_route import page_of, page_query
 from .folder import BatchPlace, Folder
+from .options import BatchOptions
 from .records import BatchObject, BatchRecord, Page, new_name, now
-
-if TYPE_CHECKING:
-    from .plugin import BatchRoutes
 
 _Key = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
@@ -59,7 +57,7 @@ class BatchRoute:
         self,
         server: ServerContext,
         folder: Folder,
-        options: BatchRoutes.Options,
+        options: BatchOptions,
         wake: Callable[[], None],
     ) -> None:
         """Keep batches in a folder; `wake` is called when there is a new one."""
@@ -132,7 +130,7 @@ class BatchRoute:
         )
 
     def _add(self, record: BatchRecord) -> None:
-        owner, most = self._folder.owner(record.client.name), self._options.open_batches
+        owner, limit = self._folder.owner(record.client.name), self._options.open_batches
         name = record.batch.input_file_id
         file = owner.file(name)
         if file is None or file.purpose != "batch":
@@ -140,10 +138,10 @@ class BatchRoute:
                 f"input_file_id: expected a file of this key with the purpose 'batch', got "
                 f"{shown(name, 100)}"
             )
-        if len(owner.open_batches()) >= most:
+        if len(owner.open_batches()) >= limit:
             raise RequestError(
-                f"input_file_id: expected at most {most} batches of a key that have not ended, got "
-                "one more; wait, or cancel one"
+                f"input_file_id: expected at most {limit} batches of a key that have not ended, "
+                "got one more; wait, or cancel one"
             )
         owner.add_batch(record)
 

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
@@ -25,10 +25,8 @@ from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.plugins.server import AsyncGenerator, Client, ServerContext
 
 from .folder import BatchPlace
+from .options import BatchOptions
 from .records import BatchErrors, FileObject, RequestCounts, Status, now
-
-if TYPE_CHECKING:
-    from .plugin import BatchRoutes
 
 _CHECK_SECONDS = 0.5
 _KEPT_SECONDS = 1.0
@@ -45,10 +43,10 @@ _REASONS = {
 
 
 class Slots:
-    """Room for the requests of all batches beside those of users."""
+    """Room for the requests of all batches, after those of users."""
 
     def __init__(self, engine: AsyncGenerator, number: int) -> None:
-        """Have so many slots, which go to batches in turn."""
+        """Share so many slots among batches, in turn."""
         self._engine, self._slots = engine, asyncio.Semaphore(number)
 
     @contextlib.asynccontextmanager
@@ -73,7 +71,7 @@ class BatchRun:
         self,
         server: ServerContext,
         place: BatchPlace,
-        options: BatchRoutes.Options,
+        options: BatchOptions,
         slots: Slots,
     ) -> None:
         """Answer the batch at a place by the routes of a server."""
@@ -133,8 +131,8 @@ class BatchRun:
         if line.url != endpoint:
             message = f"{where}: url: expected {endpoint!r}, the endpoint of the batch, got "
             return LineError("mismatched_url", f"{message}{line.url!r}", "url", line.line)
-        if number > (most := self._options.requests):
-            message = f"{where}: expected at most {most} requests in a batch"
+        if number > (limit := self._options.requests):
+            message = f"{where}: expected at most {limit} requests in a batch"
             return LineError("too_many_requests", message, None, line.line)
         return None
 
@@ -177,7 +175,7 @@ class BatchRun:
         lines = (line for line in self._lines() if line.id not in done)
 
         async def answer_some() -> None:
-            """Answer one line after the other, beside others that do."""
+            """Answer one line after the other, until none is left."""
             for line in lines:
                 async with self._slots.one():
                     answer = await self._answer(client, line)
@@ -226,7 +224,7 @@ class BatchRun:
         wait = _FIRST_WAIT
         while True:
             answer = await self._server.ask(client, line.url, line.body)
-            if answer.status not in _LATER:
+            if answer.status_code not in _LATER:
                 return answer_to(line, answer)
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,10 +18,8 @@ from hardpoint.plugins.server import Route, ServerContext
 from hardpoint.typed import convert, shown
 
 from .folder import Folder, OwnerFolder
+from .options import BatchOptions
 from .records import Deleted, FileObject, Page, new_name, now
-
-if TYPE_CHECKING:
-    from .plugin import BatchRoutes
 
 _PURPOSES = ("batch",)
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -44,7 +42,7 @@ class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
 class FileRoute:
     """The routes of files, each of which belongs to the key that brought it."""
 
-    def __init__(self, server: ServerContext, folder: Folder, options: BatchRoutes.Options) -> None:
+    def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
         """Keep files in a folder."""
         self._server, self._folder, self._options = server, folder, options
         self._uploads = asyncio.Semaphore(_UPLOADS)
@@ -116,8 +114,8 @@ class FileRoute:
             raise RequestError(f"purpose: expected 'batch', got {shown(purpose)}")
         size = file.size or 0
         if not 0 < size <= self._options.file_bytes:
-            most = self._options.file_bytes
-            raise RequestError(f"file: expected 1 to {most} bytes, got {size}")
+            limit = self._options.file_bytes
+            raise RequestError(f"file: expected 1 to {limit} bytes, got {size}")
         created = now()
         kept = FileObject(
             id=new_name("file-"),
@@ -137,18 +135,18 @@ class FileRoute:
 
     def _seconds(self, form: Any) -> int:
         anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
-        longest = int(self._options.seconds)
+        limit = int(self._options.seconds)
         if anchor is None and seconds is None:
-            return longest
+            return limit
         if anchor != "created_at":
             raise RequestError(f"expires_after.anchor: expected 'created_at', got {shown(anchor)}")
-        least, most = _EXPIRY
+        shortest, longest = _EXPIRY
         number = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() else 0
-        if not least <= number <= most:
+        if not shortest <= number <= longest:
             raise RequestError(
-                f"expires_after.seconds: expected {least} to {most}, got {shown(seconds)}"
+                f"expires_after.seconds: expected {shortest} to {longest}, got {shown(seconds)}"
             )
-        return min(number, longest)
+        return min(number, limit)
 
     def _check_room(self, owner: OwnerFolder, size: int) -> None:
         """Check that a client may have one more file.
@@ -227,12 +225,13 @@ def page_query(request: Request) -> PageQuery:
     return convert(dict(request.query_params), PageQuery, path="", error=RequestError)
 
 
-def page_of(items: Sequence[Any], query: PageQuery, default: int, most: int) -> Page:
+def page_of(items: Sequence[Any], query: PageQuery, default: int, max_limit: int) -> Page:
     """Return a page.
 
     Args:
         items: the oldest first.
-        default, most: of the limit.
+        default: limit of a query without one.
+        max_limit: largest limit of a query.
 
     Raises:
         RequestError: the query is wrong.
@@ -241,9 +240,9 @@ def page_of(items: Sequence[Any], query: PageQuery, default: int, most: int) -> 
     if query.limit is not None:
         text = query.limit
         limit = int(text) if text.isdecimal() and len(text) < 6 else 0
-    if not 1 <= limit <= most:
+    if not 1 <= limit <= max_limit:
         raise RequestError(
-            f"limit: expected a whole number from 1 to {most}, got {shown(query.limit)}"
+            f"limit: expected a whole number from 1 to {max_limit}, got {shown(query.limit)}"
         )
     ordered = list(items) if query.order == "asc" else list(reversed(items))
     if query.after is not None:

@@ -1,7 +1,7 @@
 """The folder of files and batches: what of it is whose, and how it changes.
 
     lock                        held by the process that answers batches
-    OWNER/files/ID.json         `FileRecord`; ID.jsonl beside it is the content
+    OWNER/files/ID.json         `FileRecord`; ID.jsonl is its content
     OWNER/batches/ID.json       `BatchRecord`
     OWNER/batches/ID.in         the input of a batch that has not ended, also if its file is deleted
     OWNER/batches/ID.out, .err  lines of its output and error files, until it ends
@@ -185,7 +185,7 @@ class OwnerFolder:
 
 
 class BatchPlace:
-    """What is kept of one batch."""
+    """The files of one batch."""
 
     def __init__(self, owner: OwnerFolder, path: Path, batch_id: str) -> None:
         """Use a batch in the folder of its owner."""
@@ -246,7 +246,7 @@ def _read(path: Path, type_: type[RecordT]) -> RecordT | None:
 
 
 def _write(path: Path, record: FileRecord | BatchRecord) -> None:
-    """Replace a file as a whole, also if the machine stops meanwhile."""
+    """Replace a file as a whole, also if the machine stops before the end."""
     new = path.with_suffix(".new")
     with _private(new) as target:
         target.write(msgspec.json.encode(record))

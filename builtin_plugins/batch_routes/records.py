@@ -1,4 +1,4 @@
-"""What the routes answer with, and what is kept of it."""
+"""The answers of the routes, and the records that are kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchErrors(msgspec.Struct):
-    """What is wrong with the lines of a batch."""
+    """The errors of the lines of a batch."""
 
     data: list[LineError]
     object: str = "list"
@@ -129,7 +129,7 @@ class Deleted(msgspec.Struct):
 
 
 def new_name(prefix: str) -> str:
-    """Return an id that nobody can guess."""
+    """Return an id that no one can guess."""
     return f"{prefix}{secrets.token_hex(16)}"
 
 

@@ -1,4 +1,4 @@
-"""Answers batches: one process of a server, beside the requests of users."""
+"""Answers batches, in one process of a server."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from hardpoint.plugins.server import ServerContext
 
 from .batch_run import BatchRun, Slots
 from .folder import BatchPlace, Folder
-
-if TYPE_CHECKING:
-    from .plugin import BatchRoutes
+from .options import BatchOptions
 
 _log = logging.getLogger("hardpoint")
 
@@ -29,7 +26,7 @@ class Runner:
     the server, in this process or in another one of its workers.
     """
 
-    def __init__(self, server: ServerContext, folder: Folder, options: BatchRoutes.Options) -> None:
+    def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
         """Answer nothing yet."""
         self._server, self._folder, self._options = server, folder, options
         self._woken = asyncio.Event()

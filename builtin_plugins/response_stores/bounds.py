@@ -27,9 +27,9 @@ class Bounds:
         Raises:
             RequestError: it is too large.
         """
-        most = min(self.max_response_bytes, self.max_bytes)
-        if len(content) > most:
+        limit = min(self.max_response_bytes, self.max_bytes)
+        if len(content) > limit:
             raise RequestError(
-                f"store: expected a conversation of at most {most} bytes to be stored on this "
+                f"store: expected a conversation of at most {limit} bytes to be stored on this "
                 f"server, got {len(content)}; begin a new one, or send store = false"
             )

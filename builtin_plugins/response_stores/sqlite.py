@@ -34,8 +34,8 @@ class SQLiteStore:
         """Open the file, or make it, readable by its owner alone.
 
         Args:
-            path: of the file.
-            bounds: bounds of all that is in it.
+            path: path of the file.
+            bounds: bounds of its content.
             clock: returns seconds since the epoch.
 
         Raises:

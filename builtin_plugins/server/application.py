@@ -7,11 +7,12 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Router, WebSocketRoute, compile_path
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hardpoint.plugins.server import Authenticator, Client, InnerAnswer, Route
+from hardpoint.plugins.server import Authenticator, Client, Route
 
 from .access.cross_origin import CrossOrigin
 from .access.guard import JSON, Guard
@@ -230,7 +231,7 @@ class Application:
             path = path.removeprefix(self._root_path)
         return any(pattern.match(path) for pattern in self._websockets)
 
-    async def ask(self, client: Client, path: str, body: bytes) -> InnerAnswer:
+    async def ask(self, client: Client, path: str, body: bytes) -> Response:
         """Return the answer to a POST of JSON by somebody who is known; see `ServerContext.ask`."""
         exchange = _Exchange(body)
         await self(_scope_of_post(client, path, body), exchange.receive, exchange.send)
@@ -264,7 +265,8 @@ class _Exchange:
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self._status, self._request_id = 0, ""
+        self._status, self._is_ended = 0, False
+        self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
 
     async def receive(self) -> Message:
@@ -278,14 +280,17 @@ class _Exchange:
         """Keep a part of the answer."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            headers = dict(message["headers"])
-            self._request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+            self._headers = list(message["headers"])
         else:
             self._parts.append(message.get("body", b""))
+            self._is_ended = not message.get("more_body", False)
 
-    def answer(self) -> InnerAnswer:
-        """Return the answer, once it has ended."""
-        return InnerAnswer(self._status, self._request_id, b"".join(self._parts))
+    def answer(self) -> Response:
+        """Return the answer, once it has ended; without a status if it was cut."""
+        whole = b"".join(self._parts)
+        answer = Response(whole, self._status if self._is_ended else 0)
+        answer.raw_headers = self._headers
+        return answer
 
 
 def _scope_of_post(client: Client, path: str, body: bytes) -> Scope:

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     AsyncGenerator,
     Authenticator,
-    Background,
     Client,
-    InnerAnswer,
     InstalledExtension,
     Middleware,
     Route,
@@ -38,7 +37,7 @@ from .dialects.pooling import PoolingRoute
 from .dialects.responses import ResponsesDialect
 from .dialects.tokens import TokenRoutes
 from .dialects.vectors import VectorRoutes
-from .extensions import Transforms, in_order, routes_of, store_of
+from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
@@ -138,11 +137,7 @@ def assemble(
     installed = [*authenticators, *engine.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)
     service.response_store = store_of(installed, settings.workers)
-    service.background = [
-        Owned(item.plugin, item.source, item.extension)
-        for item in installed
-        if isinstance(item.extension, Background)
-    ]
+    service.background = backgrounds_of(installed)
     page = page_routes() if settings.page else []
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
@@ -193,7 +188,7 @@ class _Context:
                     return
                 yield part
 
-    async def ask(self, client: Client, path: str, body: bytes) -> InnerAnswer:
+    async def ask(self, client: Client, path: str, body: bytes) -> Response:
         """Return the answer of a route of this server to a POST of JSON."""
         if self.users is None:
             raise RuntimeError("ask: the server has no routes yet, while its extensions are made")

@@ -16,6 +16,7 @@ from hardpoint.errors import PluginConflictError
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     Authenticator,
+    Background,
     Call,
     InstalledExtension,
     Middleware,
@@ -60,6 +61,15 @@ def in_order(installed: Sequence[InstalledExtension], type_: type[ExtensionT]) -
         result.append(Owned(chosen[first].plugin, chosen[first].source, chosen[first].extension))
         sorter.done(first)
     return result
+
+
+def backgrounds_of(installed: Sequence[InstalledExtension]) -> list[Owned]:
+    """Return the work that goes on while requests are answered."""
+    return [
+        Owned(item.plugin, item.source, item.extension)
+        for item in installed
+        if isinstance(item.extension, Background)
+    ]
 
 
 def store_of(installed: Sequence[InstalledExtension], num_processes: int) -> Owned | None:

@@ -84,7 +84,7 @@ class Service:
         faults: fault counts of extensions.
         transforms: transforms of plugins.
         response_store: the store of responses; None without one.
-        background: work of plugins that goes on beside requests.
+        background: work of plugins that goes on while requests are answered.
         routes: routes of the users' address, those of plugins too.
         has_keys: whether routes need a client.
         counts: counts of requests and the like, of all workers of the server.

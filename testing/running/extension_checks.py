@@ -19,7 +19,6 @@ from hardpoint.plugins.server import (
     Authenticator,
     Call,
     Client,
-    InnerAnswer,
     InstalledExtension,
     Middleware,
     ResponseStore,
@@ -32,6 +31,7 @@ from hardpoint.toolkit.http_heads import fault_of_head, fault_of_refusal
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import ASGIApp
 
 T = TypeVar("T")
@@ -327,7 +327,7 @@ class _Context:
         async for part in request.stream():
             yield part[:max_bytes]
 
-    async def ask(self, client: Client, path: str, body: bytes) -> InnerAnswer:  # noqa: ARG002
+    async def ask(self, client: Client, path: str, body: bytes) -> Response:  # noqa: ARG002
         """Raise an error: there are no routes to ask."""
         raise _AbsentError(f"the route asks {path}, which a server has")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from hardpoint.plugins import RequestError
-from hardpoint.plugins.server import InnerAnswer
 from hardpoint.typed import shown, suggest
 
 from .text_lines import LineIds, decoded
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Paths that the lines of a file may name, one per file."""
@@ -241,11 +243,11 @@ ID_PREFIX: Literal["batch_req_"] = "batch_req_"
 
 
 def answer_to(
-    line: BatchLine, answer: InnerAnswer | None = None, problem: LineError | None = None
+    line: BatchLine, answer: Response | None = None, problem: LineError | None = None
 ) -> BatchAnswer:
     """Return the answer to a line: that of the route, or why there is none."""
     response = None
     if answer is not None:
         body = msgspec.json.decode(answer.body)
-        response = BatchResponse(answer.status, answer.request_id, body)
+        response = BatchResponse(answer.status_code, answer.headers["x-request-id"], body)
     return BatchAnswer(f"{ID_PREFIX}{line.digest:016x}", line.id, response, problem or line.problem)

@@ -404,10 +404,10 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             seconds = stored.retain_seconds
         if seconds is not None and session is None and body.store is not False:
             session = asked.answer_id
-        most, number = self._service.settings.limits.messages, len(before) + len(body.items())
-        if number > most:
+        limit, number = self._service.settings.limits.messages, len(before) + len(body.items())
+        if number > limit:
             raise RequestError(
-                f"previous_response_id: expected a conversation of at most {most} items on this "
+                f"previous_response_id: expected a conversation of at most {limit} items on this "
                 f"server, got {number}"
             )
         return before, msgspec.structs.replace(body, session=session, retain_seconds=seconds)
@@ -415,7 +415,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     def _keep(
         self, asked: Asked[ResponsesRequest], body: ResponsesRequest, before: Sequence[InputItem]
     ) -> Callable[[ResponseObject], Awaitable[None]] | None:
-        """Return what stores the response; None if it is not to be stored."""
+        """Return the function that stores the response; None if it is not to be stored."""
         stored, client = self._stored, asked.call.client
         if stored is None or body.store is False:
             return None

@@ -238,7 +238,7 @@ class StoredResponses:
         )
 
     async def _found(self, client: Client, name: str, param: str) -> Stored:
-        stored = None
+        stored: Stored | None = None
         if _ID.fullmatch(name):
             stored = await self._run(self._gotten, client.name, name)
         if stored is None:

@@ -432,7 +432,7 @@ class OfAll(Kept):
 
 
 class KeepsFirst(Kept):
-    """What is there is not replaced."""
+    """A second content does not replace the first one."""
 
     async def put(self, owner, response_id, content):
         self.kept.setdefault(self.key(owner, response_id), content)
@@ -453,7 +453,7 @@ class NeverDeletes(Kept):
 
 
 class DeletesInSilence(Kept):
-    """A deletion does not say what it did."""
+    """A deletion does not report what it did."""
 
     async def delete(self, owner, response_id):
         self.kept.pop(self.key(owner, response_id), None)

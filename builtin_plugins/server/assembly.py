@@ -34,7 +34,7 @@ from .dialects.completions import CompletionDialect
 from .dialects.conversations import ConversationRoutes
 from .dialects.messages import MessagesDialect
 from .dialects.pooling import PoolingRoute
-from .dialects.responses import ResponsesDialect
+from .dialects.responses.route import ResponsesDialect
 from .dialects.tokens import TokenRoutes
 from .dialects.vectors import VectorRoutes
 from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of

@@ -20,8 +20,8 @@ from support.serve_program import serving
 from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.batch_routes.batch_run import Slots
 from hardpoint.builtin_plugins.batch_routes.folder import Folder
+from hardpoint.builtin_plugins.batch_routes.runner import Slots
 from hardpoint.errors import ConfigError, EngineDeadError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 

@@ -18,8 +18,8 @@ from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, ResponseStore, Route
 from hardpoint.typed import convert, shown
 
-from .responses_events import ResponseObject
-from .responses_input import (
+from .events import ResponseObject
+from .input import (
     FunctionCallItem,
     FunctionOutputItem,
     InputItem,

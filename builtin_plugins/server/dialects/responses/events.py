@@ -10,6 +10,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob, choice_logprobs
+from hardpoint.builtin_plugins.server.dialects.items import (
+    ItemAnswer,
+    Kind,
+    in_order,
+    whole_arguments,
+)
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import (
     EncodedArrays,
@@ -21,9 +28,7 @@ from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
-from .chat import TokenLogprob, choice_logprobs
-from .items import ItemAnswer, Kind, in_order, whole_arguments
-from .responses_input import ReasoningText, Status
+from .input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 

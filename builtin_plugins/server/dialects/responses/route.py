@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.builtin_plugins.server.dialects.dialect import Asked, Dialect
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
@@ -30,10 +31,9 @@ from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .dialect import Asked, Dialect
-from .responses_events import ResponseAnswer, ResponseObject, echoed
-from .responses_input import Conversation, InputItem, MessageItem, prepared_input
-from .stored_responses import StoredResponses
+from .events import ResponseAnswer, ResponseObject, echoed
+from .input import Conversation, InputItem, MessageItem, prepared_input
+from .stored import StoredResponses
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"

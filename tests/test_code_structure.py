@@ -42,6 +42,8 @@ SMALL_MODULES = {
     "hardpoint.builtin_plugins.grammars.schemas.errors": "what users read of a refusal",
     "hardpoint.builtin_plugins.scaffold.merging": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
+    "hardpoint.builtin_plugins.response_stores.memory": "one store of two; SQLite has a module",
+    "hardpoint.builtin_plugins.server.batches.answering": "the routes, for files of one form alone",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.builtin_plugins.server.operations.websockets": "another protocol and its library",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",

@@ -32,7 +32,7 @@ NINE = {
     "torch",
 }
 LEFT_OUT = {
-    "hooks": {"commands", "server", "typed_answers"},
+    "hooks": {"batch_routes", "commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
     "stat_sinks": {"prometheus"},

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob, choice_logprobs
+from hardpoint.builtin_plugins.server.dialects.items import (
+    ItemAnswer,
+    Kind,
+    in_order,
+    whole_arguments,
+)
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.answers import (
     EncodedArrays,
@@ -16,13 +24,11 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     encoded_arrays,
     new_id,
 )
-from hardpoint.plugins import CompletionOutput, Tokenizer
+from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import WeightRun
 from hardpoint.plugins.server import ToolCall
 
-from .chat import TokenLogprob, choice_logprobs
-from .items import ItemAnswer, Kind, in_order, whole_arguments
-from .responses_input import ReasoningText, Status
+from .input import ReasoningText, Status
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
@@ -106,7 +112,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     """A response, with the fields of the request that it answers.
 
     Attributes:
-        store: false: nothing is stored.
+        store: whether it is stored.
         truncation: "disabled": prompts that are too long are refused.
         warning: what an output parser finds wrong.
         validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
@@ -261,20 +267,48 @@ class ResponseAnswer(ItemAnswer):
     """Writes a response; what the deltas of an item share, once."""
 
     def __init__(
-        self, tokenizer: Tokenizer, response: ResponseObject, logprobs: int | None
+        self,
+        tokenizer: Tokenizer,
+        response: ResponseObject,
+        logprobs: int | None,
+        keep: Callable[[ResponseObject], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare the answer of a request.
 
         Args:
             response: a response without an answer yet.
             logprobs: likeliest tokens per position of the text; None is no log-probabilities.
+            keep: stores the response that has ended, before the client has all of it.
         """
         super().__init__(tokenizer)
+        self._keep, self._kept = keep, False
         self._response, self._logprobs = response, logprobs
         self._number = 0
         self._items: list[OutputItem] = []
         self._item: _OpenItem | None = None
         self._positions: list[TokenLogprob] = []
+
+    async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Any:
+        """Return the response; see the base."""
+        response = await super().whole(outputs)
+        if self._keep is not None:
+            await self._keep(response)
+        return response
+
+    async def events(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events; see the base. The response is stored before the last ones."""
+        async with contextlib.aclosing(super().events(outputs)) as blocks:
+            async for block in blocks:
+                if self._keep is not None and not self._kept and self._is_ended:
+                    self._kept = True
+                    await self._keep(self._response)
+                yield block
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._response.status in ("completed", "incomplete")
 
     def _whole(self, completion: CompletionOutput) -> ResponseObject:
         items = self._items
@@ -433,6 +467,7 @@ class ResponseAnswer(ItemAnswer):
             yield from self._opened("text")  # an answer without a text has an empty one
         yield from self._close(status)
         ended = self._ended(completion)
+        self._response = ended
         yield self._event(f"response.{ended.status}", response=ended)
 
 

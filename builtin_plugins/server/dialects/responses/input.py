@@ -239,12 +239,19 @@ def _refuse(item: Mapping[str, Any], path: str) -> None:
 class Conversation:
     """Makes a conversation of items; those of one turn of the assistant become one message."""
 
-    def __init__(self, instructions: str | None) -> None:
-        """Begin, with the system message that instructions make."""
+    def __init__(self, instructions: str | None, before: Sequence[InputItem] = ()) -> None:
+        """Begin, with the system message that instructions make.
+
+        Args:
+            before: items of the previous response, and those that it answers.
+        """
         self.messages: list[dict[str, Any]] = []
+        self._has_previous = bool(before)
         self._names: dict[str, str] = {}
         if instructions:
             self.messages.append({"role": "system", "content": instructions})
+        for index, item in enumerate(before):
+            self.add(item, f"previous_response_id[{index}]")
 
     def add(self, item: InputItem, path: str) -> None:
         """Add an item.
@@ -287,9 +294,12 @@ class Conversation:
 
     def _add_output(self, item: FunctionOutputItem, path: str) -> None:
         if item.call_id not in self._names:
+            wanted = "before it, or of the previous response;"
+            if not self._has_previous:
+                wanted = "before it, because nothing is stored;"
             raise RequestError(
-                f"{path}.call_id: expected the call_id of a function_call before it, because "
-                f"nothing is stored; got {item.call_id[:100]!r}"
+                f"{path}.call_id: expected the call_id of a function_call {wanted} got "
+                f"{item.call_id[:100]!r}"
             )
         name = self._names[item.call_id]
         message = {"role": "tool", "tool_call_id": item.call_id, "name": name}

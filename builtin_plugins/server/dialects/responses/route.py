@@ -1,10 +1,10 @@
-"""`/v1/responses`: conversations as items, in OpenAI's shape; nothing is stored."""
+"""`/v1/responses`: conversations as items, in OpenAI's shape; stored where a plugin stores them."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from hardpoint.builtin_plugins.server.dialects.dialect import Asked, Dialect
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.routes.fields import (
     IGNORED,
@@ -25,13 +26,14 @@ from hardpoint.builtin_plugins.server.routes.fields import (
     renamed,
 )
 from hardpoint.builtin_plugins.server.routes.images import check_images
+from hardpoint.builtin_plugins.server.service import Service
 from hardpoint.plugins import RequestError, RequestOutput, SamplingParams
 from hardpoint.plugins.server import Route
 from hardpoint.typed import Strict
 
-from .dialect import Asked, Dialect
-from .responses_events import ResponseAnswer, ResponseObject, echoed
-from .responses_input import Conversation, InputItem, prepared_input
+from .events import ResponseAnswer, ResponseObject, echoed
+from .input import Conversation, InputItem, MessageItem, prepared_input
+from .stored import StoredResponses
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
@@ -154,7 +156,10 @@ class ResponsesRequest(GenerationFields):
             which are OpenAI's, add nothing. A name without one is that of a step part, such as
             "speculation", whose figures the response has as `part_figures`.
         top_logprobs: likeliest tokens per position; needs that.
-        store: ignored and answered as false.
+        previous_response_id: a stored response, whose items, and those that it answers, come before
+            the input. Its instructions do not.
+        store: whether the response is kept, for `previous_response_id`; left out is true where the
+            server has a store. Without one, it is answered as false.
         truncation: ignored and answered as "disabled".
         background: must be false.
         stop: strings that end the text.
@@ -174,7 +179,6 @@ class ResponsesRequest(GenerationFields):
         "conversation": _NOTHING_STORED,
         "max_tool_calls": "there are no hosted tools, and calls are the caller's to make",
         "moderation": "there is no moderation",
-        "previous_response_id": _NOTHING_STORED,
         "prompt": "there are no stored prompts; send instructions and input",
     }
 
@@ -189,7 +193,8 @@ class ResponsesRequest(GenerationFields):
     include: list[str] = []
     top_logprobs: Annotated[int, Meta(ge=0)] = 0
     metadata: dict[str, str] = {}
-    store: bool = False
+    previous_response_id: Annotated[str, Meta(min_length=1)] | None = None
+    store: bool | None = None
     background: bool = False
     truncation: Literal["auto", "disabled"] = "disabled"
     stream_options: ResponseStreamOptions | None = None
@@ -264,18 +269,24 @@ class ResponsesRequest(GenerationFields):
             {"name": choice.name} if isinstance(choice, FunctionChoice) else choice,
         )
 
-    def messages(self) -> list[dict[str, Any]]:
+    def items(self) -> list[InputItem]:
+        """Return the input as items."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return self.input
+
+    def messages(self, before: Sequence[InputItem] = ()) -> list[dict[str, Any]]:
         """Return the conversation.
+
+        Args:
+            before: items of the previous response, and those that it answers.
 
         Raises:
             RequestError: an item does not fit those before it.
         """
-        conversation = Conversation(self.instructions)
-        items = [] if isinstance(self.input, str) else self.input
-        for index, item in enumerate(items):
+        conversation = Conversation(self.instructions, before)
+        for index, item in enumerate(self.items()):
             conversation.add(item, f"input[{index}]")
-        if isinstance(self.input, str):
-            conversation.messages.append({"role": "user", "content": self.input})
         return conversation.messages
 
 
@@ -297,8 +308,16 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
     response_type = ResponseObject
     id_prefix = "resp_"
 
+    def __init__(self, service: Service) -> None:
+        """Serve what the service does."""
+        super().__init__(service)
+        owned = service.response_store
+        self._stored = None if owned is None else StoredResponses(service, owned)
+
     def routes(self) -> list[Route]:
         """Return the routes."""
+        if self._stored is not None:
+            return [*super().routes(), *self._stored.routes()]
         return [
             *super().routes(),
             Route(
@@ -336,7 +355,8 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             logprobs=logprobs,
             include=[name for name in body.include if "." not in name],
         )
-        messages = body.messages()
+        before, body = await self._gone_on(asked)
+        messages = body.messages(before)
         check_images(engine, messages, "input_image")
         tools, choice = body.tools_and_choice()
         self._service.check_prompt(messages, tools, name="input")
@@ -352,8 +372,59 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
             ),
             **self._service.extras(asked.call, body, asked.adapter),
         )
-        answer = ResponseAnswer(engine.tokenizer, _response(asked, params), logprobs)
+        keep, response = self._keep(asked, body, before), _response(asked, params)
+        response.store = keep is not None
+        answer = ResponseAnswer(engine.tokenizer, response, logprobs, keep)
         return renamed(outputs, _NAMES, body), answer
+
+    async def _gone_on(
+        self, asked: Asked[ResponsesRequest]
+    ) -> tuple[Sequence[InputItem], ResponsesRequest]:
+        """Return the items of the responses before, and the body with the conversation's session.
+
+        Raises:
+            AnswerError: there is no such response.
+            RequestError: nothing is stored, or the conversation has too many items.
+        """
+        body, stored = asked.body, self._stored
+        if stored is None:
+            if body.previous_response_id is not None:
+                raise RequestError(f"previous_response_id: not supported: {_NOTHING_STORED}")
+            return (), body
+        before: Sequence[InputItem] = ()
+        session, seconds = body.session, body.retain_seconds
+        if body.previous_response_id is not None:
+            previous = await stored.previous(asked.call.client, body.previous_response_id)
+            before = previous.items()
+            if session is None:
+                session = previous.session
+            if seconds is None and session == previous.session:
+                seconds = previous.retain_seconds
+        if seconds is None and body.session is None and body.store is not False:
+            seconds = stored.retain_seconds
+        if seconds is not None and session is None and body.store is not False:
+            session = asked.answer_id
+        limit, number = self._service.settings.limits.messages, len(before) + len(body.items())
+        if number > limit:
+            raise RequestError(
+                f"previous_response_id: expected a conversation of at most {limit} items on this "
+                f"server, got {number}"
+            )
+        return before, msgspec.structs.replace(body, session=session, retain_seconds=seconds)
+
+    def _keep(
+        self, asked: Asked[ResponsesRequest], body: ResponsesRequest, before: Sequence[InputItem]
+    ) -> Callable[[ResponseObject], Awaitable[None]] | None:
+        """Return the function that stores the response; None if it is not to be stored."""
+        stored, client = self._stored, asked.call.client
+        if stored is None or body.store is False:
+            return None
+
+        async def keep(response: ResponseObject) -> None:
+            items = [*before, *body.items()]
+            await stored.keep(client, response, items, body.session, body.retain_seconds)
+
+        return keep
 
 
 def _response(asked: Asked[ResponsesRequest], params: SamplingParams) -> ResponseObject:
@@ -370,6 +441,7 @@ def _response(asked: Asked[ResponsesRequest], params: SamplingParams) -> Respons
         metadata=body.metadata,
         model=asked.model,
         parallel_tool_calls=body.parallel_tool_calls,
+        previous_response_id=body.previous_response_id,
         reasoning={"effort": None, "summary": None, **reasoning},
         temperature=params.temperature,
         text={"format": {"type": "text"}, **text},

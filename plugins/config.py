@@ -22,6 +22,7 @@ from .config_tables import (
     KVCacheConfig,
     KVEventsConfig,
     LoadConfig,
+    ModelsConfig,
     MetricsConfig,
     OpsConfig,
     PluginsConfig,
@@ -104,6 +105,7 @@ class _CoreTables(Strict, kw_only=False):
     grammar: GrammarConfig = GrammarConfig()
     conversations: ConversationsConfig = ConversationsConfig()
     load: LoadConfig = LoadConfig()
+    models: ModelsConfig = ModelsConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     debug: DebugConfig = DebugConfig()

@@ -129,6 +129,21 @@ def use(model: PreTrainedModel, implementation: str) -> None:
 
 
 @contextlib.contextmanager
+def experts_one_by_one(model: PreTrainedModel) -> Iterator[None]:
+    """Let experts compute without kernels in the body, which look at the strides of weights."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    configs = [config for config in configs if hasattr(config, "_experts_implementation")]
+    earlier = [config._experts_implementation for config in configs]
+    for config in configs:
+        config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, earlier, strict=True):
+            config._experts_implementation = implementation
+
+
+@contextlib.contextmanager
 def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Let an observer hear of the attention of the steps of the body."""
     use(model, OBSERVED)

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from hardpoint.plugins import ModelContext, ModelError
 from hardpoint.toolkit.hf_config import short
 
-ENDS = ("ForCausalLM", "ForConditionalGeneration")
+ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures that generate text."""
 
 _STATES = (nn.Conv1d, nn.RNNBase)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 
 from . import comparison
-from .attention import NAME, Layer, Specs, Step, observing, use
+from .attention import NAME, Layer, Specs, Step, experts_one_by_one, observing, use
 from .building import build, has_architecture, text_part
 from .modules import Modules
 
@@ -122,14 +122,18 @@ class ThroughTransformers(Model):
         return hidden
 
     def _intercept_base(self) -> None:
-        """Let the model's head get hidden states that are there, in the place of its body's."""
-        base = self._model.base_model
-        run = base.forward
+        """Let the model's head get hidden states that are there, in the place of its body's.
 
+        Some heads call the part for text of the body, without the rest.
+        """
+        for module in dict.fromkeys((self._model.base_model, self._part)):
+            module.forward = self._intercepted(module.forward)
+
+    def _intercepted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **arguments: Any) -> Any:
             return run(*args, **arguments) if self._given is None else _Hidden(self._given)
 
-        base.forward = forward
+        return forward
 
     def _observe(self) -> list[Layer]:
         """Return the attention layers, from a step without weights.
@@ -141,7 +145,11 @@ class ThroughTransformers(Model):
         ids = torch.arange(_DRY_TOKENS) % self.context.config.vocab_size
         self._step.is_dry = True
         try:
-            with torch.inference_mode(), observing(self._model, specs):
+            with (
+                torch.inference_mode(),
+                observing(self._model, specs),
+                experts_one_by_one(self._model),
+            ):
                 self._hidden(ids, torch.arange(_DRY_TOKENS))
         except ModelError:
             raise

@@ -46,7 +46,8 @@ class Layer:
         path: name of its module.
         index: in `Model.kv_specs`.
         spec: what the attention backend computes.
-        value_size: elements of a value head; values are padded with zeros up to the head's.
+        value_size: elements of a value head; the smaller ones of it and the heads of queries and
+            keys are padded with zeros.
     """
 
     path: str
@@ -59,8 +60,11 @@ class Layer:
         """Return the result [1, tokens, heads, value_size] for q [1, heads, tokens, head_size]."""
         assert self.step.attend is not None, "it is set while a step runs"
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        if self.value_size < self.spec.head_size:
-            v = nn.functional.pad(v, (0, self.spec.head_size - self.value_size))
+        size = self.spec.head_size
+        if q.shape[2] < size:
+            q, k = (nn.functional.pad(x, (0, size - x.shape[2])) for x in (q, k))
+        if self.value_size < size:
+            v = nn.functional.pad(v, (0, size - self.value_size))
         out = self.step.attend(self.index, q, k, v)
         return out[..., : self.value_size].unsqueeze(0)
 
@@ -196,15 +200,13 @@ class Specs:
         if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
             shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
             raise self._refused(path, "other tokens than those of the step", shapes)
-        if value_size > size:
-            raise self._refused(path, f"values wider than keys of {size}", value_size)
         if heads % kv_heads:
             raise self._refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
         softcap = arguments.get("softcap")
         spec = KVSpec(
             heads,
             kv_heads,
-            size,
+            max(size, value_size),
             float(size**-0.5 if scale is None else scale),
             window,
             None if softcap is None else float(softcap),

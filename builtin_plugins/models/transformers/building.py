@@ -60,7 +60,7 @@ def build(context: ModelContext) -> PreTrainedModel:
 
 
 def _config(context: ModelContext) -> Any:
-    fields, name = dict(context.config.hf), context.config.architecture
+    fields, name = _decoded(context.config.hf), context.config.architecture
     kind = fields.pop("model_type", None)
     try:
         config = transformers.AutoConfig.for_model(kind, **fields)
@@ -80,6 +80,15 @@ def _config(context: ModelContext) -> Any:
         one.use_cache = False
         one.output_hidden_states = one.output_attentions = False
     return config
+
+
+def _decoded(value: Any) -> Any:
+    """Return fields with the infinite numbers that transformers writes as tables."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decoded(field) for name, field in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_lengths(config: Any, name: str, max_model_len: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hardpoint.plugins import ModelContext
 from hardpoint.plugins.parallel import Cut
-from hardpoint.toolkit.layers import Embedding, Linear
+from hardpoint.toolkit.layers import Embedding, Linear, RMSNorm
 
 from .attention import Step
 
@@ -65,6 +65,21 @@ class PackedEmbedding(nn.Module):
         return self.table(ids.flatten()).view(*ids.shape, -1)
 
 
+class PackedNorm(nn.Module):
+    """Root mean square normalisation by the operations of the engine."""
+
+    def __init__(self, norm: RMSNorm, step: Step) -> None:
+        """`norm` computes it; `step` says whether there are weights yet."""
+        super().__init__()
+        self.norm, self._step = norm, step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [..., size], normalised over its last dimension."""
+        if self._step.is_dry:
+            return x
+        return self.norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
 class Transposed:
     """A linear layer whose matrix checkpoints have with its columns first, as GPT-2's do."""
 
@@ -79,6 +94,30 @@ class Transposed:
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load one tensor."""
         self.linear.load(name, tensor.t() if tensor.dim() == 2 else tensor)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return the packed matrix and the bias."""
+        return self.linear.packed()
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load them."""
+        self.linear.load_packed(tensors)
+
+
+class TiedHead:
+    """A head with a bias, whose matrix is the table of tokens."""
+
+    def __init__(self, linear: Linear) -> None:
+        """`linear` computes it."""
+        self.linear = linear
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the bias."""
+        return {n: s for n, s in self.linear.shapes().items() if n.endswith(".bias")}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Load the bias."""
+        self.linear.load(name, tensor)
 
     def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrix and the bias."""

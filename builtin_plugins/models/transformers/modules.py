@@ -18,6 +18,7 @@ from hardpoint.toolkit.layers import (
     Linear,
     LMHead,
     PackedLayer,
+    RMSNorm,
     load_packed,
     packed_weights,
     quantizable,
@@ -26,7 +27,8 @@ from hardpoint.toolkit.layers import (
 )
 
 from .attention import Step
-from .layers import PackedEmbedding, PackedLinear, Plain, Transposed, cut
+from .layers import PackedEmbedding, PackedLinear, PackedNorm, Plain, TiedHead, Transposed, cut
+from .norms import read_norm
 from .names import StoredNames
 
 
@@ -54,7 +56,8 @@ class Modules:
         self._layers: dict[str, PackedLayer] = {}
         """By the model's name of their first tensor."""
         self._embedding: Embedding | None = None
-        self._head: LMHead | None = None
+        self._head: Linear | None = None
+        self._table: torch.Tensor | None = None  # of a head that shares it, until that is loaded
         self._head_name = self._find(model.get_output_embeddings())
         self._replace_modules()
         self._keep_tensors(tensors)
@@ -75,6 +78,8 @@ class Modules:
                 new = self._replaced_conv(path, module)
             elif path == table and type(module) is nn.Embedding:
                 new = self._replaced_table(path, module)
+            elif (norm := self._replaced_norm(path, module)) is not None:
+                new = norm
             else:
                 continue
             parent, _, name = path.rpartition(".")
@@ -90,23 +95,63 @@ class Modules:
             return None
         return stored
 
+    def _replaced_norm(self, path: str, module: nn.Module) -> nn.Module | None:
+        stored, found = self._stored_as(path, bias=False), read_norm(module)
+        if stored is None or found is None or found.dtype != self._context.dtype:
+            return None
+        norm = RMSNorm(stored, found.size, found.eps, self._context, offset=found.offset)
+        self._layers[f"{path}.weight"] = norm
+        return PackedNorm(norm, self._step)
+
+    def _share(self, path: str) -> str:
+        """Return how ranks divide a module: "colwise", "rowwise", or "" if each has all of it.
+
+        Raises:
+            ModelError: transformers has no plan for it, or one that is not known here.
+        """
+        if self._context.parallel.tensor.size == 1:
+            return ""
+        plan, name = self._model.tp_plan or {}, type(self._model).__name__
+        if not plan:
+            raise ModelError(
+                f"parallel.tensor: {name} of transformers has no tp_plan, by which ranks could "
+                "divide it; expected 1"
+            )
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+        style = plan.get(pattern, "replicated")
+        if style in ("colwise", "rowwise"):
+            return str(style)
+        if style.startswith("replicated"):
+            return ""
+        raise ModelError(
+            f"parallel.tensor: {name}, {path}: its tp_plan is {style!r}, expected colwise, rowwise "
+            "or replicated; such a model runs with 1"
+        )
+
     def _replaced_linear(self, path: str, module: nn.Linear) -> nn.Module:
         shape, bias = (module.out_features, module.in_features), module.bias is not None
         is_head = path == self._head_name
         dtype = torch.float32 if is_head else self._context.dtype
         stored = self._stored_as(path, bias=bias)
+        style = "" if is_head else self._share(path)
+        share = self._context.parallel.share
+        rows = share(shape[0], f"rows of {path}") if style == "colwise" else range(shape[0])
         linear = Linear(
             [(stored or path, shape[0])],
             shape[1],
             self._context,
             bias=bias,
             out_dtype=dtype,
+            row_ranges=[rows],
+            column_range=share(shape[1], f"columns of {path}") if style == "rowwise" else None,
             quantize=stored is not None,
         )
         if is_head:
             del self._context.hooks.matrices[stored or path]  # `forward` does not multiply it
-        self._layers[f"{path}.weight"] = linear
-        return PackedLinear(linear, shape, self._step, dtype, shape[0])
+            self._head = linear
+        is_tied = is_head and f"{path}.weight" in self._ties
+        self._layers[f"{path}.weight"] = TiedHead(linear) if is_tied else linear
+        return PackedLinear(linear, shape, self._step, dtype, len(rows))
 
     def _replaced_head(self, path: str, module: nn.Linear) -> nn.Module:
         shape = (module.out_features, module.in_features)
@@ -119,6 +164,7 @@ class Modules:
     def _replaced_conv(self, path: str, module: Any) -> nn.Module:
         columns, rows = module.weight.shape
         stored = self._stored_as(path, bias=True) or path
+        self._share(path)
         linear = Linear([(stored, rows)], columns, self._context, bias=True, quantize=False)
         del self._context.hooks.matrices[stored]  # checkpoints have it transposed
         self._layers[f"{path}.weight"] = Transposed(linear)
@@ -144,6 +190,7 @@ class Modules:
             places = [self._place(n) for n in tied if n in present]
             dtype = torch.float32 if precise.search(name) else self._context.dtype
             stored = self._names.plain.get(name, name)
+            self._share(name)
             self._layers[name] = Plain(stored, tensors[name], places, dtype, self._context)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
@@ -156,7 +203,7 @@ class Modules:
     @property
     def _tied(self) -> str | None:
         """The name of the tensor that the head shares; None if it has its own."""
-        return self._ties.get(f"{self._head_name}.weight") if self._head is not None else None
+        return self._ties.get(f"{self._head_name}.weight")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of checkpoints."""
@@ -175,7 +222,8 @@ class Modules:
     def quantizable(self) -> list[str]:
         """Return the names of the matrices that may have few bits."""
         known = quantizable(self._stored())
-        shared = self._names.plain.get(self._tied or "") if self._embedding is None else None
+        can_tie = self._embedding is not None and isinstance(self._head, LMHead)
+        shared = None if can_tie else self._names.plain.get(self._tied or "")
         made = self._converted_names()
         return [name for name in known if name != shared and name not in made]
 
@@ -192,17 +240,25 @@ class Modules:
                 continue
             for made, result in self._names.convert(name, tensor):
                 self._load(made, cut(result, weight_cuts([self._owners[made]]), made))
-        if self._tied is not None and self._embedding is not None:
-            assert self._head is not None
-            self._head.tie(self._embedding)
+        self._tie_head()
         self._move_buffers()
+
+    def _tie_head(self) -> None:
+        """Load the head of the table that it shares."""
+        table, self._table = self._table, None
+        if self._tied is None or self._head is None:
+            return
+        if isinstance(self._head, LMHead) and self._embedding is not None:
+            self._head.tie(self._embedding)
+            return
+        assert table is not None, "it is in the shapes, and has no few bits"
+        name = next(name for name in self._head.shapes() if name.endswith(".weight"))
+        self._head.load(name, cut(table, self._head.cuts(), name))
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         self._owners[name].load(name, tensor)
-        if self._embedding is None and self._tied is not None:
-            if name == self._names.plain.get(self._tied, self._tied):
-                assert self._head is not None
-                self._head.load(*((n, tensor) for n in self._head.shapes()).__next__())
+        if self._tied is not None and name == self._names.plain.get(self._tied, self._tied):
+            self._table = tensor
 
     def _move_buffers(self) -> None:
         for module in self._model.modules():
@@ -221,7 +277,7 @@ class Modules:
 
     def _all(self) -> Iterator[PackedLayer]:
         yield from self._stored()
-        if self._tied is not None and self._head is not None:
+        if self._tied is not None and isinstance(self._head, LMHead):
             yield self._head
 
     def check(self) -> None:

@@ -177,9 +177,7 @@ class ThroughTransformers(Model):
             self.context.config.architecture,
             transformers.__version__,
         )
-        comparison.compare(
-            self._model, self._step, self._hidden, self.compute_logits, self.context
-        )
+        comparison.compare(self._model, self._step, self._hidden, self.compute_logits, self.context)
 
 
 class _Hidden:

@@ -386,7 +386,7 @@ class AttentionConfig(Strict):
 
 
 class ModelsConfig(Strict):
-    """What computes the model.
+    """The plugin that computes the model.
 
     Attributes:
         use: name of a `models` plugin; "auto" is that of the architecture, else the fallback.

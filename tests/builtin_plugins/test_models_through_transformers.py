@@ -119,7 +119,7 @@ def test_a_layer_that_was_observed_wrongly_is_found_when_weights_are_loaded(
 ) -> None:
     name, fields = FAMILIES["mistral"]
     save("mistral", name, fields | {"sliding_window": 3}, tmp_path)
-    monkeypatch.setattr(attention.Specs, "_window", lambda *_: None)
+    monkeypatch.setattr(attention.Specs, "window_of", lambda *_: None)
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn: eager attention .* differs by"):
         load_model(
             ThroughTransformers, open_loader(SafetensorsLoader, tmp_path), dtype=torch.float32

@@ -14,7 +14,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hardpoint.plugins import KVSpec, ModelError
-from hardpoint.plugins.model import Attend
 
 NAME = "hardpoint"
 """The attention of steps, by the name that transformers knows it under."""
@@ -34,7 +33,7 @@ class Step:
         is_dry: whether the step has no weights: products and embeddings are zeros.
     """
 
-    attend: Attend | None = None
+    attend: Callable[..., torch.Tensor] | None = None
     is_dry: bool = False
 
 
@@ -192,7 +191,7 @@ class Specs:
         path = self._paths[module]
         if hasattr(module, _SLOT):
             raise self._refused(path, "attention", "called more than once in a step")
-        window = self._window(path, module, mask)
+        window = self.window_of(path, module, mask)
         scale = arguments.get("scaling")
         (_, heads, tokens, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[3]
         if arguments.get("s_aux") is not None:
@@ -216,7 +215,12 @@ class Specs:
         setattr(module, _SLOT, layer)
         return q.new_zeros(1, tokens, heads, value_size)
 
-    def _window(self, path: str, module: nn.Module, mask: Any) -> int | None:
+    def window_of(self, path: str, module: nn.Module, mask: Any) -> int | None:
+        """Return the window of a layer by its mask; None if it has none.
+
+        Raises:
+            ModelError: the mask is another one.
+        """
         if mask is None and getattr(module, "is_causal", True):
             return None
         if mask is None:

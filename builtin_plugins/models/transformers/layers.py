@@ -25,7 +25,7 @@ class PackedLinear(nn.Module):
         Args:
             linear: computes it.
             shape: rows and columns of the matrix.
-            step: says whether there are weights yet.
+            step: has whether there are weights yet.
             dtype: dtype of the result.
             rows: those that this rank computes.
         """
@@ -69,7 +69,7 @@ class PackedNorm(nn.Module):
     """Root mean square normalisation by the operations of the engine."""
 
     def __init__(self, norm: RMSNorm, step: Step) -> None:
-        """`norm` computes it; `step` says whether there are weights yet."""
+        """`norm` computes it; `step` has whether there are weights yet."""
         super().__init__()
         self.norm, self._step = norm, step
 

@@ -93,7 +93,7 @@ class ThroughTransformers(Model):
         self._compare()
 
     def kv_specs(self) -> list[KVSpec]:
-        """Return what each attention layer was observed to need."""
+        """Return the spec of each attention layer, as it was observed."""
         return [layer.spec for layer in self._layers]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

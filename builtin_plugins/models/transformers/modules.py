@@ -86,7 +86,7 @@ class Modules:
             setattr(self._model.get_submodule(parent), name, new)
 
     def _stored_as(self, path: str, *, bias: bool) -> str | None:
-        """Return the name without `.weight` of a module in checkpoints, if it is stored as it is."""
+        """Return the name without `.weight` of a module in checkpoints; None if it is converted."""
         weight = self._names.plain.get(f"{path}.weight")
         if weight is None or not weight.endswith(".weight"):
             return None

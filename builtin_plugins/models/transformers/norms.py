@@ -29,7 +29,7 @@ class Norm:
 
 
 def read_norm(module: nn.Module) -> Norm | None:
-    """Return what a module computes, if that is such a norm with a weight and nothing else.
+    """Return the norm that a module is, with a weight and nothing else; None if it is none.
 
     It is tried, on random numbers, since classes of that name differ between architectures.
     """

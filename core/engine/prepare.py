@@ -224,7 +224,8 @@ def _implementation(
         return name
     if other != "none":
         entry = plugins.get("models", other)
-        if (found := plugins.target(entry).implementation(name)) is not None:
+        found: str | None = plugins.target(entry).implementation(name)
+        if found is not None:
             return found
         if models.use != "auto":
             raise ModelError(

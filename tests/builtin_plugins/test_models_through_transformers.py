@@ -82,9 +82,10 @@ def save(kind: str, name: str, fields: dict[str, Any], folder: Path) -> Any:
 
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(fields))
-    model = getattr(transformers, name)._from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )
+    assert type(model).__name__ == name
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
     model.save_pretrained(folder)

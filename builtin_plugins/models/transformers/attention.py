@@ -26,7 +26,7 @@ _FAR = 1 << 20  # a position at which windows are looked for
 
 @dataclass(eq=False)
 class Step:
-    """What the attention layers of a model share.
+    """State of a step that the attention layers of a model share.
 
     Attributes:
         attend: attention of the step that runs.
@@ -64,15 +64,16 @@ class Layer:
             q, k = (nn.functional.pad(x, (0, size - x.shape[2])) for x in (q, k))
         if self.value_size < size:
             v = nn.functional.pad(v, (0, size - self.value_size))
-        out = self.step.attend(self.index, q, k, v)
+        # Backends take tokens whose heads are adjacent; those of rotated ones may not be.
+        out = self.step.attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
         return out[..., : self.value_size].unsqueeze(0)
 
 
 class Observer(Protocol):
-    """What hears of the masks and the attention of an observed step."""
+    """Receiver of the masks and the attention of an observed step."""
 
     def mask(self, mask: torch.Tensor, function: Callable[..., Any], window: int | None) -> None:
-        """Hear of a mask, its function of (batch, head, query, key) and the window stated."""
+        """Receive a mask, its function of (batch, head, query, key) and the window stated."""
 
     def attended(
         self,
@@ -114,7 +115,7 @@ def _attend_observed(
 
 def _mask_observed(*args: Any, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor:
     others.pop("allow_is_bidirectional_skip", None)
-    mask = eager_mask(*args, mask_function=mask_function, **others)
+    mask: torch.Tensor = eager_mask(*args, mask_function=mask_function, **others)
     _observers[-1].mask(mask, mask_function, others.get("local_size"))
     return mask
 
@@ -126,16 +127,20 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVED, _mask_observed)
 
 def use(model: PreTrainedModel, implementation: str) -> None:
     """Let all modules of a model use an attention implementation."""
-    for module in model.modules():
-        if hasattr(config := getattr(module, "config", None), "_attn_implementation"):
-            config._attn_implementation = implementation
+    for config in _configs(model, "_attn_implementation"):
+        config._attn_implementation = implementation
+
+
+def _configs(model: PreTrainedModel, name: str) -> list[Any]:
+    """Return the configurations of modules that have an attribute."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in found if hasattr(config, name)]
 
 
 @contextlib.contextmanager
 def experts_one_by_one(model: PreTrainedModel) -> Iterator[None]:
     """Let experts compute without kernels in the body, which look at the strides of weights."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    configs = [config for config in configs if hasattr(config, "_experts_implementation")]
+    configs = _configs(model, "_experts_implementation")
     earlier = [config._experts_implementation for config in configs]
     for config in configs:
         config._experts_implementation = "eager"
@@ -148,7 +153,7 @@ def experts_one_by_one(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Let an observer hear of the attention of the steps of the body."""
+    """Let an observer receive the attention of the steps of the body."""
     use(model, OBSERVED)
     _observers.append(observer)
     try:
@@ -226,10 +231,11 @@ class Specs:
         if mask is None:
             raise self._refused(path, "tokens that see later ones", "is_causal = False")
         place = mask.untyped_storage().data_ptr() if isinstance(mask, torch.Tensor) else 0
-        kind, window, _ = self._masks.get(place, ("one of the model's own", None, mask))
+        own: tuple[str, int | None, Any] = ("one of the model's own", None, mask)
+        kind, window, _ = self._masks.get(place, own)
         if kind != "causal":
             raise self._refused(path, "attention_mask", kind)
-        return window
+        return None if window is None else int(window)
 
     def _refused(self, path: str, what: str, value: Any) -> ModelError:
         return ModelError(

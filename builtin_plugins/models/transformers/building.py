@@ -100,7 +100,7 @@ def _refuse_lengths(config: Any, name: str, max_model_len: int) -> None:
         original = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
-        limit = original or getattr(config, "max_position_embeddings", 0)
+        limit = int(original or getattr(config, "max_position_embeddings", None) or 0)
         if kind in ("dynamic", "longrope") and max_model_len > limit:
             raise ModelError(
                 f"{name} config: rope_parameters.rope_type: {short(kind)} depends on the longest "
@@ -155,12 +155,12 @@ def _fill_buffers(model: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child in module.children():
             fill(child, owner)
-        names = [
-            name for name in module._non_persistent_buffers_set if module._buffers[name] is not None
-        ]
-        for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-        if names:
+        names = module._non_persistent_buffers_set
+        buffers = {name: buffer for name, buffer in module._buffers.items() if name in names}
+        found = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        for name, buffer in found.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        if found:
             owner._init_weights(module)
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A step with attention as it is described to backends, beside that of transformers itself."""
+"""A step with attention as backends get it, compared with that of transformers itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Compared:
         self._name = type(model).__name__
 
     def mask(self, mask: torch.Tensor, function: Any, window: int | None) -> None:
-        """Hear of a mask."""
+        """Ignore a mask."""
 
     def attended(
         self,
@@ -88,10 +88,10 @@ class _Compared:
         mask: Any,
         arguments: dict[str, Any],
     ) -> torch.Tensor:
-        """Return what the module's own attention gives.
+        """Return the result of the module's own attention.
 
         Raises:
-            ModelError: that of the layer's spec differs.
+            ModelError: the attention of the layer's spec differs.
         """
         layer, dtype = layer_of(module), q.dtype
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -150,5 +150,5 @@ class _Reference:
         angles: torch.Tensor | None = None,  # noqa: ARG002 - modules rotate themselves
     ) -> torch.Tensor:
         """Return the result of attention, shaped as q."""
-        parts = zip(*(x.float().split(self._length) for x in (q, k, v)), strict=True)
+        parts = zip(*(torch.split(x.float(), self._length) for x in (q, k, v)), strict=True)
         return torch.cat([attend(self._specs[layer], *part) for part in parts]).to(q.dtype)

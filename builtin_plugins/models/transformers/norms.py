@@ -29,7 +29,7 @@ class Norm:
 
 
 def read_norm(module: nn.Module) -> Norm | None:
-    """Return the norm that a module is, with a weight and nothing else; None if it is none.
+    """Return the norm that a module is, with a weight and nothing else; None for other modules.
 
     It is tried, on random numbers, since classes of that name differ between architectures.
     """

@@ -76,9 +76,6 @@ def _config(context: ModelContext) -> Any:
         )
     text = config.get_text_config()
     _refuse_lengths(text, name, context.max_model_len)
-    for one in (config, text):
-        one.use_cache = False
-        one.output_hidden_states = one.output_attentions = False
     return config
 
 

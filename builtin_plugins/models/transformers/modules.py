@@ -27,9 +27,17 @@ from hardpoint.toolkit.layers import (
 )
 
 from .attention import Step
-from .layers import PackedEmbedding, PackedLinear, PackedNorm, Plain, TiedHead, Transposed, cut
+from .layers import (
+    PackedEmbedding,
+    PackedLinear,
+    PackedNorm,
+    Plain,
+    TiedHead,
+    Transposed,
+    cut,
+    read_norm,
+)
 from .names import StoredNames
-from .norms import read_norm
 
 
 class Modules:

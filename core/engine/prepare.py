@@ -224,9 +224,8 @@ def _implementation(
         return name
     if other != "none":
         entry = plugins.get("models", other)
-        found: str | None = plugins.target(entry).implementation(name)
-        if found is not None:
-            return found
+        if (found := plugins.target(entry).implementation(name)) is not None:
+            return str(found)
         if models.use != "auto":
             raise ModelError(
                 f"models.use: {entry.source} does not compute the architecture {shown(name)}"

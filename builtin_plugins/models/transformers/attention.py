@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -87,7 +88,14 @@ class Observer(Protocol):
         """Return the result of attention [1, tokens, heads, value_size]."""
 
 
-_observers: list[Observer] = []
+class _Observers(threading.local):
+    """Observers of the steps of a thread, of which the last one counts."""
+
+    def __init__(self) -> None:
+        self.stack: list[Observer] = []
+
+
+_observers = _Observers()
 
 
 def _attend(
@@ -110,13 +118,13 @@ def _attend_observed(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    return _observers[-1].attended(module, query, key, value, attention_mask, arguments), None
+    return _observers.stack[-1].attended(module, query, key, value, attention_mask, arguments), None
 
 
 def _mask_observed(*args: Any, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor:
     others.pop("allow_is_bidirectional_skip", None)
     mask: torch.Tensor = eager_mask(*args, mask_function=mask_function, **others)
-    _observers[-1].mask(mask, mask_function, others.get("local_size"))
+    _observers.stack[-1].mask(mask, mask_function, others.get("local_size"))
     return mask
 
 
@@ -155,11 +163,11 @@ def experts_one_by_one(model: PreTrainedModel) -> Iterator[None]:
 def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Let an observer receive the attention of the steps of the body."""
     use(model, OBSERVED)
-    _observers.append(observer)
+    _observers.stack.append(observer)
     try:
         yield
     finally:
-        _observers.pop()
+        _observers.stack.pop()
         use(model, NAME)
 
 

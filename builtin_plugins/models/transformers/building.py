@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
 _STATES = (nn.Conv1d, nn.RNNBase)
 """Modules of decoders that mix tokens besides attention: they have a state per sequence."""
+
+
+_building = threading.Lock()
+"""Held while a model is built, for which transformers changes torch in all threads."""
 
 
 def has_architecture(name: str) -> bool:
@@ -43,7 +48,7 @@ def build(context: ModelContext) -> PreTrainedModel:
         )
     config = _config(context)
     try:
-        with torch.device("meta"), no_init_weights():
+        with _building, torch.device("meta"), no_init_weights():
             model = getattr(transformers, name)._from_config(
                 config, attn_implementation="eager", dtype=context.dtype
             )

@@ -35,6 +35,7 @@ LEFT_OUT = {
     "hooks": {"batch_routes", "commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
+    "models": {"transformers"},
     "stat_sinks": {"prometheus"},
     "tokenizers": {"transformers"},
 }

@@ -265,6 +265,9 @@ def _context(load: _Load, problem: HardpointError | None, messages: Messages) ->
         simulate=_simulate,
         calibrate=functools.partial(_calibrate, open_model),
         open_journal=_open_journal,
+        measure_server=functools.partial(_measure, "measure_server"),
+        sweep=functools.partial(_measure, "sweep"),
+        measure_startup=functools.partial(_measure, "measure_startup"),
     )
 
 
@@ -307,6 +310,13 @@ def _calibrate(
     from hardpoint.simulation import calibrate  # noqa: PLC0415 - needs torch
 
     return calibrate(open_model, config, config_sources, seconds=seconds)
+
+
+def _measure(name: str, *given: Any, **named: Any) -> Iterator[Mapping[str, Any]]:
+    from hardpoint import bench  # noqa: PLC0415 - one command needs it
+
+    found: Iterator[Mapping[str, Any]] = getattr(bench, name)(*given, **named)
+    return found
 
 
 def _join_engine(problem: HardpointError | None, messages: Messages) -> JoinEngine:

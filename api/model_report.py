@@ -41,7 +41,7 @@ def report_model(
     """
     plugins = resolve_plugins(config, config_sources)
     spec = prepare_worker(config, plugins, config_sources, no_progress)
-    entry = plugins.get("models", spec.model_config.architecture)
+    entry = plugins.get("models", spec.model_config.model_plugin)
     check_parallelism(plugins.target(entry), entry.source, config.parallel)
     if not lengths:
         lengths = sorted({min(_USUAL_LENGTH, spec.max_model_len), spec.max_model_len})
@@ -87,7 +87,7 @@ def _report(
         path=spec.loader.context.files.path,
         loader=spec.loader.name,
         architecture=model_config.architecture,
-        provider=spec.plugins.get("models", model_config.architecture).source.package,
+        provider=spec.plugins.get("models", model_config.model_plugin).source.package,
         device=str(spec.device),
         dtype=_dtype(spec),
         operations=kernels[0],

@@ -1,4 +1,4 @@
-"""The cost or gain of a separate engine process (its start: benchmarks/start.py).
+"""The cost or gain of a separate engine process (its start: `hardpoint bench startup`).
 
     python benchmarks/processes.py [--rounds 5] [--json result.json]
 

@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import tempfile
 import time
@@ -32,23 +33,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from http_load.answers import Timeline
-from http_load.calibrate import find_model
-from http_load.clients import allow_descriptors, run_on_uvloop
-from http_load.connection import Pool
-from http_load.disconnects import Point, disconnect
-from http_load.drive import Outcome, send
-from http_load.figures import figures
-from http_load.metrics import IDLE, OPTIONAL, read_metrics
-from http_load.report import show
-from http_load.server_process import Holdings, ServerProcess
-from http_load.target import Target
-from http_load.workload import Lengths, Workload
+from soak_parts.disconnects import Point, disconnect
+from soak_parts.holdings import Holdings
+from soak_parts.metrics import IDLE, OPTIONAL, read_metrics
+
+from hardpoint.bench.answers import Timeline
+from hardpoint.bench.client import Outcome, send
+from hardpoint.bench.connection import Pool
+from hardpoint.bench.measures import report
+from hardpoint.bench.processes import allow_descriptors, run_on_uvloop
+from hardpoint.bench.prompts import Costs, Prompts, RequestFields
+from hardpoint.bench.server_facts import find_model
+from hardpoint.bench.server_process import ServerStart, running_server
+from hardpoint.bench.target import Target
+from hardpoint.simulation import Lengths, Objective, SyntheticLoad
 
 SETTINGS = {
     "plugins.quarantine_after": "0",  # the processor keeps failing, until the end
     "stats.sinks": '["prometheus"]',
-    "server.access_log": "off",
 }
 SCRIPTED = {
     "dtype": "float32",
@@ -56,13 +58,15 @@ SCRIPTED = {
     "attention.use": "hardpoint.testing:HistoryAttention",
 }
 SCRIPTED_MODEL = '{use="hardpoint.testing:ScriptedModel", name="ScriptedForCausalLM"}'
-FAILING = "http_load.faulty:FailsAt"
+FAILING = "soak_parts.faulty:FailsAt"
 _REQUEST_S = 120.0
 _IDLE_S = 60.0
 _IDLE_PERIOD_S = 0.2
 _REST_S = 15.0
 _REST_PERIOD_S = 0.5
 _QUESTIONS = 40
+_SIGMA = 0.4
+"""Of the logarithm of lengths: 95 % are from 0.46 to 2.2 times the median."""
 _CHECKED_AFTER = 8
 
 
@@ -92,21 +96,27 @@ class Counts:
 class Soak:
     """A load on a server, and its checks."""
 
-    def __init__(self, target: Target, workload: Workload, options: argparse.Namespace) -> None:
+    def __init__(self, target: Target, fields: RequestFields, options: argparse.Namespace) -> None:
         """Make one.
 
         Args:
             target: the server.
-            workload: the questions.
+            fields: fields of the requests.
             options: options of the command line.
         """
-        self._target = target
-        self._workload = workload
+        self._target, self._form = target, fields
         self._options = options
+        load = SyntheticLoad(
+            requests=_QUESTIONS,
+            prompt=Lengths(median=options.input_tokens, sigma=_SIGMA),
+            output=Lengths(median=options.output_tokens, sigma=_SIGMA),
+            seed=options.seed,
+        )
+        prompts = Prompts(fields, Costs(), str(options.seed))
         self._questions: list[dict[str, Any]] = []
         self._answers: list[str] = []
-        for number in range(_QUESTIONS):
-            body = msgspec.json.decode(workload.body("soak", number))
+        for number, request in enumerate(load.generate()):
+            body = msgspec.json.decode(prompts.body(request, {}))
             self._questions.append({**body, "temperature": 1.0, "seed": number})
 
     async def ask_alone(self, pool: Pool, numbers: range) -> list[str]:
@@ -173,7 +183,7 @@ class Soak:
 
     def _request(self, pool: Pool, number: int, extra: dict[str, Any] | None = None) -> bytes:
         body = msgspec.json.encode({**self._questions[number], **(extra or {})})
-        return pool.request("POST", self._workload.path, body)
+        return pool.request("POST", self._form.path, body)
 
     def _compare(self, number: int, timeline: Timeline, counts: Counts) -> None:
         counts.compared += 1
@@ -227,9 +237,8 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
     pool = Pool(target)
     model = options.model if options.url and options.model else await find_model(pool)
     pool.close()
-    lengths = Lengths.parse(options.input_tokens), Lengths.parse(options.output_tokens)
-    workload = Workload(model, options.endpoint == "chat", options.seed, *lengths)
-    soak = Soak(target, workload, options)
+    fields = RequestFields(model=model, endpoint=options.endpoint, ignore_eos=False)
+    soak = Soak(target, fields, options)
     await soak.prepare()
     before = None
     warm_up = min(60.0, 0.2 * options.seconds)
@@ -239,6 +248,7 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
     problems = [f"left after the warm-up: {what}" for what in left]
     if pid is not None:
         before = await holdings_at_rest(pid, lambda old, new: not old.leaks(new, 1.0))
+    start = time.perf_counter()
     counts, cpu_share = await soak.load(options.seconds, options.seed + 1)
     metrics, left = await soak.wait_until_idle()
     problems += [f"left after the load: {what}" for what in left]
@@ -252,9 +262,9 @@ async def run(target: Target, pid: int | None, options: argparse.Namespace) -> d
             problems.append(f"{name}: {first_metrics[name]:g} before, {metrics[name]:g} after")
     problems += await soak.check_again()
     problems += wrong(counts, options.different)
-    found = figures([Outcome(counts.whole, cpu_share)])
+    found, _ = report([Outcome(counts.whole, start, cpu_share)], Objective())
     return {
-        **found,
+        **msgspec.to_builtins(found),
         "compared": counts.compared,
         "different": counts.wrong.total(),
         "left": dict(counts.left),
@@ -281,9 +291,20 @@ def wrong(counts: Counts, allowed: float) -> list[str]:
     return problems
 
 
-def report(result: dict[str, Any], seconds: float) -> None:
+def print_report(result: dict[str, Any], seconds: float) -> None:
     """Print the figures and the verdict."""
-    show(f"Soak of {seconds:g} s", {"whole requests": result})
+    times = ", ".join(
+        f"{name.upper()} {1e3 * result[name]['p50']:.1f} / {1e3 * result[name]['p99']:.1f}"
+        for name in ("ttft", "tpot", "itl", "e2e")
+    )
+    print(
+        f"soak of {seconds:g} s: {result['finished']} whole requests, "
+        f"{result['request_rate']:.1f} per second; p50 / p99 in ms: {times}"
+    )
+    for kind, count in result["errors"].items():
+        print(f"{count} failed: {kind}")
+    for limit in result["client"]["limits"]:
+        print(f"the client was the limit: {limit}")
     gone = ", ".join(f"{count} {where}" for where, count in sorted(result["left"].items()))
     print(f"clients that went away: {gone or 'none'}")
     faulty = result["faulty"]
@@ -319,11 +340,12 @@ def server(options: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
             enabled.append(SCRIPTED_MODEL)
         settings["plugins.enable"] = f"[{', '.join(enabled)}]"
         settings |= dict(setting.split("=", 1) for setting in options.set)
-        started = ServerProcess(model, settings)
-        try:
+        start = ServerStart(model=model, settings=[f"{k}={v}" for k, v in settings.items()])
+        here = str(Path(__file__).parent)  # the failing plugin is imported from it
+        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        with running_server(start, environment=environment) as started:
             yield started.url, started.pid
-        finally:
-            started.stop()
 
 
 def main() -> None:
@@ -343,15 +365,15 @@ def main() -> None:
     parser.add_argument("--faulty", type=share, default=0.05, help="share of the requests")
     parser.add_argument("--different", type=share, default=0.0, help="share of answers, allowed")
     parser.add_argument("--memory", type=float, default=32.0, help="MiB of growth, allowed")
-    parser.add_argument("--input-tokens", default="8-200")
-    parser.add_argument("--output-tokens", default="8-96")
+    parser.add_argument("--input-tokens", type=int, default=60, help="median")
+    parser.add_argument("--output-tokens", type=int, default=40, help="median")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     allow_descriptors(2 * options.streams + 256)
     with server(options) as (url, pid):
         result = run_on_uvloop(run(Target.parse(url), pid, options))
-    report(result, options.seconds)
+    print_report(result, options.seconds)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
     if result["problems"]:

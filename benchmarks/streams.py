@@ -13,6 +13,7 @@ answered with the times of streams while a long prompt is computed. STEP_MILLISE
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import random
@@ -152,19 +153,22 @@ class Http(Streamer):
 
     def __init__(self, folder: str) -> None:
         """Start it."""
-        from http_load.connection import Pool
-        from http_load.server_process import ServerProcess
-        from http_load.target import Target
+        from hardpoint.bench.connection import Pool
+        from hardpoint.bench.server_process import ServerStart, running_server
+        from hardpoint.bench.target import Target
 
-        settings = {"dtype": "bfloat16", "max_model_len": str(MAX_MODEL_LEN)}
-        self._server = ServerProcess(folder, {**settings, "server.access_log": "off"})
+        settings = ["dtype=bfloat16", f"max_model_len={MAX_MODEL_LEN}"]
+        self._stack = contextlib.ExitStack()
+        start = ServerStart(model=folder, settings=settings)
+        self._server = self._stack.enter_context(running_server(start))
         self._pool = Pool(Target.parse(self._server.url))
         self._model = folder
 
     async def stream(self, ids: list[int], tokens: int) -> AsyncIterator[int]:
         """Yield one for each chunk with text, and the other tokens at the end."""
         import msgspec
-        from http_load.answers import StreamAnswer, Timeline
+
+        from hardpoint.bench.answers import StreamAnswer, Timeline
 
         body = {"model": self._model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
@@ -189,13 +193,13 @@ class Http(Streamer):
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the server's process, without the engine's."""
-        from http_load.server_process import cpu_seconds
+        from soak_parts.holdings import cpu_seconds
 
         return cpu_seconds(self._server.pid)
 
     def close(self) -> None:
         """End the server."""
-        self._server.stop()
+        self._stack.close()
 
 
 class VllmAsync(Streamer):

@@ -119,10 +119,13 @@ class Player:
             waiting = WaitingFor(noted.waiting_for)
             return WaitReason(waiting, noted.message, noted.needed, noted.available, noted.ahead)
         try:
-            self.wait(lambda: read() is None)
+            may_run = self.wait(lambda: read() is None)
         except HardpointError as error:
             self._differs_for(request_id, "gate", "it may run", f"{type(error).__name__}: {error}")
             raise
+        if not may_run:
+            own = f"after {_PATIENCE_S:g} s it waits"
+            self._differs_for(request_id, "gate", "it may run", own)
         return None
 
     def matched(

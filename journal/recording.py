@@ -48,6 +48,7 @@ from .records import (
     Header,
     Keyframe,
     LiveState,
+    is_poll,
     plan_record,
     result_record,
 )
@@ -297,8 +298,8 @@ class RecordedCore(EngineCore):
         frames = [bytes(frame) for frame in self._encoder.encode(list(arguments))]
         with self._recorded(Event("call", method=method, arguments=frames)) as event:
             result = run()
-            if event is not None and isinstance(result, bool):
-                event.returned = result
+            if event is not None and is_poll(method, arguments):
+                event.returned = not result if isinstance(result, list) else bool(result)
         if method == "live_change":
             self._note_change(arguments[0], Event("call", method=method, arguments=frames))
         return result

@@ -185,7 +185,7 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
         request_ids: requests of "abort"; None is all.
         method: name of the control call.
         arguments: its arguments, encoded as requests are.
-        returned: its result, if that is true or false.
+        returned: whether what a poll asked for was done; None for other calls.
         clock: readings of the engine's clock, in seconds.
         times: readings of the clock that measures steps, in seconds.
         late_aborts: requests that were aborted while the step ran.
@@ -218,6 +218,15 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
     raised: list[Failure] = []
     ended: list[Ended] = []
     failure: Failure | None = None
+
+
+def is_poll(method: str, arguments: Sequence[Any]) -> bool:
+    """Return whether a control call asks if what other threads or processes do is done.
+
+    Such calls change nothing, so that a replay makes them when, and as often as, it has to.
+    """
+    is_state = method == "live_change" and list(arguments[:1]) == ["state"]
+    return is_state or method == "weights_prepared"
 
 
 class LiveState(msgspec.Struct, frozen=True, array_like=True):

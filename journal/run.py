@@ -14,19 +14,21 @@ from hardpoint import typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.utility_calls import run_utility
-from hardpoint.plugins import EngineConfig, EngineCoreRequest
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, HardpointError
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.system.encoding import Decoder, WireError
 
 from .differences import Difference
 from .frames import JournalError, JournalReader
 from .playing import PlayedOutside, Player, taken
-from .records import Arrival, End, Event, Header, Keyframe, Record, Result
+from .records import Arrival, End, Event, Header, Keyframe, Record, Result, is_poll
 
 _SKIPPED = frozenset({"start_profile", "stop_profile"})
 """Control calls that leave the engine's state alone, and write files."""
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""
+_PATIENCE_S = 600.0
+"""For what was done outside of the loop when it was recorded, such as weights that were read."""
 
 
 @dataclass
@@ -247,15 +249,34 @@ class Run:
         return request, hashes, arrival.arrived
 
     def _control(self, event: Event) -> None:
-        """Make a control call; one that was answered with true is made until it is."""
+        """Make a control call. Where a poll ended, what it asked for is awaited here, too.
+
+        Raises:
+            HardpointError: it is not done here after some minutes.
+        """
         if event.method in _SKIPPED:
             return
         arguments = self._arguments.decode(list(event.arguments))
         call = functools.partial(run_utility, self._core, event.method, arguments)
-        if event.returned:
-            self._player.wait(lambda: call() is True)
-        else:
+        if not is_poll(event.method, arguments):
             call()
+        elif event.returned or event.failure is not None:
+            self._await(event.method, call)
+
+    def _await(self, method: str, poll: Callable[[], Any]) -> None:
+        """Poll until there is nothing more to wait for, or it raises."""
+        waiting: list[Any] = []
+
+        def is_done() -> bool:
+            waiting[:] = [poll()]
+            return waiting[0] is True or waiting[0] == []
+
+        if not self._player.wait(is_done, _PATIENCE_S):
+            missing = ", ".join(waiting[0]) if isinstance(waiting[0], list) else "the workers"
+            raise HardpointError(
+                f"{method}: it was done when it was recorded; here, after {_PATIENCE_S:g} s, it is "
+                f"not done by {missing}"
+            )
 
 
 def request_of(arrival: Arrival) -> EngineCoreRequest:

@@ -14,7 +14,7 @@ from hardpoint.errors import RequestError
 from hardpoint.typed.describing import FieldDoc
 
 from .config import ConfigSources, EngineConfig
-from .journals import JournalUse, OpenJournal
+from .journals import OpenJournal
 from .params import PoolingParams, SamplingParams
 from .requests import PoolingRequestOutput, Prompt, RequestOutput
 
@@ -33,6 +33,7 @@ __all__ = [
     "ModelReport",
     "PluginCatalog",
     "Prompt",
+    "PromptTrace",
     "WeightGroup",
 ]
 
@@ -336,10 +337,6 @@ OpenWorkers = Callable[[EngineConfig, ConfigSources, Literal["never", "on_failur
 """Opens a model for several worker processes; the arguments are those of `OpenAsync`."""
 
 
-def _no_workers(*_: object) -> WorkerGroup:
-    raise NotImplementedError("this CommandContext was made without open_workers")
-
-
 CheckPlugin = Callable[
     [EngineConfig, ConfigSources, str, Mapping[str, float], Mapping[str, Any], int | None],
     Iterator[Mapping[str, Any]],
@@ -350,19 +347,11 @@ configuration, and the version of the contract that the plugin has to state, Non
 """
 
 
-def _no_check(*_: object) -> Iterator[Mapping[str, Any]]:
-    raise NotImplementedError("this CommandContext was made without check_plugin")
-
-
 JoinEngine = Callable[..., None]
 """Runs engines for the program at an address: configuration, sources of its values, the address,
 and by name `keys`, the folder of its keys or None, `rank`, the rank to take or None, and `once`,
 whether to end with the first one.
 """
-
-
-def _no_joining(*_: object, **__: object) -> None:
-    raise NotImplementedError("this CommandContext was made without join_engine")
 
 
 Simulate = Callable[..., Iterator[Mapping[str, Any]]]
@@ -377,16 +366,10 @@ which has `cost`, what `hardpoint simulate --cost` reads.
 """
 
 
-def _no_simulation(*_: object, **__: object) -> Iterator[Mapping[str, Any]]:
-    raise NotImplementedError("this CommandContext was made without simulate")
-
-
-def _no_calibration(*_: object) -> Iterator[Mapping[str, Any]]:
-    raise NotImplementedError("this CommandContext was made without calibrate")
-
-
-def _no_journals(*_: object) -> JournalUse:
-    raise NotImplementedError("this CommandContext was made without open_journal")
+Measure = Callable[..., Iterator[Mapping[str, Any]]]
+"""Measures something; yields records. The arguments are those of a function of `hardpoint.bench`,
+as plain data; see the page on benchmarks.
+"""
 
 
 MakeApplication = Callable[["AsyncGenerator", str], Any]
@@ -400,16 +383,17 @@ and the host and port to listen on. Returns the exit code.
 """
 
 
-def _no_ray(*_: object) -> int:
-    raise NotImplementedError("this CommandContext was made without serve_on_ray")
+class _Absent(dict[str, Any]):
+    """By its name, what stands for a function that a context was made without."""
+
+    def __missing__(self, name: str) -> Any:
+        def fail(*_: object, **__: object) -> Any:
+            raise NotImplementedError(f"this CommandContext was made without {name}")
+
+        return fail
 
 
-def _no_inspection(*_: object) -> ModelReport:
-    raise NotImplementedError("this CommandContext was made without inspect_model")
-
-
-def _no_async_engine(*_: object) -> AsyncGenerator:
-    raise NotImplementedError("this CommandContext was made without open_async")
+_ABSENT = _Absent()
 
 
 @dataclass(frozen=True)
@@ -440,6 +424,9 @@ class CommandContext:
         simulate: runs a load under several configurations on a virtual clock.
         calibrate: measures what steps of the configured model take.
         open_journal: opens a journal of an engine.
+        measure_server: sends loads to a server over HTTP.
+        sweep: sends loads to servers of several settings, which it starts.
+        measure_startup: starts engines, and measures the stages of it.
     """
 
     load_config: Callable[..., tuple[EngineConfig, ConfigSources]]
@@ -448,16 +435,19 @@ class CommandContext:
     version: str
     quiet: bool = False
     show_error: Callable[[str], None] = _print_error
-    open_async: OpenAsync = _no_async_engine
-    open_workers: OpenWorkers = _no_workers
-    inspect_model: InspectModel = _no_inspection
+    open_async: OpenAsync = _ABSENT["open_async"]
+    open_workers: OpenWorkers = _ABSENT["open_workers"]
+    inspect_model: InspectModel = _ABSENT["inspect_model"]
     config_type: Callable[[], type[EngineConfig]] = lambda: EngineConfig
-    check_plugin: CheckPlugin = _no_check
-    join_engine: JoinEngine = _no_joining
-    serve_on_ray: ServeOnRay = _no_ray
-    simulate: Simulate = _no_simulation
-    calibrate: Calibrate = _no_calibration
-    open_journal: OpenJournal = _no_journals
+    check_plugin: CheckPlugin = _ABSENT["check_plugin"]
+    join_engine: JoinEngine = _ABSENT["join_engine"]
+    serve_on_ray: ServeOnRay = _ABSENT["serve_on_ray"]
+    simulate: Simulate = _ABSENT["simulate"]
+    calibrate: Calibrate = _ABSENT["calibrate"]
+    open_journal: OpenJournal = _ABSENT["open_journal"]
+    measure_server: Measure = _ABSENT["measure_server"]
+    sweep: Measure = _ABSENT["sweep"]
+    measure_startup: Measure = _ABSENT["measure_startup"]
 
     def load_plugins(self, config: EngineConfig, config_sources: ConfigSources) -> Any:
         """Resolve a configuration's plugins; `load_catalog` took the place of this.

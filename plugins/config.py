@@ -23,6 +23,7 @@ from .config_tables import (
     KVEventsConfig,
     LoadConfig,
     MetricsConfig,
+    ModelsConfig,
     OpsConfig,
     PluginsConfig,
     PositiveSeconds,
@@ -104,6 +105,7 @@ class _CoreTables(Strict, kw_only=False):
     grammar: GrammarConfig = GrammarConfig()
     conversations: ConversationsConfig = ConversationsConfig()
     load: LoadConfig = LoadConfig()
+    models: ModelsConfig = ModelsConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     weight_cache: WeightCacheConfig = WeightCacheConfig()
     debug: DebugConfig = DebugConfig()

@@ -385,6 +385,18 @@ class AttentionConfig(Strict):
     use: Reference = "auto"
 
 
+class ModelsConfig(Strict):
+    """The plugin that computes the model.
+
+    Attributes:
+        use: name of a `models` plugin; "auto" is that of the architecture, else the fallback.
+        fallback: `models` plugin of architectures that have none of their own, or "none".
+    """
+
+    use: Reference = "auto"
+    fallback: Reference = "transformers"
+
+
 class OpsConfig(Strict):
     """The operations of models; "auto" are those of `backend`."""
 

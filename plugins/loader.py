@@ -53,6 +53,7 @@ class ModelConfig:
         quantization: name of the scheme (kind `quantizations`) without which weights cannot be
                 read; None if each weight has its own.
         default_sampling: fields of SamplingParams that the model's files recommend, checked.
+        implementation: name of the `models` plugin that computes it; empty is the architecture's.
     """
 
     architecture: str
@@ -63,6 +64,12 @@ class ModelConfig:
     dtype: str | None = None
     quantization: str | None = None
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    implementation: str = ""
+
+    @property
+    def model_plugin(self) -> str:
+        """Name of the `models` plugin that computes it."""
+        return self.implementation or self.architecture
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,15 @@ class Model(Component):
     context: ModelContext
 
     @classmethod
+    def implementation(cls, architecture: str) -> str | None:  # noqa: ARG003
+        """Return the name of the `models` plugin that computes an architecture; None if none does.
+
+        Asked of the plugin in `models.use`, and of that in `models.fallback` about architectures
+        that are no name of a plugin. By default None.
+        """
+        return None
+
+    @classmethod
     def media_format(cls, config: ModelConfig, files: ModelFiles | None) -> MediaFormat | None:  # noqa: ARG003
         """Return how images become tokens of prompts; None, the default, for text alone.
 

@@ -24,10 +24,12 @@ from .requests import PoolingRequestOutput, Prompt, RequestOutput, ToolCall
 from .scheduling_policy import SchedulingPolicy
 from .server_extension import (
     Authenticator,
+    Background,
     Call,
     Client,
     InstalledExtension,
     Middleware,
+    ResponseStore,
     Route,
     ServerExtension,
     Transform,
@@ -39,10 +41,12 @@ from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
+    from starlette.responses import Response as HTTPResponse
 
 __all__ = [
     "AsyncGenerator",
     "Authenticator",
+    "Background",
     "Call",
     "Client",
     "EngineSet",
@@ -52,6 +56,7 @@ __all__ = [
     "LoadReport",
     "Middleware",
     "OpenConversation",
+    "ResponseStore",
     "Route",
     "ServerContext",
     "ServerExtension",
@@ -374,6 +379,33 @@ class ServerContext(Protocol):
         Raises:
             RequestError: naming the field, its value and what would be right.
             Exception: the body is no JSON, is too long, or stops; the server answers it.
+        """
+
+    def body_parts(self, request: HTTPRequest, max_bytes: int) -> c.AsyncGenerator[bytes, None]:
+        """Yield the body of a request to a route as it comes in, within the server's time limits.
+
+        For bodies that are no JSON, see `Route.body_types`, or too large for memory.
+
+        Args:
+            request: request of the route.
+            max_bytes: size that it may have.
+
+        Raises:
+            Exception: the body is too long, or stops; the server answers it.
+        """
+
+    async def ask(self, client: Client, path: str, body: bytes) -> HTTPResponse:
+        """Return the answer of a route of this server to a POST of JSON.
+
+        It is answered as that of a client would be, within the client's bounds and the server's
+        limits, by middleware and transforms too; no key is asked for. Cancelling it ends the
+        request. The answer has the status, the headers and the body; its status is 0 if it was
+        cut.
+
+        Args:
+            client: who asks.
+            path: path of a route that does not stream.
+            body: JSON.
         """
 
     def model(self, name: str | None) -> str:

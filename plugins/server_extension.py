@@ -1,4 +1,4 @@
-"""Extensions of an HTTP server by plugins: routes, middleware, transforms, authenticators."""
+"""Extensions of an HTTP server by plugins: routes, middleware, authenticators and others."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Authenticator",
+    "Background",
     "Call",
     "Client",
     "InstalledExtension",
     "Middleware",
+    "ResponseStore",
     "Route",
     "ServerExtension",
     "Transform",
@@ -92,6 +94,7 @@ class Route:
             WebSocket, and accepts it or raises; an error after that closes it with the code 1011.
         summary: one line for the OpenAPI document.
         request_type, response_type: types of JSON bodies, for the OpenAPI document.
+        body_types: media types that its bodies may have; others are answered with 415.
     """
 
     path: str
@@ -105,6 +108,7 @@ class Route:
     summary: str = ""
     request_type: type[msgspec.Struct] | None = None
     response_type: type[msgspec.Struct] | None = None
+    body_types: Sequence[str] = ("application/json",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,47 @@ class Authenticator:
     after: Sequence[str] = ()
 
 
-ServerExtension = Route | Middleware | Transform | Authenticator
+@dataclass(frozen=True, kw_only=True)
+class ResponseStore:
+    """Keeps the responses of `/v1/responses`, so that requests can go on from them. One at most.
+
+    What it is given is opaque, and kept by the owner, which is the client's name, and by the id of
+    the response: no owner ever gets what another one has put. An error that a function raises
+    answers that request with 500, which names the plugin; so does one that takes longer than
+    `server.extension_seconds`.
+
+    Attributes:
+        put: takes owner, id and content; replaces what is there. It is called before the client has
+            the answer, and may drop what is old.
+        get: takes owner and id; returns the content, or None if there is none, or none any more.
+        delete: takes owner and id; returns whether there was a content.
+        is_shared: whether all processes of a server, and those after a restart, have the same
+            contents. A server with several workers refuses another one.
+        retain_seconds: how long the keys and values of a stored response are to stay in the prefix
+            cache, where the request has no `retain_seconds`; None is as for other requests.
+    """
+
+    put: Callable[[str, str, bytes], Awaitable[None]]
+    get: Callable[[str, str], Awaitable[bytes | None]]
+    delete: Callable[[str, str], Awaitable[bool]]
+    is_shared: bool = False
+    retain_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Background:
+    """Work that goes on while requests are answered, in each process that answers users.
+
+    Attributes:
+        run: called in the event loop when the server answers users; cancelled when it takes no
+            further requests. An error that it raises is logged and counted as the plugin's fault,
+            and ends it alone. It must not block the loop.
+    """
+
+    run: Callable[[], Awaitable[None]]
+
+
+ServerExtension = Route | Middleware | Transform | Authenticator | ResponseStore | Background
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal
 
 from hardpoint.errors import HardpointError, RequestError, shown
 
-from .component import Component, Context
+from .arguments import ComponentWithArguments
+from .component import Context
 from .config import EngineConfig
 from .frontend_half import FrontendHalf, FrontendHalfContext
 from .grammars import Vocabulary
@@ -402,8 +403,11 @@ class EngineHalf:
         """Release resources; called once, after the workers are closed."""
 
 
-class StepPart(Component):
+class StepPart(ComponentWithArguments):
     """A feature of the engine's step, with halves in the frontend, the engine and each worker.
+
+    If a class has `Arguments`, the arguments of a request that gives some, checked, are
+    `plugin_args["step_parts/NAME"]` of its `EngineCoreRequest`, as plain data.
 
     Attributes:
         fault_scope: what a fault of a half ends: the requests of the plan that use the part, its

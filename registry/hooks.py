@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, get_args
@@ -16,8 +17,10 @@ from hardpoint.plugins.hooks import HookContext, HookSpecs, hookimpl
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.server import (
     Authenticator,
+    Background,
     InstalledExtension,
     Middleware,
+    ResponseStore,
     Route,
     ServerContext,
     ServerExtension,
@@ -192,7 +195,7 @@ def _named(extension: ServerExtension) -> str:
 
 def _problems(extension: ServerExtension) -> Iterator[str]:
     """Yield what is wrong with an extension."""
-    if not isinstance(extension, Route):
+    if isinstance(extension, Middleware | Transform | Authenticator):
         yield from _order_problems(extension)
     match extension:
         case Route():
@@ -204,6 +207,18 @@ def _problems(extension: ServerExtension) -> Iterator[str]:
             yield from _transform_problems(extension)
         case Authenticator():
             yield from _async_problem("authenticate", extension.authenticate)
+        case ResponseStore():
+            for field in ("put", "get", "delete"):
+                yield from _async_problem(field, getattr(extension, field))
+            yield from _seconds_problem(extension.retain_seconds)
+        case Background():
+            yield from _async_problem("run", extension.run)
+
+
+def _seconds_problem(seconds: Any) -> Iterator[str]:
+    if seconds is None or (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+        return
+    yield f"retain_seconds: expected seconds > 0 or None, got {shown(seconds)}"
 
 
 def _order_problems(extension: Middleware | Transform | Authenticator) -> Iterator[str]:
@@ -228,6 +243,9 @@ def _route_problems(route: Route) -> Iterator[str]:
     if isinstance(methods, str) or not methods or any(m not in _METHODS for m in methods):
         yield f"methods: expected some of {', '.join(_METHODS)}, got {shown(methods)}"
     yield from _async_problem("endpoint", route.endpoint)
+    types = route.body_types
+    if isinstance(types, str) or not types or any(t != str(t).lower() for t in types):
+        yield f"body_types: expected media types in lower case, got {shown(types)}"
     for field in ("request_type", "response_type"):
         given = getattr(route, field)
         if given is not None and not (inspect.isclass(given) and issubclass(given, msgspec.Struct)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +54,7 @@ def options_by_component(
 
     Adapters are replaced in `targets` by ones with their options applied.
     """
-    paths = _option_paths(config, config_sources, chosen)
+    paths = _option_paths(config, config_sources, chosen, targets)
     result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
         path = paths.get(item.key)
@@ -103,11 +103,16 @@ def option_path(config: EngineConfig, item: SelectedPlugin) -> str | None:
 
 
 def _option_paths(
-    config: EngineConfig, config_sources: ConfigSources, chosen: Sequence[SelectedPlugin]
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    chosen: Sequence[SelectedPlugin],
+    loaded: Container[Key],
 ) -> dict[Key, str]:
     """Return the path of the `[plugin.<name>]` table of each component that has one.
 
-    Where a component wraps another one of its own name, the table is the wrapper's.
+    Where a component wraps another one of its own name, the table is the wrapper's. Of several
+    kinds with one name, it is that of the only component in `loaded`, if there is one: tables of
+    those that a model or a request chooses by name have the kind in their own.
     """
     owners: dict[tuple[str, str], SelectedPlugin] = {}
     for item in chosen:  # those that are wrapped come last
@@ -123,6 +128,8 @@ def _option_paths(
             known = sorted({c.name for c in chosen})
             hint = name_of(name, chosen) or typed.suggest(name, known)
             raise ConfigError(f"{path}: no plugin {name!r} is enabled{hint} (from {origin})")
+        if len(certain := [key for key in keys if key in loaded]) == 1:
+            keys = certain
         if len(keys) > 1:
             choices = ", ".join(f'"{kind}/{own}"' for kind, own, _ in keys)
             raise ConfigError(f"{path}: {name!r} could be any of {choices} (from {origin})")

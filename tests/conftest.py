@@ -14,6 +14,7 @@ from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
 from support.installed_metadata import read_metadata_once
+from support.nightly import is_nightly
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
 
@@ -49,12 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hardpoint-tests-")
         if path := config.getoption("durations_file"):
             config.pluginmanager.register(Durations(path))
+    # What other programs make does not look as if a test had left it behind. The last folders of
+    # pytest itself stay.
+    shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hp-", dir=shared)
     settings.load_profile("nightly" if config.getoption("all") else "ci")
     STARTS.install()
     read_metadata_once()
 
 
 def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
@@ -62,7 +68,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("all"):
         for item in items:
-            if item.get_closest_marker("nightly"):
+            if item.get_closest_marker("nightly") or is_nightly(item.nodeid):
                 item.add_marker(pytest.mark.skip(reason="takes long: scripts/test --all runs it"))
 
 

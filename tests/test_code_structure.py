@@ -35,13 +35,15 @@ SMALL = 100
 """Lines below which a module that only one other imports belongs into that one."""
 
 SMALL_MODULES = {
+    "hardpoint.builtin_plugins.commands.records.served_trace": "HTTP; the command opens an engine",
     "hardpoint.replicas.waves.coordinator": "an algorithm with tests of its own",
     "hardpoint.builtin_plugins.executors.ray_worker": "what Ray sends to its nodes",
     "hardpoint.builtin_plugins.executors.multiproc_watch": "the time of steps, not their calls",
     "hardpoint.builtin_plugins.grammars.schemas.errors": "what users read of a refusal",
     "hardpoint.builtin_plugins.scaffold.merging": "an algorithm with tests of its own",
-    "hardpoint.builtin_plugins.models.mixtral": "an architecture of its own",
     "hardpoint.builtin_plugins.communicators.nccl": "one library of two; gloo has a module",
+    "hardpoint.builtin_plugins.response_stores.memory": "one store of two; SQLite has a module",
+    "hardpoint.builtin_plugins.server.batches.answering": "the routes, for files of one form alone",
     "hardpoint.builtin_plugins.server.access.tls": "ssl and its errors, before a model loads",
     "hardpoint.builtin_plugins.server.operations.websockets": "another protocol and its library",
     "hardpoint.completion": "argcomplete, which nothing but a shell's request imports",
@@ -66,7 +68,7 @@ SMALL_MODULES = {
     "hardpoint.testing.text.output_parser_rules": "rules; the suite of output parsers is large",
     "hardpoint.testing.text.tokenizer_rules": "rules; the suite of tokenizers is large",
     "hardpoint.toolkit.images.addresses": "a table of networks, with tests of its own",
-    "hardpoint.builtin_plugins.models.gemma_processor": "run by its path, in a limited process",
+    "hardpoint.builtin_plugins.models.gemma.processor": "run by its path, in a limited process",
     "hardpoint.toolkit.bitmasks": "for authors of grammar backends",
     "hardpoint.registry.adapters.vllm": "which form a class has, beside an adapter for each",
     "hardpoint.features.adapters.leases": "an algorithm with tests of its own",
@@ -74,6 +76,9 @@ SMALL_MODULES = {
     "hardpoint.ray_serve.autoscaling": "a policy of Serve, with tests of its own",
     "hardpoint.ray_serve.options": "a table of options, with tests of its own",
     "hardpoint.ray_serve.prompt_work": "an algorithm with tests of its own",
+    "hardpoint.bench.first_token": "a program, which is run by its text",
+    "hardpoint.builtin_plugins.commands.bench.startup": "one of three commands",
+    "hardpoint.builtin_plugins.commands.simulation.page": "HTML, beside tables of text",
     "hardpoint.simulation.device": "what stands for workers, beside the loop of an engine",
     "hardpoint.core.worker.spans": "positions alone, beside arrays by row",
     "hardpoint.features.encoders.worker_half": "what workers run of a part with three halves",
@@ -153,7 +158,7 @@ def starting_points() -> set[str]:
         target.partition(":")[0] for group in entry_point_groups() for target in group.values()
     }
     programs = {module for module in modules() if module.endswith(".__main__")}
-    libraries = {"hardpoint.simulation"}  # what programs import besides
+    libraries = {"hardpoint.bench", "hardpoint.simulation"}  # what programs import besides
     return {*api, *named, *programs, *libraries} & {*modules_of_the_engine()}
 
 
@@ -208,7 +213,8 @@ def public_names() -> set[str]:
     return {
         name
         for module, path in modules().items()
-        if path.relative_to(ROOT).parts[0] in ("api", "plugins", "simulation", "toolkit", "typed")
+        if path.relative_to(ROOT).parts[0]
+        in ("api", "bench", "plugins", "simulation", "toolkit", "typed")
         for node in nodes(path)
         for name in defined(node)
         if not name.startswith("_")

@@ -143,6 +143,7 @@ NARROW = ("grammars/compat_digits",)
 """Those that are made for the programs here: it compiles no regex of the suite."""
 
 GIVEN = {
+    "executors/timed": ("--option", 'log="steps.log"'),
     "kv_event_publishers/compat_publisher": ("--option", 'path="events"'),
     "kv_stores/sqlite": ("--option", 'path="store.db"'),
     "stat_sinks/compat_sink": ("--option", 'path="figures"'),

@@ -32,9 +32,10 @@ NINE = {
     "torch",
 }
 LEFT_OUT = {
-    "hooks": {"commands", "server", "typed_answers"},
+    "hooks": {"batch_routes", "commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
+    "models": {"transformers"},
     "stat_sinks": {"prometheus"},
     "tokenizers": {"transformers"},
 }

@@ -96,7 +96,7 @@ STACKS = {
     "preempting, priority": {"kv_cache": SMALL_POOL, "scheduler": {"policy": "priority"}},
     "preempting, fair": {"kv_cache": SMALL_POOL, "scheduler": {"policy": "fair"}},
 }
-ALWAYS = ("chunks of 16", "whole prompts", "no prefix cache", "preempting", "preempting, priority")
+ALWAYS = ("chunks of 16", "whole prompts", "preempting")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ FOLDERS = {
     "registry": "hardpoint/registry",
     "ray_serve": "hardpoint/ray_serve",
     "replicas": "hardpoint/replicas",
+    "bench": "hardpoint/bench",
     "simulation": "hardpoint/simulation",
     "journal": "hardpoint/journal",
     "testing": "hardpoint/testing",
@@ -133,6 +134,7 @@ def test_every_entry_point_loads():
         assert point.load() is not None
 
 
+@pytest.mark.nightly
 def test_the_version_is_one(installed):
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for cwd in (installed, ROOT):  # the root's folders must not shadow the package

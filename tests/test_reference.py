@@ -37,6 +37,7 @@ def test_the_committed_pages_are_up_to_date():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_check_names_what_is_stale_and_writes_nothing(tmp_path):
     assert reference("--folder", str(tmp_path)).returncode == 0
     assert reference("--check", "--folder", str(tmp_path)).returncode == 0

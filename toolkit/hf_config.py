@@ -140,6 +140,9 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """What a `text_config` may leave out, by its `model_type`; as in transformers."""
 
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "max_seq_len")
+"""Names of the longest context."""
+
 _PADDED_POSITIONS = ("camembert", "roberta", "xlm-roberta")
 """Types of models whose positions begin after that of padding."""
 
@@ -168,7 +171,8 @@ def model_config(
     if isinstance(text, Mapping):
         hf = {**_TEXT_DEFAULTS.get(str(text.get("model_type")), {}), **text, **hf}
     fields = ConfigFields(hf, source)
-    positions = fields.whole("max_position_embeddings")
+    length = next((name for name in _LENGTHS if hf.get(name) is not None), _LENGTHS[0])
+    positions = fields.whole(length)
     if hf.get("model_type") in _PADDED_POSITIONS:
         positions -= fields.whole("pad_token_id", 1) + 1
     return ModelConfig(

@@ -106,7 +106,7 @@ class SyncAdapterCalls:
         """
         _check_on(self.config, "lora")
         arguments = _load_arguments(self._adapter_folders, lora, tensors, config)
-        with _removed_if_failed(self._adapter_folders, arguments):
+        with _until_loaded(self._adapter_folders, arguments):
             ticket = self.call_part(_PART, "load", arguments)
             for pause in pauses():
                 if (added := self.call_part(_PART, "poll", {"ticket": ticket})) is not None:
@@ -183,7 +183,7 @@ class AsyncAdapterCalls:
         _check_on(self.config, "lora")
         given = lora, tensors, config
         arguments = await asyncio.to_thread(_load_arguments, self._adapter_folders, *given)
-        with _removed_if_failed(self._adapter_folders, arguments):
+        with _until_loaded(self._adapter_folders, arguments):
             ticket = await self.call_part(_PART, "load", arguments)
             for pause in pauses():
                 if (added := await self.call_part(_PART, "poll", {"ticket": ticket})) is not None:
@@ -257,14 +257,16 @@ def _ticket() -> int:
 
 
 @contextlib.contextmanager
-def _removed_if_failed(folders: TensorFolders, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Remove the folder of tensors of `load` if the body fails."""
+def _until_loaded(folders: TensorFolders, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Remove the files of tensors of `load` after the body; engines have links to them."""
+    is_loaded = False
     try:
         yield
-    except BaseException:
+        is_loaded = True
+    finally:
         if arguments.get("is_temporary"):
-            folders.remove([Path(arguments["lora"]["path"])])
-        raise
+            folder = Path(arguments["lora"]["path"])
+            folders.empty(folder) if is_loaded else folders.remove([folder])
 
 
 def _encoded(config: Any) -> bytes:

@@ -286,6 +286,12 @@ class TensorFolders:
         """Remove all folders but these."""
         self.remove(self._folders - set(used))
 
+    def empty(self, folder: Path) -> None:
+        """Remove the files of a folder, but no folders in it."""
+        for path in folder.iterdir():
+            if path.is_file():
+                path.unlink()
+
     def remove(self, folders: Collection[Path]) -> None:
         """Remove folders."""
         self._folders -= set(folders)

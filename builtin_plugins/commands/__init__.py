@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hardpoint.plugins import Command, hookimpl
 
 from . import chat, completion, config, embed, generate, models
+from .bench import command as bench
 from .plugins import command as plugins
 from .records import journal, trace
 from .remote import engine, keys
@@ -28,6 +29,7 @@ def cli_commands() -> Sequence[Command]:
         config.COMMAND,
         engine.COMMAND,
         keys.COMMAND,
+        bench.COMMAND,
         simulate.COMMAND,
         calibrate.COMMAND,
         journal.REPLAY,

@@ -15,10 +15,15 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from hardpoint.builtin_plugins.server.batches.text_lines import (
+    LineIds,
+    decoded,
+    next_line,
+    text_of,
+    texts,
+)
 from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.typed import shown, suggest
-
-MAX_LINE_BYTES = 1 << 24
 
 _OWN = ("id", "prompt", "messages")
 _NOT_DATA = ("output_kind", "logits_processors", "routed_experts")
@@ -92,7 +97,7 @@ class LineFile:
             if line.removeprefix(codecs.BOM_UTF8).strip():
                 break
         self._peeked = kept
-        return _text(kept[-1], self.name, len(kept)) if kept else ""
+        return text_of(kept[-1], self.name, len(kept)) if kept else ""
 
     def texts(self) -> Iterator[tuple[int, str]]:
         """Yield the lines that are not blank, with their numbers, from 1.
@@ -105,42 +110,15 @@ class LineFile:
         if self.is_regular:
             self._file.seek(self._start)
             self._peeked = []
-        number = 0
-        while line := self._next_line(number + 1):
-            number += 1
-            text = _text(line, self.name, number)
-            if text.strip():
-                yield number, text.rstrip("\r\n")
+        yield from texts(self._next_line, self.name)
 
     def _next_line(self, number: int) -> bytes:
         if self._peeked:
             return self._peeked.pop(0)
         try:
-            line = self._file.readline(MAX_LINE_BYTES + 1)
+            return next_line(self._file, self.name, number)
         except OSError as error:  # a folder, for one
             raise RequestError(f"--file: {self.name!r} cannot be read: {error.strerror}") from None
-        if len(line) > MAX_LINE_BYTES:
-            raise RequestError(
-                f"{self.name}:{number}: expected a line of at most {MAX_LINE_BYTES >> 20} MiB"
-            )
-        return line
-
-
-def _text(line: bytes, name: str, number: int) -> str:
-    """Return the text of a line.
-
-    Raises:
-        RequestError: it is not UTF-8.
-    """
-    if number == 1:
-        line = line.removeprefix(codecs.BOM_UTF8)
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{name}:{number}: expected UTF-8, got the byte 0x{line[error.start]:02x} "
-            f"at position {error.start}"
-        ) from None
 
 
 class PromptFile:
@@ -171,24 +149,19 @@ class PromptFile:
             RequestError: a line is wrong, with its number; or there is none.
         """
         name = self._file.name
-        lines: dict[str | int, int] = {}
+        ids = LineIds(name, "id")
         for number, text in self._file.texts():
             try:
                 request = self._read(number, text)
             except RequestError as error:
                 raise RequestError(f"{name}:{number}: {error}") from None
-            if request.id in lines:
-                raise RequestError(
-                    f"{name}:{number}: id: expected a new one, got {shown(request.id)}, which "
-                    f"line {lines[request.id]} has"
-                )
-            lines[request.id] = number
+            ids.add(number, request.id)
             yield request
-        if not lines:
+        if not ids:
             raise RequestError(f"{name}: expected a prompt per line, got none")
 
     def _read(self, number: int, text: str) -> BatchRequest:
-        value = text if self._is_text else _decoded(text)
+        value = text if self._is_text else decoded(text)
         fields = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(fields, dict):
             raise RequestError(
@@ -238,13 +211,6 @@ class PromptFile:
         if isinstance(bias := fields.get("logit_bias"), dict):  # the keys of JSON are texts
             fields["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
         return msgspec.structs.replace(self._params, **fields).checked()
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"expected a line of JSON, got {shown(text[:60])}: {error}") from None
 
 
 def _check_names(fields: dict[str, Any]) -> None:

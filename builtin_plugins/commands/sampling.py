@@ -105,16 +105,35 @@ def sampling_params(
         RequestError: a field is invalid; names its value and what would be right.
         ConfigError: a `--plugin-args` is not of the form NAME.KEY=VALUE.
     """
-    structured = _structured(options.structured)
-    given = {name: getattr(options, name, None) for name in _FIELDS}
-    fields = {name: value for name, value in given.items() if value is not None}
     return msgspec.structs.replace(
         defaults or SamplingParams(),
-        **fields,
-        structured=structured,
+        **_given(options),
+        structured=_structured(options.structured),
         plugin_args=_plugin_args(options.plugin_args),
         output_kind=RequestOutputKind.DELTA,
     ).checked()
+
+
+def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of an HTTP request from the options that are given.
+
+    Raises:
+        RequestError, ConfigError: see `sampling_params`.
+    """
+    fields = _given(options)
+    if (structured := _structured(options.structured)) is not None:
+        given: dict[str, Any] = msgspec.to_builtins(structured)
+        fields["structured_outputs"] = {
+            name: value for name, value in given.items() if value not in (None, False)
+        }
+    if arguments := _plugin_args(options.plugin_args):
+        fields["plugin_args"] = arguments
+    return fields
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    values = {name: getattr(options, name, None) for name in _FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _structured(settings: list[str]) -> StructuredOutputs | None:

@@ -20,6 +20,7 @@ from .gguf_architectures import (
     BLOCK,
     EMBEDDING,
     HEAD,
+    MAY_BE_ZERO,
     MOST_EXPERTS,
     NEUTRAL,
     REQUIRED,
@@ -74,6 +75,7 @@ class GGUFLoader(WeightLoader):
             "tie_word_embeddings": HEAD not in tensors,
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         }
         hf |= self._fields()
         self._refuse_changes(hf["head_dim"])
@@ -172,15 +174,13 @@ class GGUFLoader(WeightLoader):
     @cached_property
     def _architecture(self) -> Architecture:
         experts = self._file.scalar(f"{self._name}.expert_count", int)
-        found = architecture_of(self._name, bool(experts))
+        window = self._file.scalar(f"{self._name}.attention.sliding_window", int)
+        found = architecture_of(self._name, bool(experts), bool(window))
         if experts and "expert_count" not in found.fields:
             raise ModelError(
                 f"{self._source}: {self._name}.expert_count: mixtures of experts are not "
                 f"supported, got {experts}"
             )
-        for key, reason in found.refused.items():
-            if self._file.value(f"{self._name}.{key}"):
-                raise ModelError(f"{self._source}: {self._name}.{key}: {reason}")
         return found
 
     def _refuse_changes(self, head_size: int) -> None:
@@ -189,7 +189,7 @@ class GGUFLoader(WeightLoader):
         Raises:
             ModelError: there is some.
         """
-        neutral = {**NEUTRAL, "attention.value_length": (head_size,)}
+        neutral = {**NEUTRAL, "attention.value_length": (head_size,), **self._architecture.neutral}
         if (
             _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors
         ):  # with which it is read
@@ -247,7 +247,7 @@ class GGUFLoader(WeightLoader):
             if value is None:
                 continue
             found[name] = value
-            if kind is int:
+            if kind is int and (value or key not in MAY_BE_ZERO):
                 limits = {"at_most": MOST_EXPERTS} if key == "expert_count" else {}
                 ConfigFields({key: value}, prefix).whole(key, **limits)
         heads = found["num_attention_heads"]
@@ -269,7 +269,7 @@ class GGUFLoader(WeightLoader):
         rope |= self._partial_rotation(head_size) | self._rope_scaling()
         if (window_theta := self._architecture.window_theta) is None:
             return rope
-        stated = self._positive(f"{prefix}.freq_base_swa") or window_theta
+        stated = self._positive(f"{prefix}.freq_base_swa") or window_theta or theta
         window = {"rope_type": "default", "rope_theta": stated}
         return {"full_attention": rope, "sliding_attention": window}
 

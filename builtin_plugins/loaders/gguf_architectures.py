@@ -29,8 +29,11 @@ REQUIRED = (
     "block_count",
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
     "context_length",
 )
+MAY_BE_ZERO = ("leading_dense_block_count", "nextn_predict_layers")
+"""Whole numbers that need not be at least 1."""
 _FIELDS: dict[str, tuple[str, type]] = {
     "embedding_length": ("hidden_size", int),
     "feed_forward_length": ("intermediate_size", int),
@@ -67,6 +70,12 @@ _GEMMA = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_NORMS_AFTER = {
+    **_SELF_ATTENTION,
+    **_DENSE,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -79,6 +88,8 @@ _EXPERT_FIELDS: dict[str, tuple[str, type]] = {
     "expert_feed_forward_length": ("moe_intermediate_size", int),
 }
 
+_WHOLE_NAMES = ("mlp.gate.e_score_correction_bias",)
+"""Of tensors that are no `weight` or `bias` of a layer."""
 MOST_EXPERTS = 1024
 """Of a block, each of which has matrices of its own; llama.cpp has room for 512."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -127,9 +138,9 @@ class Architecture:
         derive: returns the fields that no metadata has, of a config with the others.
         is_permuted: whether rows of q and k are permuted within each head.
         norm_offset: what is added to the weights of norms.
-        window_theta: base frequency of layers with a sliding window, unless the file has one; None
-            for architectures that have one for all.
-        refused: why files that have some metadata cannot be loaded, by its key.
+        window_theta: base frequency of layers with a sliding window, unless the file has one; 0 is
+            that of the others, None is for architectures with one set of parameters for all.
+        neutral: instead of those in `NEUTRAL`, which are of most architectures.
     """
 
     name: str
@@ -139,17 +150,21 @@ class Architecture:
     is_permuted: bool = False
     norm_offset: float = 0.0
     window_theta: float | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def all_fields(self) -> dict[str, tuple[str, type]]:
         """Return Hugging Face names and types by key of the metadata."""
-        return {**_FIELDS, **self.fields}
+        fields = {**_FIELDS, **self.fields}
+        if "attention.layer_norm_epsilon" in fields:  # of norms that subtract the mean, too
+            del fields["attention.layer_norm_rms_epsilon"]
+        return fields
 
     def hf_name(self, name: str) -> str | None:
         """Return the Hugging Face name of a tensor; None if it has none."""
         if match := BLOCK.fullmatch(name):
             inner = self.blocks.get(match[2])
-            return inner and f"model.layers.{match[1]}.{inner}.{match[3]}"
+            suffix = "" if inner in _WHOLE_NAMES else f".{match[3]}"
+            return inner and f"model.layers.{match[1]}.{inner}{suffix}"
         return OUTER_NAMES.get(name)
 
 
@@ -169,6 +184,12 @@ def _gemma3(config: Fields) -> Fields:
     if "sliding_window" not in config:
         derived["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     return derived
+
+
+def _glm4_moe(config: Fields) -> Fields:
+    # The last blocks predict further tokens: they are no layers.
+    layers = config["num_hidden_layers"] - config.get("num_nextn_predict_layers", 0)
+    return {"num_hidden_layers": layers}
 
 
 def _granite(config: Fields) -> Fields:
@@ -234,15 +255,47 @@ ARCHITECTURES = {
         derive=_granite,
         is_permuted=True,
     ),
-    "olmo2": Architecture(
-        name="Olmo2ForCausalLM",
-        blocks={
-            **_SELF_ATTENTION,
-            **_DENSE,
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
+    "olmo2": Architecture(name="Olmo2ForCausalLM", blocks=_NORMS_AFTER),
+    "cohere2": Architecture(
+        name="Cohere2ForCausalLM",
+        fields={
+            "attention.layer_norm_epsilon": ("layer_norm_eps", float),
+            "logit_scale": ("logit_scale", float),
         },
-        refused={"attention.sliding_window": "OLMo 3, which has windows, is not supported"},
+    ),
+    "glm4": Architecture(
+        name="Glm4ForCausalLM",
+        blocks={
+            **_LLAMA,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "glm4moe": Architecture(
+        name="Glm4MoeForCausalLM",
+        blocks={
+            **_LLAMA,
+            **_EXPERTS,
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        fields={
+            **_EXPERT_FIELDS,
+            "expert_count": ("n_routed_experts", int),
+            "expert_group_count": ("n_group", int),
+            "expert_group_used_count": ("topk_group", int),
+            "expert_shared_count": ("n_shared_experts", int),
+            "expert_weights_norm": ("norm_topk_prob", bool),
+            "expert_weights_scale": ("routed_scaling_factor", float),
+            "leading_dense_block_count": ("first_k_dense_replace", int),
+            "nextn_predict_layers": ("num_nextn_predict_layers", int),
+        },
+        derive=_glm4_moe,
+        neutral={"expert_gating_func": (2,)},
     ),
     "phi3": Architecture(
         name="Phi3ForCausalLM",
@@ -276,6 +329,14 @@ _MIXTRAL = Architecture(
 )
 
 
-def architecture_of(name: str, has_experts: bool) -> Architecture:
-    """Return one of `ARCHITECTURES`; files of Mixtral are called "llama" too."""
-    return _MIXTRAL if name == "llama" and has_experts else ARCHITECTURES[name]
+_OLMO3 = Architecture(name="Olmo3ForCausalLM", blocks=_NORMS_AFTER, window_theta=0.0)
+
+
+def architecture_of(name: str, has_experts: bool, has_window: bool = False) -> Architecture:
+    """Return one of `ARCHITECTURES`, or another one whose files are called the same.
+
+    Those of Mixtral are called "llama" and have experts, those of OLMo 3 "olmo2" and have a window.
+    """
+    if name == "llama" and has_experts:
+        return _MIXTRAL
+    return _OLMO3 if name == "olmo2" and has_window else ARCHITECTURES[name]

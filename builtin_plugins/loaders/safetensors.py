@@ -33,6 +33,8 @@ _INDEX = "model.safetensors.index.json"
 _EMBEDDINGS = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
 _VISION, _FORMER_VISION = "vision_tower.", "vision_tower.vision_model."
 """Beginnings of names, as transformers 5 writes them, and as earlier ones did."""
+_BODIES = ("transformer.",)
+"""Beginnings of names that early checkpoints leave out, GPT-2's for one."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -170,13 +172,15 @@ class SafetensorsLoader(WeightLoader):
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """Return the names of weights in the files, of those that had other names before."""
         wanted = [name for name in shapes if name.startswith(_VISION)]
-        if not wanted:
+        bodies = [name for name in shapes if name.startswith(_BODIES)]
+        if not wanted and not bodies:
             return {}
         present: set[str] = set()
         for shard in self._shards():
             with _open(shard) as file:
                 present.update(file.keys())
         former = {name: _FORMER_VISION + name.removeprefix(_VISION) for name in wanted}
+        former |= {name: name.partition(".")[2] for name in bodies}
         return {n: old for n, old in former.items() if n not in present and old in present}
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:

@@ -100,6 +100,10 @@ class Llama(Model):
     is multiplied by it."""
     is_fused = False
     """Whether checkpoints have q, k and v in one matrix, and gate and up in another one."""
+    is_fused_mlp = False
+    """Whether they have gate and up in one matrix, and q, k and v in three."""
+    rotates_neighbours = False
+    """Whether the elements that RoPE rotates together are neighbours; else those of two halves."""
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     """Values of fields that the config may leave out, where they differ from those of Llama."""
     activation_field = "hidden_act"
@@ -202,7 +206,7 @@ class Llama(Model):
             self.context,
             gate=self._gate,
             bias=self._fields.flag("mlp_bias", False),
-            is_fused=self.is_fused,
+            is_fused=self.is_fused or self.is_fused_mlp,
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -258,7 +262,7 @@ class Llama(Model):
         added = self.context.hooks.added
         for index, layer in enumerate(self._decoder_layers):
             rope = self._ropes[self._my_layers[index]]
-            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta))
+            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta), rope)
             turns = None if rope is None else angles[rope]
             delta = layer.output(batch.attend(index, q, k, v, turns).flatten(1))
             if layer.attention_output_norm is not None:
@@ -317,7 +321,7 @@ class Llama(Model):
         return x
 
     def _project(
-        self, layer: DecoderLayer, h: torch.Tensor
+        self, layer: DecoderLayer, h: torch.Tensor, rope: RotaryEmbedding | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q [tokens, heads, head_size], k and v [tokens, kv_heads, ...], for attention."""
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
@@ -325,6 +329,8 @@ class Llama(Model):
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.normalise_heads(layer.q_norm, layer.k_norm, q, k)
+        if rope is not None and self.rotates_neighbours:
+            q, k = (_neighbours_in_halves(heads, rope.size) for heads in (q, k))
         return q, k, v
 
     def _layers(self) -> list[PackedLayer]:
@@ -413,3 +419,14 @@ class Llama(Model):
             expected = " or ".join(map(repr, _GATES))
             raise fields.error(name, f"expected {expected}, got {short(activation)}")
         self._gate = _GATES[activation](self.context.ops)
+
+
+def _neighbours_in_halves(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """Return heads [tokens, heads, head_size] in the order of which `Ops.rotate` rotates halves.
+
+    Of the first `size` elements, those at even places come first. Scores are the same, as long as
+    queries and keys have one order.
+    """
+    pairs = heads[..., :size].reshape(*heads.shape[:-1], size // 2, 2)
+    rotated = pairs.transpose(-1, -2).flatten(-2)
+    return rotated if size == heads.shape[-1] else torch.cat((rotated, heads[..., size:]), -1)

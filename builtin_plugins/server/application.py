@@ -7,6 +7,7 @@ import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Router, WebSocketRoute, compile_path
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hardpoint.plugins.server import Authenticator, Client, Route
 
 from .access.cross_origin import CrossOrigin
-from .access.guard import Guard
+from .access.guard import JSON, Guard
 from .boundaries import (
     Boundary,
     Endpoint,
@@ -178,6 +179,11 @@ class Application:
         self._is_admin = is_admin
         self.routes = [route for route, _ in routes]
         self._websockets = [compile_path(r.path)[0] for r, _ in routes if r.websocket]
+        self._body_types = [
+            (compile_path(route.path)[0], route.body_types)
+            for route, _ in routes
+            if tuple(route.body_types) != JSON
+        ]
         self._guard = guard
         self._cross_origin = cross_origin or CrossOrigin()
         self._authentication = authentication
@@ -225,8 +231,17 @@ class Application:
             path = path.removeprefix(self._root_path)
         return any(pattern.match(path) for pattern in self._websockets)
 
+    async def ask(self, client: Client, path: str, body: bytes) -> Response:
+        """Return the answer to a POST of JSON by somebody who is known; see `ServerContext.ask`."""
+        exchange = _Exchange(body)
+        await self(_scope_of_post(client, path, body), exchange.receive, exchange.send)
+        return exchange.answer()
+
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._guard.check(scope)
+        if "client" in scope["state"]:  # of `ask`
+            return await self._inner(scope, receive, send)
+        types = (types for path, types in self._body_types if path.match(scope["path"]))
+        self._guard.check(scope, next(types, JSON))
         if (answer := self._cross_origin.preflight(scope)) is not None:
             return await answer(scope, receive, send)
         scope["state"]["client"] = await self._authentication.client(scope)
@@ -243,3 +258,55 @@ def _remove_prefix(scope: Scope, prefix: str) -> None:
     """
     if scope["path"].startswith(f"{prefix}/"):
         scope["path"] = scope["path"].removeprefix(prefix)
+
+
+class _Exchange:
+    """A request without a connection, whose client stays."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self._status, self._is_ended = 0, False
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._parts: list[bytes] = []
+
+    async def receive(self) -> Message:
+        """Return the body, and then nothing any more."""
+        body, self._body = self._body, None
+        if body is None:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        """Keep a part of the answer."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = list(message["headers"])
+        else:
+            self._parts.append(message.get("body", b""))
+            self._is_ended = not message.get("more_body", False)
+
+    def answer(self) -> Response:
+        """Return the answer, once it has ended; without a status if it was cut."""
+        whole = b"".join(self._parts)
+        answer = Response(whole, self._status if self._is_ended else 0)
+        answer.raw_headers = self._headers
+        return answer
+
+
+def _scope_of_post(client: Client, path: str, body: bytes) -> Scope:
+    length = str(len(body)).encode()
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", length)],
+        "client": None,
+        "server": None,
+        "state": {"client": client},
+    }

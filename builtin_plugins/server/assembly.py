@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import AsyncGenerator as AsyncIterator
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     AsyncGenerator,
     Authenticator,
+    Client,
     InstalledExtension,
     Middleware,
     Route,
@@ -31,10 +34,10 @@ from .dialects.completions import CompletionDialect
 from .dialects.conversations import ConversationRoutes
 from .dialects.messages import MessagesDialect
 from .dialects.pooling import PoolingRoute
-from .dialects.responses import ResponsesDialect
+from .dialects.responses.route import ResponsesDialect
 from .dialects.tokens import TokenRoutes
 from .dialects.vectors import VectorRoutes
-from .extensions import Transforms, in_order, routes_of
+from .extensions import Transforms, backgrounds_of, in_order, routes_of, store_of
 from .faults import Owned, ServerFaults
 from .openapi import OpenAPIRoute
 from .operations.addresses import BoundAddress
@@ -133,6 +136,8 @@ def assemble(
     context = _Context(engine=engine, version=version, service=service)
     installed = [*authenticators, *engine.server_extensions(context)]
     service.transforms = Transforms(in_order(installed, Transform), faults)
+    service.response_store = store_of(installed, settings.workers)
+    service.background = backgrounds_of(installed)
     page = page_routes() if settings.page else []
     for_users = [item for item in installed if not _is_for_admin(item)]
     routes = routes_of(for_users, core_routes(service, page), settings.replace_routes)
@@ -148,6 +153,7 @@ def assemble(
         middleware=in_order(installed, Middleware),
         cross_origin=CrossOrigin(settings.allowed_origins),
     )
+    context.users = users
     if admin is None:
         return Applications(service, users)
     for_admin = [item for item in installed if _is_for_admin(item)]
@@ -157,18 +163,36 @@ def assemble(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Context:
     """The `ServerContext` of extensions, whose bodies and work have limits of their own."""
 
     engine: AsyncGenerator
     version: str
     service: Service
+    users: Application | None = None
 
     async def read(self, request: Request, type_: type[StructT]) -> StructT:
         """Return the JSON body of a request, checked."""
         with without_limit():
             return await self.service.read_plain(request, type_)
+
+    async def body_parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes, None]:
+        """Yield the body of a request as it comes in."""
+        parts = self.service.receiver.parts(request, max_bytes)
+        async with contextlib.aclosing(parts):
+            while True:
+                with without_limit():
+                    part = await anext(parts, None)
+                if part is None:
+                    return
+                yield part
+
+    async def ask(self, client: Client, path: str, body: bytes) -> Response:
+        """Return the answer of a route of this server to a POST of JSON."""
+        if self.users is None:
+            raise RuntimeError("ask: the server has no routes yet, while its extensions are made")
+        return await self.users.ask(client, path, body)
 
     def model(self, name: str | None) -> str:
         """Return the name of the model for an answer."""

@@ -16,9 +16,11 @@ from hardpoint.errors import PluginConflictError
 from hardpoint.plugins import ConfigError
 from hardpoint.plugins.server import (
     Authenticator,
+    Background,
     Call,
     InstalledExtension,
     Middleware,
+    ResponseStore,
     Route,
     Transform,
 )
@@ -59,6 +61,42 @@ def in_order(installed: Sequence[InstalledExtension], type_: type[ExtensionT]) -
         result.append(Owned(chosen[first].plugin, chosen[first].source, chosen[first].extension))
         sorter.done(first)
     return result
+
+
+def backgrounds_of(installed: Sequence[InstalledExtension]) -> list[Owned]:
+    """Return the work that goes on while requests are answered."""
+    return [
+        Owned(item.plugin, item.source, item.extension)
+        for item in installed
+        if isinstance(item.extension, Background)
+    ]
+
+
+def store_of(installed: Sequence[InstalledExtension], num_processes: int) -> Owned | None:
+    """Return the store of responses; None without one.
+
+    Args:
+        num_processes: processes that answer requests.
+
+    Raises:
+        PluginConflictError: two plugins bring one.
+        ConfigError: it keeps responses for one process, and there are several.
+    """
+    found = [item for item in installed if isinstance(item.extension, ResponseStore)]
+    if not found:
+        return None
+    (first, *others), store = found, found[0].extension
+    if others:
+        raise PluginConflictError(
+            f"server_extensions: expected one ResponseStore, got that of {first.source} and that "
+            f"of {others[0].source}"
+        )
+    if num_processes > 1 and isinstance(store, ResponseStore) and not store.is_shared:
+        raise ConfigError(
+            f"server.workers: expected 1, because the ResponseStore of {first.source} keeps the "
+            "responses of one process; one with is_shared serves several"
+        )
+    return Owned(first.plugin, first.source, store)
 
 
 def routes_of(

@@ -157,6 +157,15 @@ class ServerFaults:
             cause = self.too_slow() if limit.expired() else raised
             raise self.passed(owned, what, cause, may_refuse=may_refuse) from None
 
+    async def run_background(self, owned: Owned) -> None:
+        """Run the background work of a plugin; a fault ends it, and is counted and logged."""
+        what = "background work"
+        try:
+            await self.timed(owned, what, owned.part.run)
+        except BaseException as raised:
+            if isinstance(self.passed(owned, what, raised), asyncio.CancelledError):
+                raise
+
     def timed(
         self, owned: Owned, what: str, function: Callable[..., Awaitable[T]], *arguments: Any
     ) -> Awaitable[T]:

@@ -58,19 +58,12 @@ class BodyReceiver:
             AnswerError: it is too long or too slow, or there is no room for it.
             ClientGoneError: the client is gone.
         """
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self.max_bytes:
-            raise self._too_long()
         parts: list[bytes] = []
         size = held = 0
-        begun = asyncio.get_running_loop().time()
+        setting = " (server.limits.body_bytes)"
         try:
-            more = True
-            while more:
-                part, more = await self._part(request, begun + size / _SLOWEST_BYTES)
+            async for part in self.parts(request, self.max_bytes, setting):
                 size += len(part)
-                if size > self.max_bytes:
-                    raise self._too_long()
                 parts.append(part)
                 if size > SMALL_BYTES:
                     self.held += size - held
@@ -81,6 +74,31 @@ class BodyReceiver:
             yield body
         finally:
             self.held -= held
+
+    async def parts(
+        self, request: Request, max_bytes: int, setting: str = ""
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a request's body as it comes in.
+
+        Args:
+            max_bytes: size that it may have.
+            setting: what limits it, for the message.
+
+        Raises:
+            AnswerError: it is too long or too slow.
+            ClientGoneError: the client is gone.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise _too_long(max_bytes, setting)
+        size, more = 0, True
+        begun = asyncio.get_running_loop().time()
+        while more:
+            part, more = await self._part(request, begun + size / _SLOWEST_BYTES)
+            size += len(part)
+            if size > max_bytes:
+                raise _too_long(max_bytes, setting)
+            yield part
 
     async def _part(self, request: Request, begun: float) -> tuple[bytes, bool]:
         """Return the next part of a body, and whether there are more."""
@@ -110,9 +128,10 @@ class BodyReceiver:
             error.headers["connection"] = "close"
             raise error
 
-    def _too_long(self) -> AnswerError:
-        return AnswerError(
-            413,
-            f"body: expected at most {self.max_bytes} bytes (server.limits.body_bytes)",
-            headers={"connection": "close"},
-        )
+
+def _too_long(max_bytes: int, setting: str) -> AnswerError:
+    return AnswerError(
+        413,
+        f"body: expected at most {max_bytes} bytes{setting}",
+        headers={"connection": "close"},
+    )

@@ -35,7 +35,7 @@ from .errors import (
     unavailable,
 )
 from .extensions import Transforms
-from .faults import ServerFaults
+from .faults import Owned, ServerFaults
 from .operations.adapters import Adapters
 from .operations.load import Load
 from .operations.traffic import Traffic, current_request_id
@@ -83,6 +83,8 @@ class Service:
         load: load of the routes that generate.
         faults: fault counts of extensions.
         transforms: transforms of plugins.
+        response_store: the store of responses; None without one.
+        background: work of plugins that goes on while requests are answered.
         routes: routes of the users' address, those of plugins too.
         has_keys: whether routes need a client.
         counts: counts of requests and the like, of all workers of the server.
@@ -118,6 +120,8 @@ class Service:
         self.adapters = Adapters(engine, self.names, folders, self.counts)
         self.version = version
         self.transforms = Transforms()
+        self.response_store: Owned | None = None
+        self.background: Sequence[Owned] = ()
         self.routes: Sequence[Route] = ()
         self.started = int(time.time())
         self.phase = Phase.SERVING

@@ -101,6 +101,8 @@ class Serving:
         self._at_once = False
         self._end = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
+        self._serves_users = users is not None
 
     def _listener(self, application: Application, address: BoundAddress) -> _Listener:
         settings = self._service.settings
@@ -179,9 +181,10 @@ class Serving:
             failure = watching.exception() if watching.done() else None
         finally:
             self._manager.stopping()
-            for task in (ended, watching, using, self._draining):
+            for task in (ended, watching, using, self._draining, *self._background):
                 if task is not None:
                     task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
             await self._end_requests()
             for listener in self._listeners:
                 listener.should_exit = True
@@ -238,6 +241,8 @@ class Serving:
         service.traffic.closes = True
         await asyncio.sleep(settings.drain_delay)
         service.phase = Phase.REFUSING
+        for task in self._background:
+            task.cancel()
         _log.info("requests are refused; %d are being answered", service.load.num_own)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_seconds):
@@ -254,6 +259,11 @@ class Serving:
             with contextlib.suppress(OSError):  # who reads it may be gone
                 announce()
         self._manager.ready()
+        if self._serves_users:
+            self._background = [
+                asyncio.create_task(service.faults.run_background(owned))
+                for owned in service.background
+            ]
         while (dead := service.engine.dead_error) is None:
             service.follow_levels()
             if service.drain_asked:

@@ -193,7 +193,7 @@ class _EnginePlugins:
     ) -> dict[str, Any]:
         """Return the fields of `EngineCoreParts` that follow from plugins, workers and settings."""
         plugins = spec.plugins
-        model = plugins.get("models", spec.model_config.architecture)
+        model = plugins.get("models", spec.model_config.model_plugin)
         return {
             "scheduler_label": str(plugins.one("schedulers").source),
             "executor_label": str(plugins.one("executors").source),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from dataclasses import replace
 
 import torch
 
@@ -162,7 +163,7 @@ def prepare_worker(
         with keeping_torch(source, "architecture"):
             architecture = loader.architecture()
         if architecture is not None:
-            _check_architecture(architecture, plugins, loader)
+            _implementation(architecture, config, plugins, loader)
         with keeping_torch(source, "config"):
             model_config = loader.config()
     except (MemoryError, OSError, RuntimeError) as error:  # mapping files takes address space
@@ -177,7 +178,8 @@ def prepare_worker(
     model_config = with_recommended(model_config, loader.context.files)
     if config.load.updates:
         loader = UpdatedWeights(loader, config.load.updates)
-    _check_architecture(model_config.architecture, plugins, loader)
+    found = _implementation(model_config.architecture, config, plugins, loader)
+    model_config = replace(model_config, implementation=found)
     _check_use(config, plugins, config_sources)
     _check_quantization(config, model_config, plugins)
     max_model_len = _max_model_len(config, model_config, config_sources)
@@ -203,14 +205,31 @@ def _is_model_config(found: object) -> bool:
     )
 
 
-def _check_architecture(name: str, plugins: PluginSet, loader: WeightLoader) -> None:
+def _implementation(
+    name: str, config: EngineConfig, plugins: PluginSet, loader: WeightLoader
+) -> str:
+    """Return the name of the `models` plugin that computes an architecture.
+
+    Raises:
+        ModelError: none does.
+    """
     if not isinstance(name, str):
         source = plugins.get("loaders", loader.name).source
         raise PluginFaultError(
             f"{source}: it gave the architecture {shown(name)}, expected a string"
         )
-    if plugins.find("models", name) is not None:
-        return
+    models = config.models
+    other = models.use if models.use != "auto" else models.fallback
+    if models.use == "auto" and (plugins.find("models", name) is not None):
+        return name
+    if other != "none":
+        entry = plugins.get("models", other)
+        if (found := plugins.target(entry).implementation(name)) is not None:
+            return str(found)
+        if models.use != "auto":
+            raise ModelError(
+                f"models.use: {entry.source} does not compute the architecture {shown(name)}"
+            )
     known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in plugins.entries("models")}
     letters = _DIGITS.sub("", name)
     others = [short for short, of in known.items() if _DIGITS.sub("", of) != letters]

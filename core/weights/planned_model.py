@@ -115,7 +115,7 @@ def plan_model(
         ConfigError: the quantisation that is configured does not fit the model or its files.
         PluginFaultError: a plugin returned something else than it should.
     """
-    entry = spec.plugins.get("models", spec.model_config.architecture)
+    entry = spec.plugins.get("models", spec.model_config.model_plugin)
     create = functools.partial(
         spec.plugins.create,
         entry,
@@ -238,7 +238,7 @@ def _cache_key(spec: WorkerSpec, model: Model) -> str | None:
     """Return the key of a model's packed weights; None if they are not kept."""
     entries = [
         spec.plugins.get("loaders", spec.loader.name),
-        spec.plugins.get("models", spec.model_config.architecture),
+        spec.plugins.get("models", spec.model_config.model_plugin),
         spec.plugins.one("ops"),
         *spec.plugins.entries("quantizations"),
     ]

@@ -51,7 +51,7 @@ def check_shares(
     Raises:
         ModelError: naming the setting, and the sizes that would do.
     """
-    entry = plugins.get("models", config.architecture)
+    entry = plugins.get("models", config.model_plugin)
     check_parallelism(plugins.target(entry), entry.source, parallel)
     cpu = torch.device("cpu")
     unused: Any = _UNUSED_OPS(OpsContext(name="unused", options=None, device=cpu, dtype=dtype))

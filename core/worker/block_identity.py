@@ -99,7 +99,7 @@ def config_hash(config: ModelConfig, variant: str = "", windows: Sequence[int | 
     if any(window is not None for window in windows):
         made.append(windows)
     encoded = msgspec.json.encode(
-        (config.architecture, config.vocab_size, config.hf, *made),
+        (config.model_plugin, config.vocab_size, config.hf, *made),
         enc_hook=repr,
         order="deterministic",
     )

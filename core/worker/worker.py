@@ -134,7 +134,7 @@ class LocalWorker:
         backend, ops = open_attention(spec), open_ops(spec)
         if spec.rank == 0:
             _log.info("operations: %s; attention: %s", ops.describe(), backend.describe())
-        entry = spec.plugins.get("models", spec.model_config.architecture)
+        entry = spec.plugins.get("models", spec.model_config.model_plugin)
         check_parallelism(spec.plugins.target(entry), entry.source, spec.config.parallel)
         ranks = self._ranks
         if not ranks.have_met:

@@ -25,7 +25,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.step_part import EngineHalfContext
 
-from .identity import content_hash, read_files, remove_files
+from .identity import content_hash, link_files, read_files, remove_links
 from .leases import Leases
 from .messages import Slot, StepAdapters
 from .readings import Readings
@@ -216,7 +216,7 @@ class AdapterSlots(EngineHalf):
     def close(self) -> None:
         """Remove the folders of tensors."""
         for path in self._temporary:
-            remove_files(path)
+            remove_links(path)
 
     def _removed(self, content: str) -> str:
         return f'lora: its adapter, content {content[:16]}, was removed with mode "end"'
@@ -279,7 +279,8 @@ class AdapterSlots(EngineHalf):
         Args:
             lora: the adapter.
             ticket: a number that the caller chooses, as for several engines; None for any.
-            is_temporary: whether its folder is removed when nothing needs it any more.
+            is_temporary: whether the program removes the files once they are loaded, so that this
+                engine needs links to them.
 
         Raises:
             RequestError: its number is another adapter's, or it has no path; or a scale, which
@@ -294,6 +295,7 @@ class AdapterSlots(EngineHalf):
             )
         self._check_id(new)
         if is_temporary:
+            new = msgspec.structs.replace(new, path=link_files(new.path))
             self._temporary.add(new.path)
         self._readings.drop_unasked(_UNASKED_SECONDS)
         return self._readings.begin(new.path, new, ticket)
@@ -460,7 +462,7 @@ class AdapterSlots(EngineHalf):
         used = {*self._paths.values(), *(lora.path for lora in self._names.values())}
         used.update(self._readings.paths)
         for path in self._temporary - used:
-            remove_files(path)
+            remove_links(path)
         self._temporary &= used
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 import struct
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,12 +39,30 @@ def read_files(path: str) -> tuple[bytes, bytes]:
     return _read(folder, CONFIG, _LARGEST_CONFIG), _read(folder, TENSORS, _LARGEST_TENSORS)
 
 
-def remove_files(path: str) -> None:
-    """Remove the folder of an adapter, which has its two files alone."""
-    with contextlib.suppress(OSError):  # another process may have removed it
+def link_files(path: str) -> str:
+    """Return a folder in that of an adapter, with links to its two files.
+
+    They stay when those of the adapter are removed, as by the program that wrote them.
+
+    Raises:
+        ModelError: a file is missing, or cannot be linked.
+    """
+    try:
+        folder = tempfile.mkdtemp(dir=path)
         for name in (CONFIG, TENSORS):
-            (Path(path) / name).unlink(missing_ok=True)
-        Path(path).rmdir()
+            os.link(Path(path) / name, Path(folder) / name)
+    except OSError as cause:
+        raise ModelError(f"{path}: the files of the adapter cannot be linked: {cause}") from cause
+    return folder
+
+
+def remove_links(folder: str) -> None:
+    """Remove a folder of `link_files`, and that of the adapter if nothing else is in it."""
+    with contextlib.suppress(OSError):  # the program may have removed it
+        for name in (CONFIG, TENSORS):
+            (Path(folder) / name).unlink(missing_ok=True)
+        Path(folder).rmdir()
+        Path(folder).parent.rmdir()
 
 
 def without_layers(modules: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from hardpoint.plugins import EngineConfig, EngineHalf, StepPart, WorkerHalf
 from hardpoint.plugins.step_part import EngineHalfContext
@@ -23,6 +24,18 @@ class Adapters(StepPart):
         """Return the adapter of a request, where requests may have one."""
         return ("lora",) if config.adapters.max_loras else ()
 
+    @classmethod
+    def merge_answers(cls, method: str, answers: Sequence[Any]) -> Any:
+        """Return the answer of the first engine; only paths may differ.
+
+        Each engine has links of its own to the files of tensors.
+
+        Raises:
+            HardpointError: engines answered differently.
+        """
+        super().merge_answers(method, [_without_paths(answer) for answer in answers])
+        return answers[0]
+
     def engine_half(self, context: EngineHalfContext) -> EngineHalf | None:
         """Return the half that gives requests slots; None if adapters are off."""
         if not self.context.config.adapters.max_loras:
@@ -38,3 +51,10 @@ class Adapters(StepPart):
         from .worker_half import AdapterProducts  # noqa: PLC0415 - it imports torch
 
         return AdapterProducts(self.context.config, context, context.loaded)
+
+
+def _without_paths(answer: Any) -> Any:
+    """Return the answer to a call without the paths of adapters."""
+    if isinstance(answer, list):
+        return [_without_paths(one) for one in answer]
+    return answer | {"path": ""} if isinstance(answer, dict) else answer

@@ -75,14 +75,14 @@ class Encoders(StepPart):
             ModelError: its files ask for what is not supported.
         """
         config = self.context.model_config
-        cls = None if config is None else components.find(MODELS, config.architecture)
+        cls = None if config is None else components.find(MODELS, config.model_plugin)
         if cls is None or config is None:
             return None
         assert issubclass(cls, plugins.Model), "the registry has checked it"
         found = cls.media_format(config, self.context.files)
         if found is not None and not isinstance(found, MediaFormat):
             raise ModelError(
-                f"{components.source(MODELS, config.architecture)}: its media_format() gave "
+                f"{components.source(MODELS, config.model_plugin)}: its media_format() gave "
                 f"{type(found).__name__}, expected a MediaFormat or None"
             )
         return found

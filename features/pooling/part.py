@@ -71,7 +71,7 @@ class Pooling(StepPart):
         options = self.options
         changed: dict[str, Any] = {}
         config, files = self.context.model_config, self.context.files
-        cls = None if config is None else components.find("models", config.architecture)
+        cls = None if config is None else components.find("models", config.model_plugin)
         if config is not None and getattr(cls, "classifies", False):
             model = read_classifier(config, files)
             changed["pooler"] = config.hf.get("classifier_pooling", getattr(cls, "pooler", None))

@@ -1,4 +1,4 @@
-"""The report of a worker half to the engine's half, as msgpack."""
+"""Messages between the halves of the part, as msgpack."""
 
 from __future__ import annotations
 
@@ -19,3 +19,6 @@ class SampledPosition(msgspec.Struct, frozen=True, array_like=True):
 
 Report = dict[str, list[SampledPosition]]
 """By request id."""
+
+Asked = dict[str, int]
+"""Candidates that the requests of a step ask for, by request id, of those that give a number."""

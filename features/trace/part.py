@@ -26,7 +26,8 @@ class Tracing(StepPart):
         """Options.
 
         Attributes:
-            candidates: tokens that are shown for a position, and for a change.
+            candidates: tokens that are shown for a position, and for a change, of a request that
+                does not ask for a number.
             positions: output positions that are traced; later ones are not.
             rows: positions of one step that are traced; requests beyond them lack it.
         """
@@ -34,6 +35,15 @@ class Tracing(StepPart):
         candidates: Annotated[int, Meta(ge=1, le=20)] = 8
         positions: Annotated[int, Meta(ge=1, le=4096)] = 4096
         rows: Annotated[int, Meta(ge=1, le=256)] = 32
+
+    class Arguments(plugins.Arguments):
+        """Arguments of a traced request.
+
+        Attributes:
+            candidates: tokens that are shown for a position, and for a change; None is the option.
+        """
+
+        candidates: Annotated[int, Meta(ge=1, le=20)] | None = None
 
     options: Options
 

@@ -14,7 +14,7 @@ from hardpoint.plugins.phases import MODEL, LogitsStage
 from hardpoint.toolkit.trace.records import Draw
 
 from .changes import Stages, token_trace
-from .messages import Report, SampledPosition
+from .messages import Asked, Report, SampledPosition
 
 
 @dataclass
@@ -60,9 +60,11 @@ class LogitsReader(WorkerHalf):
         self._drafts: Mapping[str, Sequence[int]] = {}
         self._tokens: Mapping[str, Sequence[int]] = {}
         self._step = 0
+        self._asked: Asked = {}
 
-    def begin(self, plan: SchedulerOutput, data: bytes) -> None:  # noqa: ARG002
-        """Forget the step before."""
+    def begin(self, plan: SchedulerOutput, data: bytes) -> None:
+        """Forget the step before; take how many candidates each request wants."""
+        self._asked = msgspec.msgpack.decode(data, type=Asked)
         self._rows, self._num_rows, self._tokens = {}, 0, {}
         self._drafts, self._step = plan.draft_token_ids, plan.step
 
@@ -111,7 +113,7 @@ class LogitsReader(WorkerHalf):
             position,
             token,
             stages,
-            self._num_candidates,
+            self._asked.get(row.request.request_id, self._num_candidates),
             draws=self._draws,
             step=self._step,
             draft=draft,

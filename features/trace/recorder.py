@@ -20,7 +20,7 @@ from hardpoint.plugins.request import RequestStatus
 from hardpoint.plugins.step_record import WaitReason
 from hardpoint.toolkit.trace.records import StepTrace, TraceRecord
 
-from .messages import Report
+from .messages import Asked, Report
 
 _replace = msgspec.structs.replace
 
@@ -36,6 +36,7 @@ class _Traced:
         positions: `TokenTrace` as JSON, by output position.
         steps: by the number of the first step of each.
         num_left_out: steps beyond `MAX_STEPS`.
+        num_candidates: how many it asks for; None if it does not.
         is_preempted: since the last step.
     """
 
@@ -43,6 +44,7 @@ class _Traced:
     positions: dict[int, bytes] = field(default_factory=dict)
     steps: dict[int, StepTrace] = field(default_factory=dict)
     num_left_out: int = 0
+    num_candidates: int | None = None
     is_preempted: bool = False
     error: str | None = None
 
@@ -86,7 +88,9 @@ class TraceRecorder(EngineHalf):
 
     def gate(self, request: Request) -> None:
         """Begin the record of a request; it never waits for it."""
-        self._traced[request.request_id] = _Traced(request)
+        arguments = request.source.plugin_args.get(f"step_parts/{self._name}", {})
+        number = arguments.get("candidates")
+        self._traced[request.request_id] = _Traced(request, num_candidates=number)
 
     def preempted(self, request_id: str) -> None:
         """Record that a request had to leave the batch."""
@@ -101,7 +105,7 @@ class TraceRecorder(EngineHalf):
         """Record what a plan does with each request; return data if the workers are to read it."""
         computed = plan.num_computed_tokens()
         resumed = {new.source.request_id for new in plan.new_requests if new.resumed}
-        is_used = False
+        is_used, asked = False, Asked()
         for request_id, traced in self._traced.items():
             request, number = traced.request, plan.num_scheduled_tokens.get(request_id, 0)
             if request.status is RequestStatus.FINISHED:
@@ -128,7 +132,9 @@ class TraceRecorder(EngineHalf):
             )
             traced.is_preempted = False
             is_used |= bool(number)
-        return b"" if is_used else None
+            if number and traced.num_candidates is not None:
+                asked[request_id] = traced.num_candidates
+        return msgspec.msgpack.encode(asked) if is_used else None
 
     def masked(self, plan: SchedulerOutput, masks: Mapping[Source, GrammarBitmask]) -> None:
         """Record whose masks the requests of a step have."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -21,6 +21,7 @@ from hardpoint.plugins.server import (
     Client,
     InstalledExtension,
     Middleware,
+    ResponseStore,
     Route,
     Transform,
 )
@@ -30,6 +31,7 @@ from hardpoint.toolkit.http_heads import fault_of_head, fault_of_refusal
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import ASGIApp
 
 T = TypeVar("T")
@@ -54,6 +56,11 @@ TRANSFORM = Rule(
 AUTHENTICATOR = Rule(
     "authenticator: it returns a Client, or None for requests of strangers",
     "return None where a header is missing or malformed",
+)
+
+STORE = Rule(
+    "response store: it returns what was put, to its owner alone, until it is deleted",
+    "keep bytes by owner and id; get returns them or None, delete whether there were any",
 )
 
 _SECONDS = 2.0
@@ -137,6 +144,8 @@ def check_extensions(hooks: HookSet, config: EngineConfig) -> None:
                 _check_transform(item.extension)
             case Authenticator():
                 _check_authenticator(item.extension)
+            case ResponseStore():
+                _check_store(item.extension)
             case Route():
                 _check_route(item.extension, _SECONDS)
 
@@ -271,6 +280,33 @@ def _check_authenticator(authenticator: Authenticator) -> None:
             raise AUTHENTICATOR.violation(f"{what} returned {short_repr(found)}")
 
 
+def _check_store(store: ResponseStore) -> None:
+    """Check that a store keeps what owners put, each for itself.
+
+    Raises:
+        Violation: it does not.
+    """
+    first, other, name = "hardpoint kit: a", "hardpoint kit: b", "resp_0123456789abcdef"
+
+    def expect(what: str, make: Callable[[], Awaitable[Any]], expected: Any) -> None:
+        found = _run(STORE, what, make)
+        if type(found) is not type(expected) or found != expected:
+            raise STORE.violation(
+                f"{what} returned {short_repr(found)}, expected {short_repr(expected)}"
+            )
+
+    for content in (b'{"a": 1}', b"\x00\xff" * 1000):
+        expect("put", lambda: store.put(first, name, content), None)  # noqa: B023 - at once
+        expect("get of what was put", lambda: store.get(first, name), content)
+    expect("get by another owner", lambda: store.get(other, name), None)
+    expect("get of another id", lambda: store.get(first, f"{name}0"), None)
+    expect("delete by another owner", lambda: store.delete(other, name), False)
+    expect("get after that", lambda: store.get(first, name), content)
+    expect("delete", lambda: store.delete(first, name), True)
+    expect("get of what was deleted", lambda: store.get(first, name), None)
+    expect("delete of what was deleted", lambda: store.delete(first, name), False)
+
+
 @dataclass(frozen=True)
 class _Context:
     """A `ServerContext` whose requests have bodies as short as their types allow."""
@@ -285,6 +321,15 @@ class _Context:
             RequestError: the type wants more than that.
         """
         return typed.convert(_shortest(types.type_info(type_)), type_, path="", error=RequestError)
+
+    async def body_parts(self, request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+        """Yield the body of a request."""
+        async for part in request.stream():
+            yield part[:max_bytes]
+
+    async def ask(self, client: Client, path: str, body: bytes) -> Response:  # noqa: ARG002
+        """Raise an error: there are no routes to ask."""
+        raise _AbsentError(f"the route asks {path}, which a server has")
 
     def model(self, name: str | None) -> str:
         """Return the name; the model has any."""

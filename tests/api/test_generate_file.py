@@ -181,7 +181,7 @@ class TestLines:
 
     def test_a_line_has_a_limit(self, here, monkeypatch):
         monkeypatch.setattr(
-            "hardpoint.builtin_plugins.commands.prompt_file.MAX_LINE_BYTES", 1 << 20
+            "hardpoint.builtin_plugins.server.batches.text_lines.MAX_LINE_BYTES", 1 << 20
         )
         (here / "p.jsonl").write_bytes(b'"' + b"a" * (1 << 20) + b'"')
         assert error("p.jsonl") == "p.jsonl:1: expected a line of at most 1 MiB"

@@ -199,7 +199,7 @@ class TestPage:
         run(capsys, *SYNTHETIC, "--html", "page.html", "--cost", "calibrated.json")
         text = (folder / "page.html").read_text()
         assert "as configured" in text
-        from hardpoint.builtin_plugins.commands.simulation.plots import Series, line_plot
+        from hardpoint.builtin_plugins.commands.loads.plots import Series, line_plot
 
         plot = line_plot([Series("<b>&", [(1, 2), (3, 4)])], x_label="<x>", y_label="y")
         assert "&lt;b&gt;&amp;" in plot

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections import Counter
 
 import pytest
 import soak
-from fake_api_server import Answer, FakeServer, serving
-from http_load import disconnects
-from http_load.metrics import parse_metrics
-from http_load.server_process import Holdings, cpu_seconds
+from soak_parts import disconnects
+from soak_parts.disconnects import Point, disconnect
+from soak_parts.holdings import Holdings, cpu_seconds
+from soak_parts.metrics import parse_metrics
+from support.fake_api_server import Answer, FakeServer, serving
 from support.waiting import wait_until
+
+from hardpoint.bench.client import send
+from hardpoint.bench.connection import Pool
+from hardpoint.bench.processes import run_on_uvloop
+from hardpoint.bench.target import Target
 
 IDLE = """
 # HELP hardpoint:num_requests_running Requests that run.
@@ -48,7 +55,7 @@ def run(monkeypatch, capsys, tmp_path):
         server.choose = lambda number, body: choose(number, body, server.running)
         with serving(server):
             arguments = ["--url", server.url, "--seconds", "0.2", "--streams", "8"]
-            arguments += ["--input-tokens", "8-16", "--output-tokens", "3-12"]
+            arguments += ["--input-tokens", "12", "--output-tokens", "7"]
             arguments += ["--disconnects", "0.3", "--faulty", "0.3"]
             arguments += ["--json", str(tmp_path / "found.json"), *more]
             monkeypatch.setattr(sys, "argv", ["soak.py", *arguments])
@@ -74,7 +81,7 @@ def test_nothing_is_left(run):
     assert found["compared"] > 0
     assert found["different"] == 0
     assert found["requests"] > 0
-    assert found["ms"]["TTFT"]["p50"] > 0
+    assert found["ttft"]["p50"] > 0
     assert found["before"]["descriptors"] == found["after"]["descriptors"]
 
 
@@ -156,3 +163,21 @@ def test_samples_of_one_name_are_added():
         'hardpoint:num_requests_running{engine="0"} 1\nhardpoint:num_requests_running{engine="1"} 2'
     )
     assert parse_metrics(text) == {"requests running": 3.0}
+
+
+@pytest.mark.parametrize("point", list(Point))
+def test_clients_that_go_away(point, monkeypatch):
+    monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.2)
+
+    async def go_away(server):
+        pool = Pool(Target.parse(server.url))
+        body = json.dumps({"model": "fake", "prompt": "a b", "stream": True}).encode()
+        request = pool.request("POST", "/v1/completions", body)
+        await disconnect(pool, request, point, random.Random(1), 4)
+        assert (await send(pool, request, 30)).chunks == 50
+        pool.close()
+
+    with serving(FakeServer(lambda number, body: Answer(chunks=50, gap=0.001))) as server:
+        run_on_uvloop(go_away(server))
+        assert len(server.bodies) == 1 + (point is not Point.IN_BODY)
+        assert server.connections == 2

@@ -20,11 +20,13 @@ from support.builtins.model_harness import Runner, load_model, open_loader, sche
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_architectures import ARCHITECTURES
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
-from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
+from hardpoint.builtin_plugins.models.cohere2 import Cohere2
+from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
+from hardpoint.builtin_plugins.models.glm4 import Glm4, Glm4Moe
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
-from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
@@ -91,6 +93,14 @@ FACTORS = {
     "residual_multiplier": 0.22,
     "logits_scaling": 3.0,
 }
+GLM = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
+    "head_dim": 16,
+    "use_qk_norm": True,
+}
 FAMILIES = {
     "llama": ("llama", "Llama", Llama, {}),
     "mixtral": (
@@ -117,6 +127,16 @@ FAMILIES = {
     "gemma3": ("gemma3", "Gemma3", Gemma3, GEMMA),
     "granite": ("granite", "Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
     "olmo2": ("olmo2", "Olmo2", Olmo2, {}),
+    "olmo3": ("olmo2", "Olmo3", Olmo3, {"sliding_window": 9, "num_hidden_layers": 4}),
+    "cohere2": ("cohere2", "Cohere2", Cohere2, {"sliding_window": 9, "num_hidden_layers": 4}),
+    "glm4": ("glm4", "Glm4", Glm4, {"head_dim": 16}),
+    "glm4moe": ("glm4moe", "Glm4Moe", Glm4Moe, GLM),
+    "glm4moe-groups": (
+        "glm4moe",
+        "Glm4Moe",
+        Glm4Moe,
+        GLM | {"n_group": 2, "first_k_dense_replace": 0, "use_qk_norm": False},
+    ),
     "phi3": ("phi3", "Phi3", Phi3, {"sliding_window": 9}),
     "phi4": ("phi3", "Phi3", Phi3, {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", "SmolLM3", SmolLM3, {"num_hidden_layers": 4}),
@@ -265,7 +285,6 @@ def test_the_largest_gemmas_scale_scores_by_the_hidden_size(name: str, layers: i
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("olmo2", {"attention.sliding_window": 64}, "olmo2.attention.sliding_window: OLMo 3"),
         ("smollm3", {"rope.dimension_count": 8}, "dimension_count: expected the head size 16"),
         ("phi4", {"rope.dimension_count": 18}, "dimension_count: expected the head size 16"),
         ("gemma2", {"final_logit_softcapping": "no"}, "softcapping: expected float, got 'no'"),

@@ -1,4 +1,4 @@
-"""Phi-3, OLMo 2, Granite and SmolLM3: equal to transformers', alone and divided."""
+"""Dense families of a file of their own: equal to transformers', alone and divided."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from support.builtins.transformers_parity import (
 )
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.cohere2 import Cohere2
+from hardpoint.builtin_plugins.models.glm4 import Glm4
 from hardpoint.builtin_plugins.models.granite import Granite
-from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.plugins import ModelConfig, ModelError
@@ -51,6 +53,15 @@ LONGROPE = {
     },
     "partial_rotary_factor": 0.75,
 }
+YARN_OF_FULL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 VARIANTS = {
     "phi3": ("Phi3", Phi3, {"sliding_window": 9}),
     "phi3-longrope": ("Phi3", Phi3, LONGROPE),
@@ -61,6 +72,25 @@ VARIANTS = {
     ),
     "olmo2": ("Olmo2", Olmo2, {"num_key_value_heads": 8}),
     "olmo2-one-kv-head": ("Olmo2", Olmo2, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", Olmo3, {"sliding_window": 9}),
+    "olmo3-yarn": ("Olmo3", Olmo3, {"sliding_window": 9, "rope_parameters": YARN_OF_FULL}),
+    "cohere2": ("Cohere2", Cohere2, {"sliding_window": 9, "logit_scale": 0.3}),
+    "cohere2-untied": (
+        "Cohere2",
+        Cohere2,
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    "glm4": ("Glm4", Glm4, {"head_dim": 8, "num_key_value_heads": 2}),
+    "glm4-unbiased": (
+        "Glm4",
+        Glm4,
+        {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 1.0},
+    ),
     "granite": ("Granite", Granite, FACTORS),
     "granite-tied": ("Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
     "granite-biases": ("Granite", Granite, {"attention_bias": True, "mlp_bias": True}),
@@ -83,7 +113,14 @@ VARIANTS = {
 }
 
 
-NIGHTLY = {"granite-biases", "smollm3-layer-types", "phi3-grouped"}
+NIGHTLY = {
+    "cohere2-untied",
+    "glm4-unbiased",
+    "granite-biases",
+    "olmo3-yarn",
+    "phi3-grouped",
+    "smollm3-layer-types",
+}
 
 
 @pytest.fixture(
@@ -192,6 +229,12 @@ def longrope(**fields) -> dict:
         (Phi3, {"partial_rotary_factor": 0.4}, "partial_rotary_factor: .* head size 8, got 0.4"),
         (Phi3, {"partial_rotary_factor": "x"}, "partial_rotary_factor: expected a number > 0"),
         (Phi3, {"sliding_window": 0}, "sliding_window: expected a whole number >= 1, got 0"),
+        (Cohere2, {"logit_scale": 0}, "logit_scale: expected a number > 0, got 0"),
+        (Cohere2, {"use_qk_norm": True}, "use_qk_norm: expected false, got true"),
+        (Cohere2, {"sliding_window_pattern": 0}, "sliding_window_pattern: expected a whole number"),
+        (Glm4, {"partial_rotary_factor": 2}, "partial_rotary_factor: expected a number of at mo"),
+        (Olmo3, {"layer_types": ["full"]}, "layer_types: expected 4 of full_attention"),
+        (Olmo3, {"rope_parameters": {"rope_theta": 1}}, "rope_parameters: expected a table for"),
         (Olmo2, {"rms_norm_eps": 0}, "rms_norm_eps: expected a number > 0, got 0"),
         (SmolLM3, {"no_rope_layers": [1, 0]}, r"no_rope_layers: expected 4 of 0 .* got \[1, 0\]"),
         (SmolLM3, {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: expected 4 of 0"),

@@ -42,6 +42,7 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+PROPORTIONAL = LINEAR | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 VARIANTS = {
     "llama": ("Llama", Llama, {}),
@@ -52,6 +53,7 @@ VARIANTS = {
     "llama3-rope": ("Llama", Llama, {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", Llama, {"rope_parameters": YARN}),
     "llama-linear": ("Llama", Llama, {"rope_parameters": LINEAR}),
+    "llama-proportional": ("Llama", Llama, {"rope_parameters": PROPORTIONAL}),
     "mistral-window": ("Mistral", Llama, {"sliding_window": 7}),
     "mistral-no-window": ("Mistral", Llama, {"sliding_window": None}),
     "qwen2": ("Qwen2", Qwen2, {}),

@@ -18,7 +18,7 @@ from support.builtins.transformers_parity import (
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
-from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
+from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
 from hardpoint.plugins import Model, ModelConfig, ModelError
 
 TINY: dict[str, Any] = {

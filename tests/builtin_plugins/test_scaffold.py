@@ -125,23 +125,35 @@ def test_their_own_tests_pass(tmp_path):
     assert "failed" not in printed
 
 
-@pytest.mark.nightly
-def test_all_are_built_installed_and_tested(tmp_path):
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the packages of all kinds, `made`, built and installed into `site`."""
+    folder = tmp_path_factory.mktemp("all")
     for kind in KINDS:
         made = spec(kind)
-        make(tmp_path / "made" / made.name, Templates().render(made))
-    packages = [str(path) for path in sorted((tmp_path / "made").iterdir())]
+        make(folder / "made" / made.name, Templates().render(made))
+    packages = [str(path) for path in sorted((folder / "made").iterdir())]
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    build = ("wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "wheels"))
-    run(*pip, *build, *packages, cwd=tmp_path)
-    wheels = [str(wheel) for wheel in (tmp_path / "wheels").iterdir()]
-    run(*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), *wheels, cwd=tmp_path)
-    for package in packages:
-        shutil.copytree(Path(package, "tests"), tmp_path / "tests" / Path(package).name)
+    build = ("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder / "wheels"))
+    run(*pip, *build, *packages, cwd=folder)
+    wheels = [str(wheel) for wheel in (folder / "wheels").iterdir()]
+    run(*pip, "install", "--no-deps", "--target", str(folder / "site"), *wheels, cwd=folder)
+    return folder
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_each_is_built_installed_and_tested(installed, kind, tmp_path):
+    shutil.copytree(installed / "made" / spec(kind).name / "tests", tmp_path / "tests")
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    printed = run(*command, path=tmp_path / "site", cwd=tmp_path, examples=0.1)
+    printed = run(*command, path=installed / "site", cwd=tmp_path, examples=0.1)
     assert "passed" in printed
-    run(sys.executable, "-m", "mypy", "--strict", *(f"{p}/src" for p in packages), cwd=tmp_path)
+
+
+@pytest.mark.nightly
+def test_all_have_types(installed):
+    sources = [str(path / "src") for path in sorted((installed / "made").iterdir())]
+    run(sys.executable, "-m", "mypy", "--strict", *sources, cwd=installed)
 
 
 @pytest.fixture

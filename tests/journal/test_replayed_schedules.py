@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from support.driving import varied_jobs
 from support.journal.schedules import record
+from support.plugins.changing import Slow
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
+from hardpoint.errors import HardpointError
+from hardpoint.journal import run
 from hardpoint.journal.replay import replay
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.testing import scripted_config
@@ -90,3 +93,52 @@ def test_engines_of_each_kind(scripted, tmp_path, settings, in_process):
     outputs = generate(scripted_config(scripted, TIGHT | settings | engine))
     num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     check_same(path, num_tokens)
+
+
+def change_and_generate(llm) -> None:
+    llm.set_plugins(enable=[Slow])
+    params = SamplingParams(max_tokens=6, ignore_eos=True, plugin_args={"slow": {"step": 2}})
+    llm.generate("a", params)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param(RANKS["tensor 2"], id="tensor 2", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_change_that_is_prepared_later_than_it_was(scripted, tmp_path, settings, monkeypatch):
+    path = tmp_path / "journal"
+    config = scripted_config(scripted, settings | {"engine": {"journal": str(path)}})
+    with LLM(config=config) as llm:
+        change_and_generate(llm)
+    monkeypatch.setenv(Slow.variable, "0.7")
+    check_same(path, 6)
+
+
+def test_a_change_that_is_not_prepared_in_time(scripted, tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    with LLM(config=scripted_config(scripted, {"engine": {"journal": str(path)}})) as llm:
+        change_and_generate(llm)
+    monkeypatch.setenv(Slow.variable, "0.7")
+    monkeypatch.setattr(run, "_PATIENCE_S", 0.2)
+    difference = str(replay(path).difference)
+    assert "error of the call 'live_change'" in difference
+    assert "it was done when it was recorded; here, after 0.2 s, it is not done by" in difference
+    assert "worker 0" in difference
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.5"])
+def test_a_change_that_was_given_up(scripted, tmp_path, monkeypatch, seconds):
+    """It is prepared sooner at the replay than it was, or later: it is given up all the same."""
+    path = tmp_path / "journal"
+    tables = {"engine": {"journal": str(path)}, "plugins": {"change_seconds": 0.2}}
+    monkeypatch.setenv(Slow.variable, "0.5")
+    with LLM(config=scripted_config(scripted, tables)) as llm:
+        with pytest.raises(HardpointError, match=r"not prepared within 0\.2 s"):
+            llm.set_plugins(enable=[Slow])
+        llm.set_policy("fair")
+        llm.generate("a", SamplingParams(max_tokens=6, ignore_eos=True))
+    monkeypatch.setenv(Slow.variable, seconds)
+    check_same(path, 6)

@@ -152,6 +152,7 @@ def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, drain_seconds
         assert results(llm, data_parallel_rank=1) == local
 
 
+@pytest.mark.nightly
 def test_what_is_swallowed_ends_on_both_sides(scripted, engine):
     address = free_address()
     proxy = Proxy(address)

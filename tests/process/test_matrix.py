@@ -236,7 +236,7 @@ NOT_COMPARED = {
 encoders compare them.
 """
 APART = REFUSED.keys() | NOT_COMPARED
-SHORT = 4  # one row in so many is in the short run
+SHORT = 8  # one row in so many is in the short run
 
 
 def is_allowed(chosen: list[str]) -> bool:

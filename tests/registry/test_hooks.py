@@ -10,7 +10,7 @@ from hardpoint.errors import PluginContractError, PluginFaultError, PluginLoadEr
 from hardpoint.plugins import CompletionOutput, RequestOutput, hookimpl
 from hardpoint.plugins.hooks import HookSpecs
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.server import Middleware, Route
+from hardpoint.plugins.server import Background, Middleware, ResponseStore, Route
 from hardpoint.registry.hooks import HookSet
 
 
@@ -208,6 +208,36 @@ class TestServerExtensions:
         hooks = hook_set(audit=hooks_of(server_extensions=lambda self: returned))
         with pytest.raises(PluginContractError) as error:
             hooks.server_extensions(None)
-        assert "must return a list of Route, Middleware, Transform, Authenticator" in str(
-            error.value
+        expected = (
+            "must return a list of Route, Middleware, Transform, Authenticator, ResponseStore"
         )
+        assert expected in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("extension", "message"),
+        [
+            (
+                ResponseStore(put=endpoint, get=len, delete=endpoint),
+                "its ResponseStore: get: expected an `async def`, got a plain function",
+            ),
+            (
+                ResponseStore(put=endpoint, get=endpoint, delete=endpoint, retain_seconds=0),
+                "its ResponseStore: retain_seconds: expected seconds > 0 or None, got 0",
+            ),
+            (Background(run=None), "its Background: run: expected an `async def`, got None"),
+            (
+                Route(path="/acme", endpoint=endpoint, body_types="text/plain"),
+                "body_types: expected media types in lower case, got 'text/plain'",
+            ),
+            (
+                Route(path="/acme", endpoint=endpoint, body_types=["Text/Plain"]),
+                "body_types: expected media types in lower case, got ['Text/Plain']",
+            ),
+        ],
+        ids=["plain", "seconds", "none", "text", "case"],
+    )
+    def test_a_wrong_extension_is_refused(self, extension, message):
+        hooks = hook_set(audit=hooks_of(server_extensions=lambda self: [extension]))
+        with pytest.raises(PluginContractError) as error:
+            hooks.server_extensions(None)
+        assert message in str(error.value)

@@ -11,6 +11,7 @@ from .processes import ROOT
 
 FOLDERS = {
     "api": "hardpoint",
+    "bench": "hardpoint.bench",
     "boundary": "hardpoint.boundary",
     "core": "hardpoint.core",
     "plugins": "hardpoint.plugins",

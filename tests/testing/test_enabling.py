@@ -72,6 +72,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.nightly
 def test_a_failure_is_replayed_by_the_command_that_it_prints(folder):
     output = run_pytest(folder, "-k", "test_advance", fresh=True)
     assert "hardpoint conformance suites: HARDPOINT_SEED not set, random" in output

@@ -140,6 +140,7 @@ def subject(cls=broken.Bias):
 
 
 class TestHistories:
+    @pytest.mark.nightly
     def test_drawn_histories_have_every_change_of_a_batch(self, monkeypatch):
         """Count events over many cases, so that a change of the strategies cannot lose some."""
         seen = Counts()

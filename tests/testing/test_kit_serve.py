@@ -8,6 +8,7 @@ REPLIES = {"user: hi\nassistant: ": "hello"}
 ASK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
 
 
+@pytest.mark.nightly
 def test_serves_the_replies_and_the_schemas_of_real_plugins():
     with serve({"scheduler": {"policy": "fair"}}, replies=REPLIES) as server:
         answer = server.ask("/v1/chat/completions", {**ASK, "plugin_args": {"top_k": {"top_k": 5}}})

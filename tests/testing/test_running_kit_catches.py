@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 from support.broken import commands, executors, hooks
 from support.kit_suites import assert_fails, label, stop_at_first_failure, suite_tests
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins import commands as builtin
+from hardpoint.builtin_plugins.batch_routes import BatchRoutes
 from hardpoint.builtin_plugins.commands import chat, config, generate, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
+from hardpoint.builtin_plugins.response_stores import ResponseStores
 from hardpoint.testing import CommandSuite, ExecutorSuite, HookSuite
 from hardpoint.testing.running import (
     executor_session,
@@ -114,6 +118,12 @@ HOOKS = [
     (hooks.BadEvent, "server_extensions", "transform", "event returned .*, expected a dict or"),
     (hooks.NeedsKey, "server_extensions", "authenticator", "raised KeyError: 'authorization'"),
     (hooks.ReturnsTrue, "server_extensions", "authenticator", "returned True"),
+    (hooks.SharesResponses, "server_extensions", "response store", "get by another owner returned"),
+    (hooks.KeepsFirstResponse, "server_extensions", "response store", "get of what was put"),
+    (hooks.ReturnsText, "server_extensions", "response store", "get of what was put returned"),
+    (hooks.DeletesNothing, "server_extensions", "response store", "get of what was deleted"),
+    (hooks.DeletesQuietly, "server_extensions", "response store", "delete by another owner"),
+    (hooks.RaisesForUnknown, "server_extensions", "response store", "raised KeyError"),
 ]  # fmt: skip
 
 COMMANDS = [
@@ -150,6 +160,21 @@ class TestThreaded(ExecutorSuite):
 
 class TestBuiltinHooks(HookSuite):
     hooks = builtin
+
+
+class TestMemoryOfResponses(HookSuite):
+    hooks = ResponseStores
+    options = {"use": "memory"}
+
+
+class TestFileOfResponses(HookSuite):
+    hooks = ResponseStores
+    options = {"use": "sqlite", "path": f"{tempfile.mkdtemp()}/responses.db"}
+
+
+class TestBatchRoutes(HookSuite):
+    hooks = BatchRoutes
+    options = {"folder": tempfile.mkdtemp()}
 
 
 class TestHooks(HookSuite):

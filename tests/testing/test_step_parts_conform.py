@@ -32,6 +32,7 @@ from hardpoint.features.retention import Retention
 from hardpoint.features.speculation import Speculation
 from hardpoint.features.structured import StructuredOutput
 from hardpoint.features.taps import ActivationTaps
+from hardpoint.features.timings import Timings
 from hardpoint.features.trace import Tracing
 from hardpoint.plugins import (
     EngineCoreRequest,
@@ -181,6 +182,22 @@ class TestTracing(StepPartSuite):
                 request_id="",
                 prompt_token_ids=prompt,
                 params=SamplingParams(include=["trace"] if is_traced else []),
+            ),
+            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            st.booleans(),
+        )
+
+
+class TestTimings(StepPartSuite):
+    examples = kit_examples()
+    part = Timings
+
+    def requests(self):
+        return st.builds(
+            lambda prompt, is_timed: EngineCoreRequest(
+                request_id="",
+                prompt_token_ids=prompt,
+                params=SamplingParams(include=["timings"] if is_timed else []),
             ),
             st.lists(st.integers(1, 20), min_size=1, max_size=4),
             st.booleans(),

@@ -19,12 +19,14 @@ from hardpoint.builtin_plugins.attention.triton import TritonAttention
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
-from hardpoint.builtin_plugins.models.gemma import Gemma2, Gemma3
-from hardpoint.builtin_plugins.models.gemma_images import Gemma3WithImages
+from hardpoint.builtin_plugins.models.cohere2 import Cohere2
+from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
+from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
+from hardpoint.builtin_plugins.models.glm4 import Glm4, Glm4Moe
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
-from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
@@ -231,6 +233,41 @@ class TestOlmo2(ModelSuite):
     examples = kit_examples(0.1)
     model = Olmo2
     config = config("Olmo2", **DIVISIBLE)
+
+
+@pytest.mark.nightly
+class TestOlmo3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Olmo3
+    config = config("Olmo3", **DIVISIBLE, sliding_window=7, num_hidden_layers=4)
+
+
+class TestCohere2(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Cohere2
+    config = config("Cohere2", **DIVISIBLE, sliding_window=7, sliding_window_pattern=2)
+
+
+@pytest.mark.nightly
+class TestGlm4(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Glm4
+    config = config("Glm4", **DIVISIBLE | {"num_key_value_heads": 6}, head_dim=8)
+
+
+@pytest.mark.nightly
+class TestGlm4Moe(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Glm4Moe
+    config = config(
+        "Glm4Moe",
+        head_dim=16,
+        n_routed_experts=4,
+        n_group=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        use_qk_norm=True,
+    )
 
 
 class TestPhi3(ModelSuite):

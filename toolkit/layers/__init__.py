@@ -10,6 +10,7 @@ from .layer import (
     PackedLayer,
     QuantizableLayer,
     RMSNorm,
+    Vector,
     load_packed,
     load_weights,
     packed_weights,
@@ -18,7 +19,7 @@ from .layer import (
     weight_shapes,
 )
 from .linear import Linear, LMHead
-from .mlp import MLP, Experts, ExpertsConfig, GatedMLP, MixtureOfExperts
+from .mlp import MLP, Experts, ExpertsConfig, GatedMLP, MixtureOfExperts, SigmoidRouting
 from .rotary import RotaryEmbedding
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "QuantizableLayer",
     "RMSNorm",
     "RotaryEmbedding",
+    "SigmoidRouting",
+    "Vector",
     "load_packed",
     "load_weights",
     "over_engines",

@@ -201,3 +201,53 @@ class RMSNorm:
         if delta is None:
             return self._normalise(x, self._weight, self._eps)
         return self._add(x, delta, self._weight, self._eps)
+
+
+class Vector:
+    """One value per row of something else, such as a bias of a router's experts."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        context: ModelContext,
+        *,
+        dtype: torch.dtype | None = None,
+        mine: range | None = None,
+    ) -> None:
+        """Describe the vector.
+
+        Args:
+            name: the whole Hugging Face name.
+            size: number of elements in the checkpoint.
+            context: the context of the model.
+            dtype: dtype that it is kept in; None is the context's.
+            mine: the elements that this rank has; None is all.
+        """
+        self._name, self._size, self._context = name, size, context
+        self._mine = range(size) if mine is None else mine
+        dtype = context.dtype if dtype is None else dtype
+        self.tensor = torch.empty(len(self._mine), dtype=dtype, device=context.device)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the whole vector."""
+        return {self._name: (self._size,)}
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return the part that this rank has."""
+        if len(self._mine) == self._size:
+            return {}
+        return {self._name: Cut(0, self._mine.start, self._mine.stop)}
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
+        """Load the vector."""
+        self.tensor.copy_(tensor)
+
+    def packed(self) -> dict[str, torch.Tensor]:
+        """Return the vector."""
+        return {self._name: self.tensor}
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the vector."""
+        shape, dtype = (len(self._mine),), self.tensor.dtype
+        self.tensor = packed_tensor(tensors, self._name, shape, self._context, dtype)

@@ -10,17 +10,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from hardpoint.plugins.model import ModelContext
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 
 from .engines import over_engines
-from .layer import PackedLayer, packed_weights, quantizable, weight_cuts, weight_shapes
+from .layer import (
+    PackedLayer,
+    Vector,
+    packed_weights,
+    quantizable,
+    weight_cuts,
+    weight_shapes,
+)
 from .linear import Linear, Run
 
-__all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]
+__all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts", "SigmoidRouting"]
 
 
 class MLP(Protocol):
@@ -99,6 +105,9 @@ class ExpertsConfig:
         normalize: whether the weights of a token's experts are scaled to a sum of 1.
         shared_width: rows of the gate of an expert that computes every token; None is without one.
         gate, up, down: names of an expert's matrices.
+        shared: name of the expert that computes every token.
+        weighs_shared: whether its result has a weight, the sigmoid of a product of its own.
+        sigmoid: how experts are chosen by sigmoids of the router's logits; None is by softmax.
     """
 
     count: int
@@ -109,13 +118,60 @@ class ExpertsConfig:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"
+    weighs_shared: bool = True
+    sigmoid: SigmoidRouting | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidRouting:
+    """How experts are chosen by sigmoids of the router's logits (DeepSeek-V3, arXiv:2412.19437).
+
+    The largest sums of sigmoid and `gate.e_score_correction_bias` are chosen; the sigmoids are the
+    weights. Experts may be in groups of one size, of which those count alone whose two largest sums
+    are largest together.
+
+    Attributes:
+        groups: number of groups.
+        chosen_groups: how many of them count.
+        scale: factor of the weights.
+    """
+
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+
+    def route(
+        self, logits: torch.Tensor, bias: torch.Tensor, per_token: int, *, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of the chosen experts, and the experts, each [rows, per_token].
+
+        Args:
+            logits: those of the router, float32 [rows, experts].
+            bias: float32 [experts].
+            per_token: number of experts of a row.
+            normalize: whether weights are scaled to a sum of 1, before `scale`.
+        """
+        scores = _sigmoid(logits)
+        ranked = scores + bias
+        if self.chosen_groups < self.groups:
+            grouped = ranked.view(len(ranked), self.groups, -1)
+            best = grouped.topk(2).values.sum(-1).topk(self.chosen_groups).indices
+            counts = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+            ranked = grouped.masked_fill(~counts.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen = ranked.topk(per_token).indices
+        weights = scores.gather(-1, chosen)
+        if normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, chosen
 
 
 class MixtureOfExperts:
     """An MLP per expert, of which a router chooses a few per token (arXiv:1701.06538).
 
-    Softmax of the router's logits in float32, the largest of it are the weights. The ranks of a
-    stage divide each expert's columns, or the experts (`Parallel.expert`); all compute the router.
+    Softmax of the router's logits in float32, the largest of it are the weights; or as
+    `SigmoidRouting` has it. The ranks of a stage divide each expert's columns, or the experts
+    (`Parallel.expert`); all compute the router.
     """
 
     def __init__(
@@ -140,28 +196,32 @@ class MixtureOfExperts:
             quantize=False,
         )
         self._experts = Experts(f"{name}.experts", hidden, experts, context)
-        self._shared: tuple[Linear, GatedMLP] | None = None
+        self._bias: Vector | None = None
+        if experts.sigmoid is not None:
+            bias = f"{name}.gate.e_score_correction_bias"
+            self._bias = Vector(bias, experts.count, context, dtype=torch.float32)
+        self._shared: GatedMLP | None = None
+        self._share: Linear | None = None
         if experts.shared_width is not None:
-            share = f"{name}.shared_expert_gate"
-            self._shared = (
-                Linear([(share, 1)], hidden, context, out_dtype=torch.float32, quantize=False),
-                GatedMLP(
-                    f"{name}.shared_expert",
-                    hidden,
-                    experts.shared_width,
-                    context,
-                    gate=context.ops.silu_and_mul,
-                    reduce=False,
-                ),
+            self._shared = GatedMLP(
+                f"{name}.{experts.shared}",
+                hidden,
+                experts.shared_width,
+                context,
+                gate=context.ops.silu_and_mul,
+                reduce=False,
+            )
+        if self._shared is not None and experts.weighs_shared:
+            share = f"{name}.{experts.shared}_gate"
+            self._share = Linear(
+                [(share, 1)], hidden, context, out_dtype=torch.float32, quantize=False
             )
 
     def layers(self) -> list[PackedLayer]:
         """Return the router, the experts, and the shared one."""
-        layers: list[PackedLayer] = [self._router, self._experts]
-        if self._shared is not None:
-            share, mlp = self._shared
-            layers += [share, *mlp.layers()]
-        return layers
+        parts = [self._router, self._bias, self._experts, self._share]
+        layers: list[PackedLayer] = [part for part in parts if part is not None]
+        return layers if self._shared is None else [*layers, *self._shared.layers()]
 
     def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         """Return [rows, hidden] for x [rows, hidden].
@@ -170,18 +230,31 @@ class MixtureOfExperts:
             x: hidden state of each token.
             routed: gets the experts of each token, int32 [rows, experts per token].
         """
-        weights, chosen = self._router(x).softmax(-1).topk(self._config.per_token)
-        if self._config.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self._route(self._router(x))
         if routed is not None:
             routed.copy_(chosen)
         y = over_engines(self._engines, self._experts, x, chosen, weights)
         if self._shared is not None:
-            share, mlp = self._shared
-            # Its sigmoid, as a softmax of two: that of a row does not depend on the other rows.
-            scale = F.pad(share(x), (0, 1)).softmax(-1)[:, :1]
-            y += mlp(x) * scale.to(y.dtype)
+            shared = self._shared(x)
+            y += shared if self._share is None else shared * _sigmoid(self._share(x)).to(y.dtype)
         return self._communicator.all_reduce(y) if self._communicator.size > 1 else y
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of the chosen experts, and the experts, each [rows, per token]."""
+        config = self._config
+        if config.sigmoid is not None and self._bias is not None:
+            return config.sigmoid.route(
+                logits, self._bias.tensor, config.per_token, normalize=config.normalize
+            )
+        weights, chosen = logits.softmax(-1).topk(config.per_token)
+        if config.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, chosen
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return it as a softmax of two: that of a row does not depend on the other rows."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 
 class Experts:

@@ -93,7 +93,9 @@ def _frequencies(
     kind = parameters["rope_type"]
     if not isinstance(kind, str):
         raise fields.error("rope_type", f"expected a string, got {short(kind)}")
-    size = _rotary_size(parameters.pop("partial_rotary_factor", None), head_size, fields)
+    size = head_size
+    if kind != "proportional":  # where all elements are paired, and the angles of some are 0
+        size = _rotary_size(parameters.pop("partial_rotary_factor", None), head_size, fields)
     if kind in _LENGTH_DEPENDENT:
         raise fields.error(
             "rope_type", f"{kind!r} depends on the running length and is not supported"

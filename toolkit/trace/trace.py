@@ -56,11 +56,19 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return trace_page(self.prompt, self.num_prompt_tokens, self.completions)
 
 
-def asking_for_trace(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with "trace" in `include`."""
+def asking_for_trace(params: SamplingParams, candidates: int | None = None) -> SamplingParams:
+    """Return the parameters with "trace" in `include`.
+
+    Args:
+        candidates: tokens to show for a position, 1 to 20; None leaves it to the engine.
+    """
     if not isinstance(params, SamplingParams) or not isinstance(params.include, list):
         return params  # the engine refuses them by name
-    return _replace(params, include=list(dict.fromkeys([*params.include, TRACE])))
+    params = _replace(params, include=list(dict.fromkeys([*params.include, TRACE])))
+    if candidates is None:
+        return params
+    arguments = {**params.plugin_args, f"step_parts/{TRACE}": {"candidates": candidates}}
+    return _replace(params, plugin_args=arguments)
 
 
 def trace_of(output: RequestOutput, decode: Decode | None = None) -> Trace:

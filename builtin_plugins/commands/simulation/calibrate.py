@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hardpoint.builtin_plugins.commands.loads.progress import Progress
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import Command, CommandContext
 
 from . import DEFAULT_FILE
-from .progress import Progress
 
 _DISTURBED = 0.1  # share of the steps from which it is worth a remark
 

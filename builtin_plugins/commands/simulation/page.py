@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from typing import Any
 
-from .plots import NUM_COLOURS, Series, line_plot
+from hardpoint.builtin_plugins.commands.loads.document import (
+    aside,
+    document,
+    key,
+    remark,
+    table,
+    time_plots,
+)
+
 from .summary import remarks, tables
 
-_LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#3f3fb0", "#7a3b00", "#5b6770")
-_DARK = ("#56b4e9", "#ff9a4d", "#3ddc97", "#f2a6cf", "#f0e442", "#a6a6ff", "#d9a066", "#b8c4cc")
-"""Colours of the variants; the first ones are those of Okabe and Ito (2008)."""
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #5a636b; --line: #dfe3e7;
-  --paper: #ffffff; --card: #f6f8f9; COLOURS_LIGHT }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7eaee; --soft: #a3adb7; --line: #333b43;
-  --paper: #14181c; --card: #1c2228; COLOURS_DARK } }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--paper);
-  color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: .5rem 0 }
-h2 { font-size: 1.1rem; margin: 1.5rem 0 .5rem }
-p { margin: .4rem 0 }
-.soft, .empty { color: var(--soft) }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
-  gap: 1rem }
-figure { margin: 0; padding: .75rem; background: var(--card); border-radius: .5rem }
-figcaption { font-weight: 600; margin-bottom: .25rem }
-svg { display: block; width: 100%; height: auto }
-svg text { font: 11px system-ui, sans-serif; fill: var(--soft) }
-svg .label { fill: var(--ink) }
-.grid { stroke: var(--line); stroke-width: 1 }
-.line { fill: none; stroke-width: 2.25; stroke-linejoin: round }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
-th, td { padding: .3rem .75rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--line) }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-  background: var(--paper) }
-.key { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; padding: 0; list-style: none }
-.key span { display: inline-block; width: 1.5rem; height: .25rem; vertical-align: middle;
-  margin-right: .4rem; border-radius: .2rem }
-.wrong { border-left: .25rem solid var(--c1); padding-left: .75rem }
-LINES
-"""
+_EXPLANATION = (
+    "TTFT: time to the first token; TPOT: mean time per further token; e2e: time to the last "
+    "token. Schedulers, policies, caches and balancers are the real ones; the times of steps were "
+    "measured."
+)
 
 
 def page(results: Mapping[str, Any], version: str) -> str:
@@ -56,38 +31,18 @@ def page(results: Mapping[str, Any], version: str) -> str:
         results: what `hardpoint simulate --json` prints.
         version: version of Hardpoint.
     """
-    reports = {name: found["report"] for name, found in results["variants"].items()}
+    variants = results["variants"]
+    reports = {name: found["report"] for name, found in variants.items()}
+    shown = tables(reports, results["comparison"])
     parts = [
-        "<h1>Simulated requests</h1>",
-        f'<p class="soft">{escape(_about(results))}</p>',
-        *(f'<p class="wrong">{escape(line)}</p>' for line in remarks(reports)),
-        _key(list(reports)),
-        _plots(results["variants"]),
-        *(_table(*one) for one in tables(reports, results["comparison"])),
-        '<p class="soft">TTFT: time to the first token; TPOT: mean time per further token; e2e: '
-        "time to the last token. Schedulers, policies, caches and balancers are the real ones; "
-        f"the times of steps were measured. Hardpoint {escape(version)}.</p>",
+        aside(_about(results)),
+        *map(remark, remarks(reports)),
+        key(list(reports)),
+        time_plots({name: found["curves"] for name, found in variants.items()}),
+        *(table(title or "Variants", headers, rows) for title, headers, rows in shown),
+        aside(f"{_EXPLANATION} Hardpoint {version}."),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Simulated requests</title><style>{_styles()}</style></head>\n<body>"
-        + "\n".join(parts)
-        + "</body></html>\n"
-    )
-
-
-def _styles() -> str:
-    lines = "\n".join(
-        f".c{n} {{ stroke: var(--c{n}) }} .k{n} {{ background: var(--c{n}) }}"
-        for n in range(NUM_COLOURS)
-    )
-    light, dark = (
-        " ".join(f"--c{n}: {colour};" for n, colour in enumerate(colours))
-        for colours in (_LIGHT, _DARK)
-    )
-    style = _STYLE.replace("COLOURS_LIGHT", light).replace("COLOURS_DARK", dark)
-    return style.replace("LINES", lines)
+    return document("Simulated requests", parts)
 
 
 def _about(results: Mapping[str, Any]) -> str:
@@ -105,74 +60,4 @@ def _about(results: Mapping[str, Any]) -> str:
         f"{text}: {first['requests']} requests in {first['virtual_seconds']:.0f} s; times of steps "
         f"from {results['cost']}. Objective: first token within {1e3 * objective['ttft']:g} ms, "
         f"further ones in {1e3 * objective['tpot']:g} ms each."
-    )
-
-
-def _key(names: Sequence[str]) -> str:
-    items = "".join(
-        f'<li><span class="k{number % NUM_COLOURS}"></span>{escape(name)}</li>'
-        for number, name in enumerate(names)
-    )
-    return f'<ul class="key">{items}</ul>'
-
-
-def _plots(variants: Mapping[str, Mapping[str, Any]]) -> str:
-    curves = {name: found["curves"] for name, found in variants.items()}
-    figures = [
-        _figure(
-            f"{title}: share of the requests that had it by then",
-            line_plot(
-                [
-                    Series(name, [(x, place) for place, x in enumerate(one[key])])
-                    for name, one in curves.items()
-                ],
-                x_label="seconds",
-                y_label="%",
-                log_x=True,
-                y_top=100,
-            ),
-        )
-        for key, title in (("ttft", "First token"), ("e2e", "Last token"))
-    ]
-    figures.append(
-        _figure(
-            "Time per further token: share of the requests",
-            line_plot(
-                [
-                    Series(name, [(1e3 * x, place) for place, x in enumerate(one["tpot"])])
-                    for name, one in curves.items()
-                ],
-                x_label="milliseconds",
-                y_label="%",
-                log_x=True,
-                y_top=100,
-            ),
-        )
-    )
-    for key, title, label, factor, top in (
-        ("wait", "Mean time to the first token, by arrival", "seconds", 1.0, 0.0),
-        ("good", "Share that met the objective, by arrival", "%", 100.0, 100.0),
-    ):
-        series = [
-            Series(name, [(x, factor * y) for x, y in zip(one["time"], one[key], strict=True)])
-            for name, one in curves.items()
-        ]
-        plot = line_plot(series, x_label="seconds since the start", y_label=label, y_top=top)
-        figures.append(_figure(title, plot))
-    return f'<div class="plots">{"".join(figures)}</div>'
-
-
-def _figure(title: str, plot: str) -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption>{plot}</figure>"
-
-
-def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headers)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    name = f"{title[:1].upper()}{title[1:]}" if title else "Variants"
-    return (
-        f'<h2>{escape(name)}</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
     )

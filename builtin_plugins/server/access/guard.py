@@ -14,6 +14,9 @@ from hardpoint.typed import shown
 
 from .cross_origin import checked_origins
 
+JSON = ("application/json",)
+"""The media types of bodies, where a route has no others."""
+
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 _ONCE = (b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-encoding")
@@ -46,8 +49,11 @@ class Guard:
         self._is_socket = bound is None
         self._origins = checked_origins(origins)
 
-    def check(self, scope: Scope) -> None:
+    def check(self, scope: Scope, body_types: Collection[str] = JSON) -> None:
         """Check a request.
+
+        Args:
+            body_types: media types that its body may have.
 
         Raises:
             AnswerError: its Host, Origin or Content-Type is not allowed, or it has two of one.
@@ -64,7 +70,7 @@ class Guard:
         else:
             self._check_site(headers)
         if scope["method"] in ("POST", "PUT", "PATCH"):
-            _check_type(headers)
+            _check_type(headers, body_types)
 
     def _check_host(self, header: str, scope: Scope) -> None:
         if self._any or (self._is_socket and self._default):
@@ -162,13 +168,14 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _check_type(headers: dict[bytes, bytes]) -> None:
+def _check_type(headers: dict[bytes, bytes], body_types: Collection[str]) -> None:
     has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
     if not has_body:
         return
     type_ = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
-    if type_ != "application/json":
-        raise AnswerError(415, f"content-type: expected application/json, got {shown(type_, 100)}")
+    if type_ not in body_types:
+        wanted = " or ".join(body_types)
+        raise AnswerError(415, f"content-type: expected {wanted}, got {shown(type_, 100)}")
     coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if coding.lower() != "identity":
         raise AnswerError(415, f"content-encoding: expected none, got {shown(coding, 100)}")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from hardpoint.plugins import RequestError
 from hardpoint.typed import shown, suggest
+
+from .text_lines import LineIds, decoded
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Paths that the lines of a file may name, one per file."""
@@ -87,7 +92,7 @@ class BatchReader:
             model: name of the model that answers, for the digests.
         """
         self._name, self._model = name, model
-        self._ids: dict[str, int] = {}
+        self._ids = LineIds(name, "custom_id")
         self._url: tuple[str, int] | None = None
 
     def read(self, number: int, text: str) -> BatchLine:
@@ -110,30 +115,26 @@ class BatchReader:
         return BatchLine(number, custom_id, url, body, digest)
 
     def _check_file(self, number: int, custom_id: str, url: str) -> None:
-        where = f"{self._name}:{number}"
-        if (line := self._ids.setdefault(custom_id, number)) != number:
-            raise RequestError(
-                f"{where}: custom_id: expected a new one, got {shown(custom_id)}, which line "
-                f"{line} has"
-            )
+        self._ids.add(number, custom_id)
         if self._url is None:
             self._url = url, number
         first, line = self._url
         if url != first:
             raise RequestError(
-                f"{where}: url: expected {shown(first)}, as line {line} has, for a file has one "
-                f"url, got {shown(url)}"
+                f"{self._name}:{number}: url: expected {shown(first)}, as line {line} has, for a "
+                f"file has one url, got {shown(url)}"
             )
 
 
 def _decoded(text: str) -> dict[str, msgspec.Raw]:
     try:
-        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        fields: dict[str, msgspec.Raw] = decoded(text, dict[str, msgspec.Raw])
+        return fields
     except msgspec.ValidationError:
         wanted = f"expected an object with {', '.join(_FIELDS)}"
         message = f"{wanted}, got {shown(text[:60])}"
-    except (msgspec.DecodeError, RecursionError) as error:
-        message = f"expected a line of JSON, got {shown(text[:60])}: {error}"
+    except RequestError as error:
+        message = str(error)
     raise _WrongFieldError("invalid_json_line", None, message)
 
 
@@ -241,6 +242,12 @@ _OK = 200
 ID_PREFIX: Literal["batch_req_"] = "batch_req_"
 
 
-def answer_to(line: BatchLine, response: BatchResponse | None = None) -> BatchAnswer:
-    """Return the answer to a line: the response, or its problem."""
-    return BatchAnswer(f"{ID_PREFIX}{line.digest:016x}", line.id, response, line.problem)
+def answer_to(
+    line: BatchLine, answer: Response | None = None, problem: LineError | None = None
+) -> BatchAnswer:
+    """Return the answer to a line: that of the route, or why there is none."""
+    response = None
+    if answer is not None:
+        body = msgspec.json.decode(answer.body)
+        response = BatchResponse(answer.status_code, answer.headers["x-request-id"], body)
+    return BatchAnswer(f"{ID_PREFIX}{line.digest:016x}", line.id, response, problem or line.problem)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import http.client
+import http
 import json
 import os
-import socket
-import ssl
 from typing import Any
 
+from hardpoint.builtin_plugins.http_calls import post_json
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.plugins import Command, CommandContext, HardpointError, RequestError
 
 _KEY = "HARDPOINT_ADMIN_KEY"
-_CONNECT_SECONDS = 10.0
-_UNIX = "unix:"
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -81,67 +78,14 @@ def _post(address: str, path: str, body: dict[str, Any]) -> Any:
         RequestError: the address is malformed, or the server refused the request.
         HardpointError: the server cannot be reached, or cannot do that now.
     """
-    connection = _connection(address)
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get(_KEY):
-        headers["authorization"] = f"Bearer {key}"
-    try:
-        connection.connect()
-        assert connection.sock is not None
-        connection.sock.settimeout(None)  # engines take their time to start and to drain
-        connection.request("POST", path, json.dumps(body), headers)
-        response = connection.getresponse()
-        status, answer = response.status, response.read()
-    except (OSError, http.client.HTTPException) as cause:
-        raise HardpointError(f"--admin: {address} cannot be reached: {cause}") from cause
-    finally:
-        connection.close()
-    try:
-        decoded = json.loads(answer)
-    except ValueError:
-        decoded = None
-    if status == http.HTTPStatus.OK and isinstance(decoded, dict):
-        return decoded
-    kind = RequestError if status == http.HTTPStatus.BAD_REQUEST else HardpointError
-    raise kind(_message(address, status, decoded))
-
-
-def _message(address: str, status: int, decoded: Any) -> str:
-    try:
-        return f"{decoded['error']['message']} ({status})"
-    except (KeyError, TypeError):
-        return f"--admin: {address} answered {status}, expected the admin address of a server"
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """A connection over a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=_CONNECT_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _connection(address: str) -> http.client.HTTPConnection:
-    if address.startswith(_UNIX):
-        return _UnixConnection(address.removeprefix(_UNIX))
-    scheme, separator, place = address.rpartition("://")
-    host, colon, port = place.rstrip("/").rpartition(":")
-    if not (colon and host and port.isdecimal()) or (separator and scheme not in {"http", "https"}):
-        raise RequestError(
-            f"--admin: expected unix:PATH, HOST:PORT or https://HOST:PORT, got {address!r}"
-        )
-    host = host.removeprefix("[").removesuffix("]")
-    if scheme == "https":
-        secure = ssl.create_default_context()
-        return http.client.HTTPSConnection(
-            host, int(port), timeout=_CONNECT_SECONDS, context=secure
-        )
-    return http.client.HTTPConnection(host, int(port), timeout=_CONNECT_SECONDS)
+    answer = post_json(address, path, body, option="--admin", key=os.environ.get(_KEY))
+    if answer.status == http.HTTPStatus.OK and isinstance(answer.content, dict):
+        return answer.content
+    kind = RequestError if answer.status == http.HTTPStatus.BAD_REQUEST else HardpointError
+    raise kind(
+        answer.message
+        or f"--admin: {address} answered {answer.status}, expected the admin address of a server"
+    )
 
 
 COMMAND = Command(

@@ -252,6 +252,17 @@ class GenerationFields(Strict):
         return None
 
 
+class TraceOptions(Strict):
+    """How much a trace holds.
+
+    Attributes:
+        candidates: tokens that are shown for a position, and for a change; `plugin.trace` has how
+            many there are by default.
+    """
+
+    candidates: Annotated[int, Meta(ge=1, le=20)] | None = None
+
+
 class SamplingFields(GenerationFields):
     """Fields of routes that have OpenAI's names for them.
 
@@ -266,7 +277,8 @@ class SamplingFields(GenerationFields):
         return_token_ids: whether choices hold token ids.
         include: names of step parts, such as "speculation", whose figures choices hold, as
             `part_figures`.
-        trace: whether choices hold how each token was chosen, and why; for clients that may.
+        trace: whether choices hold how each token was chosen, and why, or how much of it; for
+            clients that may.
         kv_transfer_params: for the KV connector; from keys that may.
     """
 
@@ -286,7 +298,7 @@ class SamplingFields(GenerationFields):
     guided_grammar: str | None = None
     return_token_ids: bool = False
     include: list[str] | UnsetType = UNSET
-    trace: bool = False
+    trace: bool | TraceOptions = False
     kv_transfer_params: dict[str, Any] | None = None
 
     def answer_forms(self) -> dict[str, dict[str, Any]]:
@@ -316,7 +328,10 @@ class SamplingFields(GenerationFields):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: expected stream to be true with it")
         params = super().sampling_params(defaults, limits, **fields)
-        return asking_for_trace(params) if self.trace else params
+        if self.trace is False:
+            return params
+        asked = TraceOptions() if self.trace is True else self.trace
+        return asking_for_trace(params, asked.candidates)
 
     @property
     def wants_logprobs(self) -> bool:

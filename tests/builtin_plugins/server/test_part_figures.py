@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
@@ -14,6 +17,7 @@ ROUTES = {
     "/inference/v1/generate": {"token_ids": [1, 2, 1, 2, 1, 2]},
     "/v1/responses": {"input": "loop"},
 }
+COUNTS = {"num_cached_tokens", "num_drafts", "num_accepted_drafts", "num_preemptions"}
 FIGURES = {"num_drafts", "num_accepted_drafts", "num_verified_drafts", "num_accepted_by_position"}
 
 
@@ -63,7 +67,9 @@ def test_a_part_without_figures_is_refused(server, route):
     response = server.post(route, body_of(route, ["structured_output"]))
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert message.endswith("include: expected 'speculation' or 'trace', got 'structured_output'")
+    assert message.endswith(
+        "include: expected 'speculation' or 'timings' or 'trace', got 'structured_output'"
+    )
 
 
 def test_names_of_openai_add_nothing_to_a_response(server):
@@ -71,3 +77,36 @@ def test_names_of_openai_add_nothing_to_a_response(server):
     answer = server.post("/v1/responses", asked).json()
     assert answer["status"] in ("completed", "incomplete")
     assert figures_of(answer) is None
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_timings_come_if_they_are_included(server, route):
+    server.post(route, body_of(route, []))
+    began = time.perf_counter()
+    timings = figures_of(server.post(route, body_of(route, ["timings"])).json())["timings"]
+    milliseconds = 1e3 * (time.perf_counter() - began)
+    stages = [timings.pop(name) for name in ("queue_ms", "prefill_ms", "decode_ms")]
+    assert min(stages) > 0
+    assert sum(stages) < milliseconds
+    assert timings.keys() == COUNTS
+    if route == "/v1/completions":  # whose answer repeats itself
+        assert 0 < timings["num_accepted_drafts"] <= timings["num_drafts"]
+
+
+def test_timings_count_cached_tokens_and_leave_other_answers_alone(server):
+    body = {**body_of("/v1/completions", ["timings"]), "prompt": "loop" * 12}
+    assert figures_of(server.post("/v1/completions", body).json())["timings"]
+    again = figures_of(server.post("/v1/completions", body).json())["timings"]
+    assert again["num_cached_tokens"] > 0
+    asking = server.post("/v1/completions", body).json()
+    plain = server.post("/v1/completions", {**body, "include": []}).json()
+    assert [*plain["choices"][0]] == [n for n in asking["choices"][0] if n != "part_figures"]
+    assert plain["choices"][0]["text"] == asking["choices"][0]["text"]
+
+
+def test_the_end_of_a_stream_of_a_response_has_timings(server):
+    body = body_of("/v1/responses", ["timings"], stream=True)
+    with server.client.stream("POST", "/v1/responses", json=body) as response:
+        *_, last = response.read().decode().strip().split("\n\n")
+    completed = json.loads(last.partition("\ndata: ")[2])["response"]
+    assert completed["part_figures"]["timings"]["decode_ms"] > 0

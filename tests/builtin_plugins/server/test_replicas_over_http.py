@@ -152,6 +152,7 @@ def test_the_command_line_starts_several(scripted, tmp_path):
     assert (done.returncode, done.stdout) == (0, TEXT + "\n"), done.stderr
 
 
+@pytest.mark.nightly
 def test_the_number_changes_while_the_server_answers(scripted, tmp_path):
     admin = f"unix:{tmp_path / 'admin.sock'}"
     with serving(tmp_path, scripted, f"server.admin = {admin!r}") as program:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
+import msgspec
 import pytest
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.server.dialects.conversations import InputCommit
+from hardpoint.cli import main
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
+from hardpoint.toolkit.trace import Trace
 
 ROUTES = {
     "/v1/chat/completions": {"messages": user("fox")},
@@ -128,10 +134,88 @@ def test_a_key_may_have_the_permission(folder):
             assert response.status_code == status, response.text
 
 
-def test_a_trace_is_yes_or_no(allowing):
-    response = allowing.post("/v1/completions", body_of("/v1/completions", trace="all"))
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_request_asks_for_a_number_of_candidates(allowing, refusing, route):
+    asked = body_of(route, trace={"candidates": 12})
+    (choice,) = allowing.post(route, asked).json()["choices"]
+    assert {len(token["candidates"]) for token in choice["trace"]["tokens"]} == {12}
+    assert refusing.post(route, asked).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("all", "trace: expected"),
+        ({"candidates": 21}, "trace.candidates: expected"),
+        ({"a": 1}, ""),
+    ],
+    ids=["text", "too many", "unknown"],
+)
+def test_other_traces_are_refused(allowing, value, message):
+    response = allowing.post("/v1/completions", body_of("/v1/completions", trace=value))
     assert response.status_code == 400
-    assert "trace: expected" in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
+
+
+def command(url, *arguments):
+    """Exit code, output and error of `hardpoint trace --url`."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["trace", "--url", url, *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_the_command_asks_a_server(allowing, tmp_path):
+    sampling = ["--temperature", "0.8", "--seed", "3", "--top-k", "20", "--max-tokens", "5"]
+    code, out, err = command(allowing.url, "say abc", *sampling, "--json", "--candidates", "12")
+    assert (code, err) == (0, "")
+    trace = msgspec.json.decode(out, type=Trace)
+    assert (trace.prompt, trace.num_prompt_tokens) == ("say abc", 7)
+    assert {len(token.candidates) for token in trace.completions[0].tokens} == {12}
+    expected = allowing.post("/v1/completions", body_of("/v1/completions", trace=True)).json()
+    assert trace.completions[0].token_ids == expected["choices"][0]["trace"]["token_ids"]
+    given = ["--structured", "choice=yes", "--structured", "choice=no", "--n", "2", "--chat"]
+    code, out, err = command(allowing.url, "fox", *given)
+    assert (code, err) == (0, "")
+    assert "completion 1, " in out
+    assert "mask: structured_output (hardpoint " in out
+    page = tmp_path / "trace.html"
+    assert command(allowing.url, "say abc", "--html", str(page))[0] == 0
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_the_command_sends_the_key(folder, monkeypatch):
+    async def authenticate(headers, path):
+        return Client(name="any", trace=headers.get("authorization") == "Bearer secret")
+
+    extension = InstalledExtension("keys", "tests", Authenticator(authenticate=authenticate))
+    with running(AsyncLLM(config=server_config(folder)), authenticators=[extension]) as server:
+        assert command(server.url, "say abc", "--max-tokens", "2")[0] == 2
+        monkeypatch.setenv("HARDPOINT_API_KEY", "secret")
+        assert command(server.url, "say abc", "--max-tokens", "2")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["a"], 2, f"trace: {NEEDED} (403)"),
+        (["a", "--model", "no"], 2, "(404)"),
+        (["a", "--plugin-args", "no.such=1"], 2, f"trace: {NEEDED} (403)"),
+        (["a", "--set", "seed=1"], 2, "--set: expected none with --url: the server has its own"),
+        (["a", "--candidates", "21"], 2, "--candidates: expected 1 to 20, got 21"),
+    ],
+    ids=["permission", "model", "permission first", "set", "candidates"],
+)
+def test_a_refusal_is_one_line(refusing, arguments, code, message):
+    found, out, err = command(refusing.url, *arguments)
+    assert (found, out) == (code, "")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_an_address_that_is_no_server():
+    assert "--url: 127.0.0.1:9 cannot be reached" in command("127.0.0.1:9", "a")[2]
+    assert "--url: expected unix:PATH, HOST:PORT or" in command("nowhere", "a")[2]
 
 
 def test_a_conversation_has_none():

@@ -86,12 +86,15 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     error = error_of()
     assert error == (
         f"model: architecture {name!r} is not supported{meant or ''}; supported: "
-        "BertForSequenceClassification, BertModel, Gemma2ForCausalLM, Gemma3ForCausalLM, "
+        "BertForSequenceClassification, BertModel, Cohere2ForCausalLM, Gemma2ForCausalLM, "
+        "Gemma3ForCausalLM, "
         "Gemma3ForConditionalGeneration, "
+        "Glm4ForCausalLM, Glm4MoeForCausalLM, "
         "GraniteForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel, "
         "MistralForCausalLM, MistralForSequenceClassification, MistralModel, "
         "MixtralForCausalLM, ModernBertForSequenceClassification, ModernBertModel, "
-        "Olmo2ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2ForSequenceClassification, "
+        "Olmo2ForCausalLM, "
+        "Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2ForSequenceClassification, "
         "Qwen2Model, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3ForSequenceClassification, "
         "Qwen3Model, Qwen3MoeForCausalLM, RobertaForSequenceClassification, RobertaModel, "
         "SmolLM3ForCausalLM, XLMRobertaForSequenceClassification, XLMRobertaModel. "
@@ -103,8 +106,8 @@ def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
     (here / "m.gguf").write_bytes(gguf_header("mamba"))
     assert error_of("m.gguf") == (
         "m.gguf: general.architecture: 'mamba' is not supported; supported are llama, qwen2, "
-        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, phi3, smollm3. A plugin of the "
-        "kind loaders adds one: docs/write-a-model.md"
+        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, cohere2, glm4, glm4moe, "
+        "phi3, smollm3. A plugin of the kind loaders adds one: docs/write-a-model.md"
     )
 
 

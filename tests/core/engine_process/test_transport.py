@@ -40,11 +40,14 @@ class TestTraffic:
 
     def test_a_client_is_known_by_its_connection_and_ends_its_own_requests_alone(self, serve):
         first, second = serve(clients=2).clients
+        first.send(RequestType.UTILITY, UtilityCall(0, 1, "pause", ["keep"]))
+        first.until(lambda: 1 in first.answers)  # else "b" might end before it is aborted
         first.send(RequestType.ADD, request("a", max_tokens=LONG))
         second.send(RequestType.ADD, request("b", max_tokens=LONG))  # its client_index is 0
         second.send(RequestType.UTILITY, UtilityCall(0, 1, "scheduler_stats"))
         second.send(RequestType.ABORT, ["a", "b"])
         second.until(lambda: second.ends and 1 in second.answers)
+        first.send(RequestType.UTILITY, UtilityCall(0, 2, "resume"))
         first.until(lambda: first.ends)
         assert (first.ends, second.ends) == ({"a": "length"}, {"b": "abort"})
         assert first.tokens == {"a": expected([1, 2, 3], LONG)}

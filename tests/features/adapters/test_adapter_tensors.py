@@ -98,6 +98,22 @@ def test_a_request_keeps_removed_tensors_to_its_end(base):
         assert not Path(one.path).exists()
 
 
+def test_each_engine_keeps_tensors_as_long_as_it_needs_them(base):
+    model, (first, second, _) = base
+    several = {"parallel": {"data": 2}, "engine": {"in_process": False}}
+    with LLM(model, config=settings_of(**several), max_model_len=64) as llm:
+        one = llm.add_lora(lora("one", 1), first.tensors, first.config)
+        (folder,) = Path(one.path).parents[:1]
+        assert len(list(folder.iterdir())) == 2
+        llm.add_lora(lora("two", 2), second.tensors, second.config)  # takes its place in memory
+        llm.scale(1)
+        assert len(list(folder.iterdir())) == 1
+        check(llm, "one", first)
+        assert llm.remove_lora(1)
+        llm.generate([PROMPT], SamplingParams(max_tokens=1))
+    assert not folder.exists()
+
+
 def test_equal_tensors_are_one_content(base):
     model, (first, *_) = base
     backwards = dict(reversed(first.config.items()))

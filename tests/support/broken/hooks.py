@@ -11,7 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from hardpoint.plugins import Command, Sampler, StepRecord, hookimpl
-from hardpoint.plugins.server import Authenticator, Client, Middleware, Route, Transform
+from hardpoint.plugins.server import (
+    Authenticator,
+    Client,
+    Middleware,
+    ResponseStore,
+    Route,
+    Transform,
+)
 
 
 class NoContract:
@@ -396,3 +403,79 @@ Waits = adds(Transform(response=waits))
 BadEvent = adds(Transform(event=lambda call, body: [body]))
 NeedsKey = adds(Authenticator(authenticate=needs_key))
 ReturnsTrue = adds(Authenticator(authenticate=returns_true))
+
+
+class Kept:
+    """A store that keeps what it should, unless a subclass does otherwise."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def key(self, owner, response_id):
+        return owner, response_id
+
+    async def put(self, owner, response_id, content):
+        self.kept[self.key(owner, response_id)] = content
+
+    async def get(self, owner, response_id):
+        return self.kept.get(self.key(owner, response_id))
+
+    async def delete(self, owner, response_id):
+        return self.kept.pop(self.key(owner, response_id), None) is not None
+
+
+class OfAll(Kept):
+    """Owners see what others have."""
+
+    def key(self, owner, response_id):
+        return response_id
+
+
+class KeepsFirst(Kept):
+    """A second content does not replace the first one."""
+
+    async def put(self, owner, response_id, content):
+        self.kept.setdefault(self.key(owner, response_id), content)
+
+
+class AsText(Kept):
+    """Contents come back as text."""
+
+    async def put(self, owner, response_id, content):
+        self.kept[self.key(owner, response_id)] = content.decode("latin-1")
+
+
+class NeverDeletes(Kept):
+    """Nothing is deleted."""
+
+    async def delete(self, owner, response_id):
+        return self.key(owner, response_id) in self.kept
+
+
+class DeletesInSilence(Kept):
+    """A deletion does not report what it did."""
+
+    async def delete(self, owner, response_id):
+        self.kept.pop(self.key(owner, response_id), None)
+
+
+class Misses(Kept):
+    """A response that is not there is an error."""
+
+    async def get(self, owner, response_id):
+        return self.kept[self.key(owner, response_id)]
+
+
+def stores(kept):
+    """Return a plugin that adds a store."""
+    store = kept()
+    return adds(ResponseStore(put=store.put, get=store.get, delete=store.delete))
+
+
+GoodStore = stores(Kept)
+SharesResponses = stores(OfAll)
+KeepsFirstResponse = stores(KeepsFirst)
+ReturnsText = stores(AsText)
+DeletesNothing = stores(NeverDeletes)
+DeletesQuietly = stores(DeletesInSilence)
+RaisesForUnknown = stores(Misses)

@@ -39,6 +39,9 @@ def random_model(family: str, **fields):
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)
     return model
 
 
@@ -65,7 +68,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (_metadata(config, architecture) | (changes or {})).items():
         name = f"{architecture}.{key}"
-        if isinstance(value, float):
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, float):
             writer.add_float32(name, value)
         elif isinstance(value, str):
             writer.add_string(name, value)
@@ -103,8 +108,9 @@ def stored_tensors(model, architecture: str) -> Iterator[tuple[str, torch.Tensor
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         for own, part in parts.items():
+            own = own.replace("_correction_bias", "_correction.bias")
             stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
-            yield stored if "experts" not in own else f"{stored}.weight", part
+            yield stored if ".experts." not in own else f"{stored}.weight", part
 
 
 def _permutation(architecture: str, name: str, count: int) -> np.ndarray:
@@ -126,7 +132,8 @@ def _metadata(config, architecture: str) -> dict:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim if hasattr(config, "head_dim") else 16,
         "context_length": config.max_position_embeddings,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": getattr(config, "layer_norm_eps", None),
         "rope.freq_base": rope["rope_theta"],
     }
     if architecture.startswith("gemma"):
@@ -138,13 +145,30 @@ def _metadata(config, architecture: str) -> dict:
     if architecture == "phi3":
         values["attention.key_length"] = None
         values["attention.sliding_window"] = config.sliding_window or 0
-        values["rope.dimension_count"] = int(16 * rope.get("partial_rotary_factor", 1))
+        values["rope.dimension_count"] = 16
     if hasattr(config, "num_experts_per_tok"):
         count = getattr(config, "num_experts", None) or config.num_local_experts
         values |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
         shared = getattr(config, "shared_expert_intermediate_size", None)
         values["expert_shared_feed_forward_length"] = shared
+    if architecture in ("cohere2", "olmo2"):
+        values["attention.sliding_window"] = getattr(config, "sliding_window", None)
+        values["logit_scale"] = getattr(config, "logit_scale", None)
+    if "partial_rotary_factor" in rope:
+        size = int(getattr(config, "head_dim", 16) * rope["partial_rotary_factor"])
+        values["rope.dimension_count"] = size
+    if architecture == "glm4moe":
+        values |= {
+            "expert_gating_func": 2,
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_weights_scale": config.routed_scaling_factor,
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "nextn_predict_layers": 0,
+        }
     if architecture == "granite":
         values["attention.scale"] = config.attention_multiplier
         values["embedding_scale"] = config.embedding_multiplier

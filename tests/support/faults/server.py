@@ -8,9 +8,17 @@ from typing import Any
 from starlette.responses import PlainTextResponse
 
 from hardpoint.plugins import hookimpl
-from hardpoint.plugins.server import Authenticator, Middleware, Route, Transform
+from hardpoint.plugins.server import (
+    Authenticator,
+    Background,
+    Middleware,
+    ResponseStore,
+    Route,
+    Transform,
+)
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
+from support.waiting import wait_until
 
 KIND = "server_extensions"
 CHAT = "/v1/chat/completions"
@@ -54,6 +62,12 @@ def wrapping(application: Any) -> Callable[[Any], Any]:
     return lambda app: application
 
 
+def store_with(**functions: Any) -> ResponseStore:
+    """Return a store that has nothing, but for these functions."""
+    none = {"put": returns(None), "get": returns(None), "delete": returns(False)}
+    return ResponseStore(**{**none, **functions})
+
+
 EXTENSIONS = {
     ("hook", "raises"): raises,
     ("hook", "returns None"): lambda: None,
@@ -77,6 +91,12 @@ EXTENSIONS = {
     ("Transform.event", "returns text"): lambda: [Transform(event=lambda call, event: "text")],
     ("Authenticator", "raises"): lambda: [Authenticator(authenticate=raises_later)],
     ("Authenticator", "returns text"): lambda: [Authenticator(authenticate=returns("text"))],
+    ("Background", "raises"): lambda: [Background(run=raises_later)],
+    ("Background", "is plain"): lambda: [Background(run=raises)],
+    ("ResponseStore.get", "raises"): lambda: [store_with(get=raises_later)],
+    ("ResponseStore.get", "returns text"): lambda: [store_with(get=returns("text"))],
+    ("ResponseStore.delete", "returns None"): lambda: [store_with(delete=returns(None))],
+    ("ResponseStore", "is plain"): lambda: [store_with(put=raises)],
 }
 
 
@@ -105,6 +125,12 @@ def outcome(part: str, make: Callable[[], Any]) -> dict[str, str]:
 def ask(server: Any, part: str) -> Any:
     if part == "Route.endpoint":
         return server.client.get("/acme")
+    if part == "ResponseStore.get":
+        return server.client.get("/v1/responses/resp_1")
+    if part == "ResponseStore.delete":
+        return server.client.delete("/v1/responses/resp_1")
+    if part == "Background":
+        wait_until(lambda: server.service.faults.counts)
     return server.post(CHAT, {**ASK, "stream": part == "Transform.event"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Annotated, Any, ClassVar
 
@@ -133,6 +134,17 @@ class Hangs(Pick):
     def __init__(self, context: LogitsContext) -> None:
         super().__init__(context)
         time.sleep(1.5)
+
+
+class Slow(Pick):
+    """Takes the seconds to build that an environment variable has."""
+
+    contract = 1
+    variable = "SECONDS_TO_BUILD"
+
+    def __init__(self, context: LogitsContext) -> None:
+        super().__init__(context)
+        time.sleep(float(os.environ.get(self.variable, "0")))
 
 
 class Keeper(SchedulingPolicy):

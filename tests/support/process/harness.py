@@ -117,26 +117,8 @@ def holdings() -> Counter:
     held.update(f"child {child.pid}" for child in psutil.Process().children(recursive=True))
     held.update(f"shared memory {name}" for name in our_shared_memory())
     folder = Path(tempfile.gettempdir())
-    held.update(f"folder {path}" for path in folder.glob("hardpoint-*") if _is_ours(path))
+    held.update(f"folder {path}" for path in folder.glob("hardpoint-*"))
     return held
-
-
-_OF_TESTS = ("hardpoint-tests-", "hardpoint-executor-")
-"""Folders that tests and the kit make, and other processes of this run too."""
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether no other program of this machine, such as another run of the tests, has it open."""
-    if path.name.startswith(_OF_TESTS):
-        return False
-    named = f" {path}".encode()
-    listing = Path("/proc/net/unix").read_bytes()
-    if named not in listing:
-        return True
-    inodes = {
-        f"socket:[{line.split()[6].decode()}]" for line in listing.splitlines() if named in line
-    }
-    return not inodes.isdisjoint(_open_files())
 
 
 def _open_files() -> Iterator[str]:

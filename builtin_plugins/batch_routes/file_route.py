@@ -1,0 +1,270 @@
+"""`/v1/files`: the files of batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import FileResponse
+
+from hardpoint.plugins import RequestError
+from hardpoint.plugins.server import Route, ServerContext
+from hardpoint.typed import convert, shown
+
+from .folder import Folder, OwnerFolder
+from .options import BatchOptions
+from .records import Deleted, FileObject, Page, new_name, now
+
+_PURPOSES = ("batch",)
+_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+_FORM_BYTES = 1 << 16
+"""Room for the fields of a form besides the content of the file."""
+_UPLOADS = 4
+_NAME_LENGTH = 255
+_EXPIRY = (3600, 30 * 24 * 3600)
+
+
+class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The query of a list."""
+
+    after: str | None = None
+    limit: str | None = None
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+class FileRoute:
+    """The routes of files, each of which belongs to the key that brought it."""
+
+    def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
+        """Keep files in a folder."""
+        self._server, self._folder, self._options = server, folder, options
+        self._uploads = asyncio.Semaphore(_UPLOADS)
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        path = "/v1/files/{file_id}"
+        return [
+            Route(
+                path="/v1/files",
+                endpoint=self.upload,
+                methods=("POST",),
+                summary="Keep a file of requests.",
+                response_type=FileObject,
+                body_types=("multipart/form-data",),
+            ),
+            Route(
+                path="/v1/files",
+                endpoint=self.list_files,
+                summary="List files.",
+                response_type=Page,
+            ),
+            Route(
+                path=path, endpoint=self.get, summary="Describe a file.", response_type=FileObject
+            ),
+            Route(
+                path=path,
+                endpoint=self.delete,
+                methods=("DELETE",),
+                summary="Delete a file.",
+                response_type=Deleted,
+            ),
+            Route(
+                path=f"{path}/content", endpoint=self.content, summary="Return a file's content."
+            ),
+        ]
+
+    async def upload(self, request: Request) -> FileObject:
+        """Keep a file.
+
+        Raises:
+            RequestError: the form is wrong, or the client has too many files.
+            Exception: the body is too long, or stops.
+        """
+        owner = self._folder.owner(request.state.client.name)
+        async with self._uploads:
+            await asyncio.to_thread(self._check_room, owner, 0)
+            parts = self._server.body_parts(request, self._options.file_bytes + _FORM_BYTES)
+            try:
+                parser = MultiPartParser(request.headers, parts, max_files=1, max_fields=4)
+                form = await parser.parse()
+            except (MultiPartException, KeyError):
+                raise RequestError(
+                    "body: expected a multipart/form-data with one file and the field purpose"
+                ) from None
+            try:
+                return await self._kept(owner, form)
+            finally:
+                await form.close()
+
+    async def _kept(self, owner: OwnerFolder, form: Any) -> FileObject:
+        for name in form:
+            if name not in _FIELDS:
+                raise RequestError(f"{shown(name)}: unknown field; known: {', '.join(_FIELDS)}")
+        file, purpose = form.get("file"), form.get("purpose")
+        if file is None or isinstance(file, str):
+            raise RequestError("file: expected a file with a name, got none")
+        if purpose not in _PURPOSES:
+            raise RequestError(f"purpose: expected 'batch', got {shown(purpose)}")
+        size = file.size or 0
+        if not 0 < size <= self._options.file_bytes:
+            limit = self._options.file_bytes
+            raise RequestError(f"file: expected 1 to {limit} bytes, got {size}")
+        created = now()
+        kept = FileObject(
+            id=new_name("file-"),
+            bytes=size,
+            created_at=created,
+            expires_at=created + self._seconds(form),
+            filename=_checked_name(file.filename or ""),
+            purpose=purpose,
+        )
+
+        def keep() -> None:
+            self._check_room(owner, size)
+            owner.add_file(kept, time.time_ns(), file.file)
+
+        await asyncio.to_thread(keep)
+        return kept
+
+    def _seconds(self, form: Any) -> int:
+        anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+        limit = int(self._options.seconds)
+        if anchor is None and seconds is None:
+            return limit
+        if anchor != "created_at":
+            raise RequestError(f"expires_after.anchor: expected 'created_at', got {shown(anchor)}")
+        shortest, longest = _EXPIRY
+        number = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() else 0
+        if not shortest <= number <= longest:
+            raise RequestError(
+                f"expires_after.seconds: expected {shortest} to {longest}, got {shown(seconds)}"
+            )
+        return min(number, limit)
+
+    def _check_room(self, owner: OwnerFolder, size: int) -> None:
+        """Check that a client may have one more file.
+
+        Raises:
+            RequestError: it has too many, or too large ones.
+        """
+        files, options = owner.files(), self._options
+        if len(files) >= options.owner_files:
+            raise RequestError(
+                f"file: expected at most {options.owner_files} files of a key, got one more; "
+                "delete some"
+            )
+        used = sum(file.bytes for file in files)
+        if used + size > options.owner_bytes:
+            raise RequestError(
+                f"file: expected at most {options.owner_bytes} bytes in all files of a key, got "
+                f"{used + size}; delete some"
+            )
+
+    async def list_files(self, request: Request) -> Page:
+        """List files.
+
+        Raises:
+            RequestError: the query is wrong.
+        """
+        query = page_query(request)
+        owner = self._folder.owner(request.state.client.name)
+        files = await asyncio.to_thread(owner.files)
+        if query.purpose is not None:
+            files = [file for file in files if file.purpose == query.purpose]
+        return page_of(files, query, 10_000, 10_000)
+
+    async def get(self, request: Request) -> FileObject:
+        """Describe a file.
+
+        Raises:
+            HTTPException: there is none.
+        """
+        return (await self._found(request))[1]
+
+    async def delete(self, request: Request) -> Deleted:
+        """Delete a file.
+
+        Raises:
+            HTTPException: there is none.
+        """
+        owner, file = await self._found(request)
+        await asyncio.to_thread(owner.delete_file, file.id)
+        return Deleted(file.id)
+
+    async def content(self, request: Request) -> FileResponse:
+        """Return a file's content.
+
+        Raises:
+            HTTPException: there is none.
+        """
+        owner, file = await self._found(request)
+        return FileResponse(owner.content(file.id), media_type="application/octet-stream")
+
+    async def _found(self, request: Request) -> tuple[OwnerFolder, FileObject]:
+        owner = self._folder.owner(request.state.client.name)
+        file_id = request.path_params["file_id"]
+        file = await asyncio.to_thread(owner.file, file_id)
+        if file is None:
+            raise HTTPException(404, f"file_id: this key has no file {shown(file_id, 100)}")
+        return owner, file
+
+
+def page_query(request: Request) -> PageQuery:
+    """Return the query of a list.
+
+    Raises:
+        RequestError: it is wrong.
+    """
+    return convert(dict(request.query_params), PageQuery, path="", error=RequestError)
+
+
+def page_of(items: Sequence[Any], query: PageQuery, default: int, max_limit: int) -> Page:
+    """Return a page.
+
+    Args:
+        items: the oldest first.
+        default: limit of a query without one.
+        max_limit: largest limit of a query.
+
+    Raises:
+        RequestError: the query is wrong.
+    """
+    limit = default
+    if query.limit is not None:
+        text = query.limit
+        limit = int(text) if text.isdecimal() and len(text) < 6 else 0
+    if not 1 <= limit <= max_limit:
+        raise RequestError(
+            f"limit: expected a whole number from 1 to {max_limit}, got {shown(query.limit)}"
+        )
+    ordered = list(items) if query.order == "asc" else list(reversed(items))
+    if query.after is not None:
+        places = [index for index, item in enumerate(ordered) if item.id == query.after]
+        if not places:
+            raise RequestError(f"after: expected the id of one of them, got {shown(query.after)}")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[:limit]
+    ids = [item.id for item in page] or [None]
+    return Page(page, len(ordered) > limit, ids[0], ids[-1])
+
+
+def _checked_name(name: str) -> str:
+    """Return the name of a file, which is shown and never a path.
+
+    Raises:
+        RequestError: it is too long, or looks like a path.
+    """
+    is_plain = name.isprintable() and not {"/", "\\"} & {*name} and name not in ("", ".", "..")
+    if not is_plain or len(name) > _NAME_LENGTH:
+        raise RequestError(
+            f"file: expected a name of at most {_NAME_LENGTH} characters without slashes, got "
+            f"{shown(name, 100)}"
+        )
+    return name

@@ -1,0 +1,261 @@
+"""The folder of files and batches: what of it is whose, and how it changes.
+
+    lock                        held by the process that answers batches
+    OWNER/files/ID.json         `FileRecord`; ID.jsonl is its content
+    OWNER/batches/ID.json       `BatchRecord`
+    OWNER/batches/ID.in         the input of a batch that has not ended, also if its file is deleted
+    OWNER/batches/ID.out, .err  lines of its output and error files, until it ends
+    OWNER/batches/ID.cancel     it is to be cancelled
+
+OWNER is a hash of the client's name. No name that a client gives is ever part of a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TypeVar
+
+import msgspec
+
+from hardpoint.plugins import ConfigError
+
+from .records import BatchRecord, FileObject, FileRecord, now
+
+RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
+
+_FILE = re.compile(r"file-[0-9a-f]{32}")
+_BATCH = re.compile(r"batch_[0-9a-f]{32}")
+
+
+class Folder:
+    """The folder of a server; several processes may use it."""
+
+    def __init__(self, path: str) -> None:
+        """Make the folder, or take what is there.
+
+        Raises:
+            ConfigError: it cannot be used, or others can read it.
+        """
+        self._path = Path(path).absolute()
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self._path.stat()
+            (self._path / "lock").touch(0o600)
+        except OSError as error:
+            raise ConfigError(f"plugin.batch_routes.folder: {path!r}: {error.strerror}") from None
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ConfigError(
+                f"plugin.batch_routes.folder: {path!r}: expected a folder of this user with mode "
+                f"0700, got mode {stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}"
+            )
+
+    def owner(self, name: str) -> OwnerFolder:
+        """Return the part of a client."""
+        hashed = hashlib.sha256(name.encode()).hexdigest()[:32]
+        return OwnerFolder(self._path / hashed)
+
+    def owners(self) -> Iterator[OwnerFolder]:
+        """Yield the parts of all clients."""
+        for path in self._path.iterdir():
+            if path.is_dir():
+                yield OwnerFolder(path)
+
+    def open_batches(self) -> list[BatchPlace]:
+        """Return the batches that have not ended, the oldest first."""
+        found = [place for owner in self.owners() for place in owner.open_batches()]
+        return sorted(found, key=lambda place: place.read().order)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Lock the folder for one process while the body runs; False if another one has it."""
+        with (self._path / "lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def forget_old(self, seconds: float) -> None:
+        """Delete files that have expired, and batches that ended more than `seconds` ago."""
+        for owner in self.owners():
+            owner.files()
+            for record in owner.batches():
+                batch = record.batch
+                if batch.has_ended and batch.created_at + seconds < now():
+                    owner.batch_place(batch.id).path("json").unlink(missing_ok=True)
+
+
+class OwnerFolder:
+    """The files and batches of one client."""
+
+    def __init__(self, path: Path) -> None:
+        """Use a folder, which may not be there yet."""
+        self._files, self._batches = path / "files", path / "batches"
+
+    def files(self) -> list[FileObject]:
+        """Return the files, the oldest first; those that have expired are deleted."""
+        kept = []
+        for record in _records(self._files, FileRecord):
+            if record.file.expires_at <= now():
+                self.delete_file(record.file.id)
+            else:
+                kept.append(record)
+        return [record.file for record in sorted(kept, key=lambda record: record.order)]
+
+    def file(self, file_id: str) -> FileObject | None:
+        """Return a file; None if there is none, or it has expired."""
+        if not _FILE.fullmatch(file_id):
+            return None
+        record = _read(self._files / f"{file_id}.json", FileRecord)
+        return None if record is None or record.file.expires_at <= now() else record.file
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of a file's content."""
+        return self._files / f"{file_id}.jsonl"
+
+    def add_file(self, file: FileObject, order: int, content: IO[bytes]) -> None:
+        """Add a file; it is there as a whole, or not at all."""
+        _make(self._files)
+        part = self._files / f"{file.id}.part"
+        try:
+            with _private(part) as target:
+                shutil.copyfileobj(content, target, 1 << 20)
+                target.flush()
+                os.fsync(target.fileno())
+            self.take_file(file, order, part)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def take_file(self, file: FileObject, order: int, path: Path) -> None:
+        """Make a file of one that is in the folder already; once more if that was cut short."""
+        _make(self._files)
+        with contextlib.suppress(FileExistsError):
+            os.link(path, self.content(file.id))
+        _write(self._files / f"{file.id}.json", FileRecord(file=file, order=order))
+        path.unlink()
+
+    def delete_file(self, file_id: str) -> bool:
+        """Delete a file; return whether there was one."""
+        was_there = self.file(file_id) is not None
+        if _FILE.fullmatch(file_id):
+            (self._files / f"{file_id}.json").unlink(missing_ok=True)
+            self.content(file_id).unlink(missing_ok=True)
+        return was_there
+
+    def batches(self) -> list[BatchRecord]:
+        """Return the batches, the oldest first."""
+        return sorted(_records(self._batches, BatchRecord), key=lambda record: record.order)
+
+    def batch_place(self, batch_id: str) -> BatchPlace:
+        """Return the place of a batch that is there."""
+        return BatchPlace(self, self._batches, batch_id)
+
+    def find_batch(self, batch_id: str) -> BatchPlace | None:
+        """Return the place of a batch; None if there is none of that id."""
+        if not _BATCH.fullmatch(batch_id):
+            return None
+        place = self.batch_place(batch_id)
+        return place if place.path("json").exists() else None
+
+    def open_batches(self) -> list[BatchPlace]:
+        """Return the batches that have not ended."""
+        found = self._batches.glob("*.in")
+        places = [self.batch_place(path.stem) for path in found]
+        return [place for place in places if place.path("json").exists()]
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """Add a batch of a file of this client.
+
+        Raises:
+            FileNotFoundError: the file is gone.
+        """
+        _make(self._batches)
+        place = self.batch_place(record.batch.id)
+        os.link(self.content(record.batch.input_file_id), place.path("in"))
+        place.write(record)
+
+
+class BatchPlace:
+    """The files of one batch."""
+
+    def __init__(self, owner: OwnerFolder, path: Path, batch_id: str) -> None:
+        """Use a batch in the folder of its owner."""
+        self.owner, self.id = owner, batch_id
+        self._path = path
+
+    def path(self, suffix: str) -> Path:
+        """Return the path of a part of it."""
+        return self._path / f"{self.id}.{suffix}"
+
+    def read(self) -> BatchRecord:
+        """Return the batch; one that is to be cancelled is `cancelling`."""
+        record = _read(self.path("json"), BatchRecord)
+        assert record is not None
+        batch = record.batch
+        with contextlib.suppress(FileNotFoundError):
+            asked = int(self.path("cancel").stat().st_mtime)
+            if batch.status in ("validating", "in_progress"):
+                batch.status, batch.cancelling_at = "cancelling", asked
+        return record
+
+    def write(self, record: BatchRecord) -> None:
+        """Keep the batch as it is now."""
+        _write(self.path("json"), record)
+
+    def cancel(self) -> None:
+        """Let the process that answers it cancel it."""
+        self.path("cancel").touch(0o600)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it is to be cancelled."""
+        return self.path("cancel").exists()
+
+    def close(self) -> None:
+        """Remove what an ended batch no longer needs."""
+        for suffix in ("cancel", "out", "err", "in"):
+            self.path(suffix).unlink(missing_ok=True)
+
+
+def _make(path: Path) -> None:
+    """Make a folder of an owner, for this user alone."""
+    for folder in (path.parent, path):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _records(path: Path, type_: type[RecordT]) -> Iterator[RecordT]:
+    for found in path.glob("*.json"):
+        if (record := _read(found, type_)) is not None:
+            yield record
+
+
+def _read(path: Path, type_: type[RecordT]) -> RecordT | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type_)
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, record: FileRecord | BatchRecord) -> None:
+    """Replace a file as a whole, also if the machine stops before the end."""
+    new = path.with_suffix(".new")
+    with _private(new) as target:
+        target.write(msgspec.json.encode(record))
+        target.flush()
+        os.fsync(target.fileno())
+    new.replace(path)
+
+
+def _private(path: Path) -> IO[bytes]:
+    """Open a new file that its owner alone can read."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o600), "wb")

@@ -1,0 +1,44 @@
+"""The plugin: its routes, and the work that answers batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hardpoint.plugins import HookContext, hookimpl
+from hardpoint.plugins.server import Background, ServerContext, ServerExtension
+
+from .options import BatchOptions
+
+
+class BatchRoutes:
+    """Adds `/v1/files` and `/v1/batches`, whose requests make way for those of users."""
+
+    contract = 1
+
+    Options = BatchOptions
+
+    def __init__(self, context: HookContext) -> None:
+        """Take the options."""
+        self._options: BatchOptions = context.options
+
+    @hookimpl
+    def server_extensions(self, server: ServerContext) -> Sequence[ServerExtension]:
+        """Return the routes, and the work that answers batches.
+
+        Raises:
+            ConfigError: the folder cannot be used.
+        """
+        if self._options.folder is None:
+            return []
+        from .batch_route import BatchRoute  # noqa: PLC0415 - for servers alone
+        from .file_route import FileRoute  # noqa: PLC0415 - as above
+        from .folder import Folder  # noqa: PLC0415 - as above
+        from .runner import Runner  # noqa: PLC0415 - as above
+
+        folder = Folder(self._options.folder)
+        runner = Runner(server, folder, self._options)
+        return [
+            *FileRoute(server, folder, self._options).routes(),
+            *BatchRoute(server, folder, self._options, runner.wake).routes(),
+            Background(run=runner.run),
+        ]

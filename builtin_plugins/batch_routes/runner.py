@@ -1,0 +1,377 @@
+"""Answers batches, in one process of a server: each from its lines to its files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from hardpoint.builtin_plugins.server.batches.lines import (
+    BatchAnswer,
+    BatchLine,
+    BatchReader,
+    LineError,
+    answer_to,
+)
+from hardpoint.builtin_plugins.server.batches.text_lines import next_line, texts
+from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.plugins.server import AsyncGenerator, Client, ServerContext
+
+from .folder import BatchPlace, Folder
+from .options import BatchOptions
+from .records import BatchErrors, FileObject, RequestCounts, Status, now
+
+_log = logging.getLogger("hardpoint")
+
+_POLL_SECONDS = 1.0
+_SWEEP_SECONDS = 60.0
+_CHECK_SECONDS = 0.5
+_KEPT_SECONDS = 1.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
+_FULL_SECONDS = 0.05
+_MOST_ERRORS = 100
+_OK = 200
+_LATER = (0, 429, 503)
+"""Statuses of requests that the server has no room for now; 0 is an answer that was cut."""
+_REASONS = {
+    "expired": "This request could not be executed before the completion window expired.",
+    "cancelled": "This request was not executed, because its batch was cancelled.",
+}
+
+
+class Slots:
+    """Room for the requests of all batches, after those of users."""
+
+    def __init__(self, engine: AsyncGenerator, number: int) -> None:
+        """Share so many slots among batches, in turn."""
+        self._engine, self._slots = engine, asyncio.Semaphore(number)
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Hold a slot, once no request waits in the engine."""
+        async with self._slots:
+            while not await self._has_room():
+                await asyncio.sleep(_FULL_SECONDS)
+            yield
+
+    async def _has_room(self) -> bool:
+        try:
+            return (await self._engine.load()).num_waiting == 0
+        except HardpointError:  # it is being restarted
+            return False
+
+
+class BatchRun:
+    """Takes a batch on from where it is."""
+
+    def __init__(
+        self,
+        server: ServerContext,
+        place: BatchPlace,
+        options: BatchOptions,
+        slots: Slots,
+    ) -> None:
+        """Answer the batch at a place by the routes of a server."""
+        self._server, self._place, self._options, self._slots = server, place, options, slots
+        self._record = place.read()
+        self._kept_at = 0.0
+
+    async def run(self) -> None:
+        """Run it to its end.
+
+        Raises:
+            OSError: the folder cannot be read or written.
+        """
+        batch = self._record.batch
+        if batch.status in ("validating", "cancelling") and batch.in_progress_at is None:
+            await self._validate()
+        if batch.status in ("in_progress", "cancelling"):
+            await self._answer_all()
+        if batch.status == "finalizing":
+            await asyncio.to_thread(self._finish)
+        await asyncio.to_thread(self._place.close)
+
+    async def _validate(self) -> None:
+        """Check all lines before the first one is answered."""
+        batch = self._record.batch
+        total, problems = await asyncio.to_thread(self._checked)
+        if problems:
+            batch.errors, batch.failed_at = BatchErrors(problems), now()
+            await self._move("failed")
+        else:
+            batch.request_counts = RequestCounts(total=total)
+            batch.in_progress_at = now()
+            await self._move("in_progress")
+
+    def _checked(self) -> tuple[int, list[LineError]]:
+        """Return the number of lines, and what is wrong with them."""
+        problems: list[LineError] = []
+        total = 0
+        try:
+            for line in self._lines():
+                total += 1
+                if (problem := self._problem(line, total)) is not None:
+                    problems.append(problem)
+                if len(problems) == _MOST_ERRORS or total > self._options.requests:
+                    break
+        except RequestError as wrong:  # of the file as a whole
+            problems.append(LineError("invalid_file", str(wrong), None, total + 1))
+        if not total and not problems:
+            message = f"{self._name}: expected a request per line, got none"
+            problems.append(LineError("empty_file", message, None, 1))
+        return total, problems
+
+    def _problem(self, line: BatchLine, number: int) -> LineError | None:
+        if line.problem is not None:
+            return line.problem
+        endpoint, where = self._record.batch.endpoint, f"{self._name}:{line.line}"
+        if line.url != endpoint:
+            message = f"{where}: url: expected {endpoint!r}, the endpoint of the batch, got "
+            return LineError("mismatched_url", f"{message}{line.url!r}", "url", line.line)
+        if number > (limit := self._options.requests):
+            message = f"{where}: expected at most {limit} requests in a batch"
+            return LineError("too_many_requests", message, None, line.line)
+        return None
+
+    @property
+    def _name(self) -> str:
+        return self._record.batch.input_file_id
+
+    def _lines(self) -> Iterator[BatchLine]:
+        reader = BatchReader(self._name, self._server.engine.config.model)
+        with self._place.path("in").open("rb") as file:
+
+            def next_of(number: int) -> bytes:
+                return next_line(file, self._name, number)
+
+            for number, text in texts(next_of, self._name):
+                yield reader.read(number, text)
+
+    async def _answer_all(self) -> None:
+        """Answer the lines that have no answer yet, until the end, or an early one."""
+        out, err = self._place.path("out"), self._place.path("err")
+        done = await asyncio.to_thread(_ids_of, out, err)
+        counts = self._record.batch.request_counts
+        counts.completed, counts.failed = (len(ids) for ids in done)
+        with _appending(out) as answers, _appending(err) as errors:
+            outcome = await self._answered(done[0] | done[1], answers, errors)
+        batch = self._record.batch
+        if outcome == "cancelled":
+            batch.cancelling_at = self._place.read().batch.cancelling_at or now()
+        self._record.outcome, batch.finalizing_at = outcome, now()
+        await self._move("finalizing")
+
+    async def _answered(self, done: set[str], answers: BinaryIO, errors: BinaryIO) -> Status:
+        """Answer lines; return how the batch ends.
+
+        Args:
+            done: ids of those that have an answer, to which others are added.
+            answers, errors: get the lines of both files.
+        """
+        client = _client_of_batch(self._record.client, self._options.priority)
+        lines = (line for line in self._lines() if line.id not in done)
+
+        async def answer_some() -> None:
+            """Answer one line after the other, until none is left."""
+            for line in lines:
+                async with self._slots.one():
+                    answer = await self._answer(client, line)
+                self._keep(answer, answers, errors)
+                done.add(line.id or "")
+                await self._keep_counts()
+
+        workers = [asyncio.create_task(answer_some()) for _ in range(self._options.concurrency)]
+        try:
+            outcome = await self._until_end(workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            ended = await asyncio.gather(*workers, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception):
+                raise error
+        if outcome != "completed":
+            await asyncio.to_thread(self._give_up, outcome, done, answers, errors)
+        return outcome
+
+    def _give_up(
+        self, outcome: Status, done: set[str], answers: BinaryIO, errors: BinaryIO
+    ) -> None:
+        """Keep why the lines that have no answer get none."""
+        for line in self._lines():
+            if line.id not in done:
+                problem = LineError(f"batch_{outcome}", _REASONS[outcome], None, line.line)
+                self._keep(answer_to(line, problem=problem), answers, errors)
+
+    async def _until_end(self, workers: list[asyncio.Task[None]]) -> Status:
+        """Wait for the last line, the end of the time, or a wish to cancel; return which."""
+        while True:
+            if self._place.is_cancelled:
+                return "cancelled"
+            if now() >= self._record.batch.expires_at:
+                return "expired"
+            _, pending = await asyncio.wait(
+                workers, timeout=_CHECK_SECONDS, return_when=asyncio.ALL_COMPLETED
+            )
+            if not pending:
+                return "completed"
+
+    async def _answer(self, client: Client, line: BatchLine) -> BatchAnswer:
+        """Return the answer to a line; wait while the server has no room for it."""
+        wait = _FIRST_WAIT
+        while True:
+            answer = await self._server.ask(client, line.url, line.body)
+            if answer.status_code not in _LATER:
+                return answer_to(line, answer)
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> None:
+        is_ok = answer.response is not None and answer.response.status_code == _OK
+        counts = self._record.batch.request_counts
+        (answers if is_ok else errors).write(msgspec.json.encode(answer) + b"\n")
+        counts.completed += is_ok
+        counts.failed += not is_ok
+
+    async def _keep_counts(self) -> None:
+        """Show how far it is, now and then."""
+        if (at := time.monotonic()) >= self._kept_at + _KEPT_SECONDS:
+            self._kept_at = at
+            await asyncio.to_thread(self._place.write, self._record)
+
+    async def _move(self, status: Status) -> None:
+        self._record.batch.status = status
+        await asyncio.to_thread(self._place.write, self._record)
+
+    def _finish(self) -> None:
+        """Make files of the answers, which a restart may find done in part."""
+        batch, outcome = self._record.batch, self._record.outcome
+        batch.output_file_id = self._made_file("out", "output")
+        batch.error_file_id = self._made_file("err", "error")
+        batch.status = outcome
+        setattr(batch, f"{outcome}_at", now())
+        self._place.write(self._record)
+
+    def _made_file(self, suffix: str, kind: str) -> str | None:
+        """Return the id of a file of answers; None without an answer of the kind."""
+        batch, owner, path = self._record.batch, self._place.owner, self._place.path(suffix)
+        hashed = hashlib.sha256(f"{batch.id}/{kind}".encode()).hexdigest()[:32]
+        name = f"file-{hashed}"
+        if path.exists() and (size := path.stat().st_size):
+            created = now()
+            made = FileObject(
+                id=name,
+                bytes=size,
+                created_at=created,
+                expires_at=created + int(self._record.output_seconds),
+                filename=f"{batch.id}_{kind}.jsonl",
+                purpose="batch_output",
+            )
+            owner.take_file(made, time.time_ns(), path)
+        return name if owner.file(name) is not None else None
+
+
+class Runner:
+    """Answers the batches of a folder, all at once, in turn.
+
+    What is answered is in the folder before it counts, so that a batch goes on after a restart of
+    the server, in this process or in another one of its workers.
+    """
+
+    def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
+        """Answer nothing yet."""
+        self._server, self._folder, self._options = server, folder, options
+        self._woken = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._swept_at = 0.0
+
+    def wake(self) -> None:
+        """Look for a change in the folder now."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Answer batches whenever no other process does."""
+        while True:
+            with self._folder.locked() as is_mine:
+                if is_mine:
+                    await self._answer()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _answer(self) -> None:
+        slots = Slots(self._server.engine, self._options.concurrency)
+        try:
+            while True:
+                await self._sweep()
+                self._woken.clear()
+                for place in await asyncio.to_thread(self._folder.open_batches):
+                    if place.id not in self._running:
+                        run = BatchRun(self._server, place, self._options, slots)
+                        self._running[place.id] = asyncio.create_task(self._run(run, place))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_SECONDS):
+                        await self._woken.wait()
+        finally:
+            running = list(self._running.values())
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, run: BatchRun, place: BatchPlace) -> None:
+        """Run a batch to its end; one that cannot be is left as it is, until the next start."""
+        try:
+            await run.run()
+        except Exception:
+            _log.exception("batch %s stops until the server is restarted", place.id)
+            return
+        del self._running[place.id]
+
+    async def _sweep(self) -> None:
+        now = time.monotonic()
+        if now >= self._swept_at + _SWEEP_SECONDS or not self._swept_at:
+            self._swept_at = now
+            await asyncio.to_thread(self._folder.forget_old, self._options.seconds)
+
+
+def _client_of_batch(client: Client, priority: int) -> Client:
+    """Return who asks: the client, whose requests are not more important than that."""
+    lowest = max(min(priority, client.max_priority), client.min_priority)
+    return msgspec.structs.replace(client, min_priority=lowest)
+
+
+def _ids_of(*paths: Path) -> list[set[str]]:
+    """Return the ids of the lines that have an answer, by file; an incomplete line is removed."""
+    found = []
+    for path in paths:
+        ids: set[str] = set()
+        if path.exists():
+            with path.open("rb+") as file:
+                end = 0
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
+                    end += len(line)
+                file.truncate(end)
+        found.append(ids)
+    return found
+
+
+class _Answered(msgspec.Struct):
+    custom_id: str
+
+
+@contextlib.contextmanager
+def _appending(path: Path) -> Iterator[BinaryIO]:
+    """Open a file whose lines are in it when they are written, for its owner alone."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
+        yield file
+        os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""Options, figures, plots, pages and progress of commands about loads."""

@@ -1,0 +1,273 @@
+"""The attention interface of transformers, whose calls go to the attention of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hardpoint.plugins import KVSpec, ModelError
+
+NAME = "hardpoint"
+"""The attention of steps, by the name that transformers knows it under."""
+OBSERVED = "hardpoint_observed"
+"""The same for a step that is observed, with masks."""
+
+_SLOT = "_hardpoint_layer"
+_FAR = 1 << 20  # a position at which windows are looked for
+
+
+@dataclass(eq=False)
+class Step:
+    """State of a step that the attention layers of a model share.
+
+    Attributes:
+        attend: attention of the step that runs.
+        is_dry: whether the step has no weights: products and embeddings are zeros.
+    """
+
+    attend: Callable[..., torch.Tensor] | None = None
+    is_dry: bool = False
+
+
+@dataclass(eq=False)
+class Layer:
+    """One attention layer.
+
+    Attributes:
+        path: name of its module.
+        index: in `Model.kv_specs`.
+        spec: what the attention backend computes.
+        value_size: elements of a value head; the smaller ones of it and the heads of queries and
+            keys are padded with zeros.
+    """
+
+    path: str
+    index: int
+    spec: KVSpec
+    value_size: int
+    step: Step = field(repr=False)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the result [1, tokens, heads, value_size] for q [1, heads, tokens, head_size]."""
+        assert self.step.attend is not None, "it is set while a step runs"
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        size = self.spec.head_size
+        if q.shape[2] < size:
+            q, k = (nn.functional.pad(x, (0, size - x.shape[2])) for x in (q, k))
+        if self.value_size < size:
+            v = nn.functional.pad(v, (0, size - self.value_size))
+        # Backends take tokens whose heads are adjacent; those of rotated ones may not be.
+        out = self.step.attend(self.index, q.contiguous(), k.contiguous(), v.contiguous())
+        return out[..., : self.value_size].unsqueeze(0)
+
+
+class Observer(Protocol):
+    """Receiver of the masks and the attention of an observed step."""
+
+    def mask(self, mask: torch.Tensor, function: Callable[..., Any], window: int | None) -> None:
+        """Receive a mask, its function of (batch, head, query, key) and the window stated."""
+
+    def attended(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return the result of attention [1, tokens, heads, value_size]."""
+
+
+class _Observers(threading.local):
+    """Observers of the steps of a thread, of which the last one counts."""
+
+    def __init__(self) -> None:
+        self.stack: list[Observer] = []
+
+
+_observers = _Observers()
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - the backend's is that of the spec
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    layer: Layer = getattr(module, _SLOT)
+    return layer.attend(query, key, value), None
+
+
+def _attend_observed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    return _observers.stack[-1].attended(module, query, key, value, attention_mask, arguments), None
+
+
+def _mask_observed(*args: Any, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor:
+    others.pop("allow_is_bidirectional_skip", None)
+    mask: torch.Tensor = eager_mask(*args, mask_function=mask_function, **others)
+    _observers.stack[-1].mask(mask, mask_function, others.get("local_size"))
+    return mask
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+ALL_ATTENTION_FUNCTIONS.register(OBSERVED, _attend_observed)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVED, _mask_observed)
+
+
+def use(model: PreTrainedModel, implementation: str) -> None:
+    """Let all modules of a model use an attention implementation."""
+    for config in _configs(model, "_attn_implementation"):
+        config._attn_implementation = implementation
+
+
+def _configs(model: PreTrainedModel, name: str) -> list[Any]:
+    """Return the configurations of modules that have an attribute."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in found if hasattr(config, name)]
+
+
+@contextlib.contextmanager
+def experts_one_by_one(model: PreTrainedModel) -> Iterator[None]:
+    """Let experts compute without kernels in the body, which look at the strides of weights."""
+    configs = _configs(model, "_experts_implementation")
+    earlier = [config._experts_implementation for config in configs]
+    for config in configs:
+        config._experts_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, earlier, strict=True):
+            config._experts_implementation = implementation
+
+
+@contextlib.contextmanager
+def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Let an observer receive the attention of the steps of the body."""
+    use(model, OBSERVED)
+    _observers.stack.append(observer)
+    try:
+        yield
+    finally:
+        _observers.stack.pop()
+        use(model, NAME)
+
+
+class Specs:
+    """Observes what each layer needs of attention, and refuses what a `KVSpec` has no word for."""
+
+    def __init__(self, model: PreTrainedModel, step: Step) -> None:
+        """`step` is what the layers will share."""
+        self.layers: list[Layer] = []
+        self._step = step
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._name = type(model).__name__
+        self._masks: dict[int, tuple[str, int | None, torch.Tensor]] = {}
+
+    def mask(self, mask: torch.Tensor, function: Callable[..., Any], window: int | None) -> None:
+        """Note what a mask is: causal, with a window, or another one."""
+        kind = "causal" if _is_causal(function, window) else "neither causal nor a sliding window"
+        self._masks[mask.untyped_storage().data_ptr()] = (kind, window, mask)
+
+    def attended(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        arguments: dict[str, Any],
+    ) -> torch.Tensor:
+        """Add a layer.
+
+        Raises:
+            ModelError: it needs something that cannot be kept.
+        """
+        path = self._paths[module]
+        if hasattr(module, _SLOT):
+            raise self._refused(path, "attention", "called more than once in a step")
+        window = self.window_of(path, module, mask)
+        scale = arguments.get("scaling")
+        (_, heads, tokens, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[3]
+        if arguments.get("s_aux") is not None:
+            raise self._refused(path, "sinks (s_aux)", f"{len(arguments['s_aux'])} numbers")
+        if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
+            shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
+            raise self._refused(path, "other tokens than those of the step", shapes)
+        if heads % kv_heads:
+            raise self._refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
+        softcap = arguments.get("softcap")
+        spec = KVSpec(
+            heads,
+            kv_heads,
+            max(size, value_size),
+            float(size**-0.5 if scale is None else scale),
+            window,
+            None if softcap is None else float(softcap),
+        )
+        layer = Layer(path, len(self.layers), spec, value_size, self._step)
+        self.layers.append(layer)
+        setattr(module, _SLOT, layer)
+        return q.new_zeros(1, tokens, heads, value_size)
+
+    def window_of(self, path: str, module: nn.Module, mask: Any) -> int | None:
+        """Return the window of a layer by its mask; None if it has none.
+
+        Raises:
+            ModelError: the mask is another one.
+        """
+        if mask is None and getattr(module, "is_causal", True):
+            return None
+        if mask is None:
+            raise self._refused(path, "tokens that see later ones", "is_causal = False")
+        place = mask.untyped_storage().data_ptr() if isinstance(mask, torch.Tensor) else 0
+        own: tuple[str, int | None, Any] = ("one of the model's own", None, mask)
+        kind, window, _ = self._masks.get(place, own)
+        if kind != "causal":
+            raise self._refused(path, "attention_mask", kind)
+        return None if window is None else int(window)
+
+    def _refused(self, path: str, what: str, value: Any) -> ModelError:
+        return ModelError(
+            f"model: {self._name}, layer {path}: {what}: {value}: cannot be kept by attention "
+            "over blocks, so that it cannot run through transformers"
+        )
+
+
+def layer_of(module: nn.Module) -> Layer:
+    """Return the layer that was observed of an attention module."""
+    layer: Layer = getattr(module, _SLOT)
+    return layer
+
+
+def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
+    """Return whether a mask is causal, with that window."""
+    width = window or _FAR
+    last = 4 * width + 3
+    pairs = [(last, last, True), (last, last + 1, False), (0, 0, True), (0, 1, False)]
+    pairs += [(last, last - width + 1, True), (last, last - width, window is None)]
+    pairs += [(last, 0, window is None)]
+    zero = torch.tensor(0)
+    try:
+        found = [bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for q, k, _ in pairs]
+    except (IndexError, RuntimeError):
+        return False
+    return found == [expected for *_, expected in pairs]

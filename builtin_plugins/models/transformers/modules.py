@@ -1,0 +1,301 @@
+"""The modules of transformers with the layers of this engine in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hardpoint.plugins import ModelContext, ModelError
+from hardpoint.plugins.quantization import QuantizedMatrix
+from hardpoint.toolkit.layers import (
+    Embedding,
+    Linear,
+    LMHead,
+    PackedLayer,
+    RMSNorm,
+    load_packed,
+    packed_weights,
+    quantizable,
+    weight_cuts,
+    weight_shapes,
+)
+
+from .attention import Step
+from .layers import (
+    PackedEmbedding,
+    PackedLinear,
+    PackedNorm,
+    Plain,
+    TiedHead,
+    Transposed,
+    cut,
+    read_norm,
+)
+from .names import StoredNames
+
+
+class Modules:
+    """The layers that have the weights of a model of transformers, which it replaces in it.
+
+    Products and the table of tokens are those of the engine's operations; other tensors stay with
+    the modules that read them.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: ModelContext, step: Step) -> None:
+        """Replace the modules of a model that has no weights yet.
+
+        Raises:
+            ModelError: a tensor of it has no place in checkpoints.
+        """
+        self._model, self._context, self._step = model, context, step
+        self._ties = {
+            target: source
+            for target, source in model.all_tied_weights_keys.items()
+            if target in model.state_dict() and source in model.state_dict()
+        }
+        tensors = {n: t for n, t in model.state_dict().items() if n not in self._ties}
+        self._names = StoredNames(model, tensors)
+        self._layers: dict[str, PackedLayer] = {}
+        """By the model's name of their first tensor."""
+        self._embedding: Embedding | None = None
+        self._head: Linear | None = None
+        self._table: torch.Tensor | None = None  # of a head that shares it, until that is loaded
+        self._head_name = self._find(model.get_output_embeddings())
+        self._replace_modules()
+        self._keep_tensors(tensors)
+        self._owners = {n: layer for layer in self._stored() for n in layer.shapes()}
+
+    def _find(self, wanted: nn.Module | None) -> str:
+        return next((p for p, module in self._model.named_modules() if module is wanted), "")
+
+    def _replace_modules(self) -> None:
+        table = self._find(self._model.get_input_embeddings())
+        for path, module in list(self._model.named_modules()):
+            new: nn.Module
+            if path == self._head_name and type(module) is nn.Linear and module.bias is None:
+                new = self._replaced_head(path, module)
+            elif type(module) is nn.Linear:
+                new = self._replaced_linear(path, module)
+            elif type(module) is Conv1D:
+                new = self._replaced_conv(path, module)
+            elif path == table and type(module) is nn.Embedding:
+                new = self._replaced_table(path, module)
+            elif (norm := self._replaced_norm(path, module)) is not None:
+                new = norm
+            else:
+                continue
+            parent, _, name = path.rpartition(".")
+            setattr(self._model.get_submodule(parent), name, new)
+
+    def _stored_as(self, path: str, *, bias: bool) -> str | None:
+        """Return the name without `.weight` of a module in checkpoints; None if it is converted."""
+        weight = self._names.plain.get(f"{path}.weight")
+        if weight is None or not weight.endswith(".weight"):
+            return None
+        stored = weight.removesuffix(".weight")
+        if bias and self._names.plain.get(f"{path}.bias") != f"{stored}.bias":
+            return None
+        return stored
+
+    def _replaced_norm(self, path: str, module: nn.Module) -> nn.Module | None:
+        stored, found = self._stored_as(path, bias=False), read_norm(module)
+        if stored is None or found is None or found.dtype != self._context.dtype:
+            return None
+        norm = RMSNorm(stored, found.size, found.eps, self._context, offset=found.offset)
+        self._layers[f"{path}.weight"] = norm
+        return PackedNorm(norm, self._step)
+
+    def _share(self, path: str) -> str:
+        """Return how ranks divide a module: "colwise", "rowwise", or "" if each has all of it.
+
+        Raises:
+            ModelError: transformers has no plan for it, or one that is not known here.
+        """
+        if self._context.parallel.tensor.size == 1:
+            return ""
+        plan, name = self._model.tp_plan or {}, type(self._model).__name__
+        if not plan:
+            raise ModelError(
+                f"parallel.tensor: {name} of transformers has no tp_plan, by which ranks could "
+                "divide it; expected 1"
+            )
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+        style = plan.get(pattern, "replicated")
+        if style in ("colwise", "rowwise"):
+            return str(style)
+        if style.startswith("replicated"):
+            return ""
+        raise ModelError(
+            f"parallel.tensor: {name}, {path}: its tp_plan is {style!r}, expected colwise, rowwise "
+            "or replicated; such a model runs with 1"
+        )
+
+    def _replaced_linear(self, path: str, module: nn.Linear) -> nn.Module:
+        shape, bias = (module.out_features, module.in_features), module.bias is not None
+        is_head = path == self._head_name
+        dtype = torch.float32 if is_head else self._context.dtype
+        stored = self._stored_as(path, bias=bias)
+        style = "" if is_head else self._share(path)
+        share = self._context.parallel.share
+        rows = share(shape[0], f"rows of {path}") if style == "colwise" else range(shape[0])
+        linear = Linear(
+            [(stored or path, shape[0])],
+            shape[1],
+            self._context,
+            bias=bias,
+            out_dtype=dtype,
+            row_ranges=[rows],
+            column_range=share(shape[1], f"columns of {path}") if style == "rowwise" else None,
+            quantize=stored is not None,
+        )
+        if is_head:
+            del self._context.hooks.matrices[stored or path]  # `forward` does not multiply it
+            self._head = linear
+        is_tied = is_head and f"{path}.weight" in self._ties
+        self._layers[f"{path}.weight"] = TiedHead(linear) if is_tied else linear
+        return PackedLinear(linear, shape, self._step, dtype, len(rows))
+
+    def _replaced_head(self, path: str, module: nn.Linear) -> nn.Module:
+        shape = (module.out_features, module.in_features)
+        stored = self._stored_as(path, bias=False) or path
+        self._head = LMHead(stored, *shape, self._context)
+        if f"{path}.weight" not in self._ties:
+            self._layers[f"{path}.weight"] = self._head
+        return PackedLinear(self._head, shape, self._step, torch.float32, shape[0])
+
+    def _replaced_conv(self, path: str, module: Any) -> nn.Module:
+        columns, rows = module.weight.shape
+        stored = self._stored_as(path, bias=True) or path
+        self._share(path)
+        linear = Linear([(stored, rows)], columns, self._context, bias=True, quantize=False)
+        del self._context.hooks.matrices[stored]  # checkpoints have it transposed
+        self._layers[f"{path}.weight"] = Transposed(linear)
+        return PackedLinear(linear, (rows, columns), self._step, self._context.dtype, rows)
+
+    def _replaced_table(self, path: str, module: nn.Embedding) -> nn.Module:
+        shape = (module.num_embeddings, module.embedding_dim)
+        stored = self._stored_as(path, bias=False) or path
+        self._embedding = self._layers[f"{path}.weight"] = Embedding(stored, *shape, self._context)
+        return PackedEmbedding(self._embedding, shape, self._step, self._context.dtype)
+
+    def _keep_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep the tensors that modules read themselves."""
+        present = {*(n for n, _ in self._model.named_parameters(remove_duplicate=False))}
+        present |= {n for n, _ in self._model.named_buffers(remove_duplicate=False)}
+        patterns = [
+            *(getattr(self._model, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()),
+        ]
+        precise = re.compile("|".join(rf"(?:^|\.){re.escape(p)}(?:\.|$)" for p in patterns) or "$^")
+        for name in (name for name in tensors if name in present):
+            tied = [name, *(t for t, source in self._ties.items() if source == name)]
+            places = [self._place(n) for n in tied if n in present]
+            dtype = torch.float32 if precise.search(name) else self._context.dtype
+            stored = self._names.plain.get(name, name)
+            self._share(name)
+            self._layers[name] = Plain(stored, tensors[name], places, dtype, self._context)
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        parent, _, attribute = name.rpartition(".")
+        return self._model.get_submodule(parent), attribute
+
+    def _stored(self) -> list[PackedLayer]:
+        return list(self._layers.values())
+
+    @property
+    def _tied(self) -> str | None:
+        """The name of the tensor that the head shares; None if it has its own."""
+        return self._ties.get(f"{self._head_name}.weight")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of checkpoints."""
+        made = self._converted_names()
+        own = {n: s for n, s in weight_shapes(self._stored()).items() if n not in made}
+        return {**own, **self._names.shapes()}
+
+    def cuts(self) -> dict[str, Any]:
+        """Return the parts of them that this rank has."""
+        made = self._converted_names()
+        return {n: c for n, c in weight_cuts(self._stored()).items() if n not in made}
+
+    def _converted_names(self) -> set[str]:
+        return set(self._names.converted)
+
+    def quantizable(self) -> list[str]:
+        """Return the names of the matrices that may have few bits."""
+        known = quantizable(self._stored())
+        can_tie = self._embedding is not None and isinstance(self._head, LMHead)
+        shared = None if can_tie else self._names.plain.get(self._tied or "")
+        made = self._converted_names()
+        return [name for name in known if name != shared and name not in made]
+
+    def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+        """Load a matrix of few bits."""
+        quantizable(self._stored())[name].load_quantized(name, matrix)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the tensors one by one."""
+        sources = self._names.shapes()
+        for name, tensor in weights:
+            if name not in sources:
+                self._load(name, tensor)
+                continue
+            for made, result in self._names.convert(name, tensor):
+                self._load(made, cut(result, weight_cuts([self._owners[made]]), made))
+        self._tie_head()
+        self._move_buffers()
+
+    def _tie_head(self) -> None:
+        """Load the head of the table that it shares."""
+        table, self._table = self._table, None
+        if self._tied is None or self._head is None:
+            return
+        if isinstance(self._head, LMHead) and self._embedding is not None:
+            self._head.tie(self._embedding)
+            return
+        assert table is not None, "it is in the shapes, and has no few bits"
+        name = next(name for name in self._head.shapes() if name.endswith(".weight"))
+        self._head.load(name, cut(table, self._head.cuts(), name))
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        self._owners[name].load(name, tensor)
+        if self._tied is not None and name == self._names.plain.get(self._tied, self._tied):
+            self._table = tensor
+
+    def _move_buffers(self) -> None:
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self._context.device:
+                    module._buffers[name] = buffer.to(self._context.device)
+
+    def packed(self) -> dict[str, torch.Tensor] | None:
+        """Return the tensors as they are kept."""
+        return packed_weights(self._all())
+
+    def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load them."""
+        load_packed(self._all(), tensors)
+        self._move_buffers()
+
+    def _all(self) -> Iterator[PackedLayer]:
+        yield from self._stored()
+        if self._tied is not None and isinstance(self._head, LMHead):
+            yield self._head
+
+    def check(self) -> None:
+        """Refuse tensors of the model that stay without numbers.
+
+        Raises:
+            ModelError: naming one.
+        """
+        for name, parameter in self._model.named_parameters():
+            if parameter.device.type == "meta":
+                raise ModelError(
+                    f"model: {type(self._model).__name__}: {name} has no place in checkpoints"
+                )

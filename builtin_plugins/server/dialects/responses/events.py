@@ -1,0 +1,477 @@
+"""The answers of `/v1/responses`: the response, its items, and the events of a streamed one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from hardpoint.builtin_plugins.server.dialects.chat import TokenLogprob, choice_logprobs
+from hardpoint.builtin_plugins.server.dialects.items import (
+    ItemAnswer,
+    Kind,
+    in_order,
+    whole_arguments,
+)
+from hardpoint.builtin_plugins.server.errors import AnswerError
+from hardpoint.builtin_plugins.server.routes.answers import (
+    EncodedArrays,
+    UsageCount,
+    encoded_arrays,
+    new_id,
+)
+from hardpoint.plugins import CompletionOutput, RequestOutput, Tokenizer
+from hardpoint.plugins.requests import WeightRun
+from hardpoint.plugins.server import ToolCall
+
+from .input import ReasoningText, Status
+
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text", kw_only=True):
+    """The text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    """The answer."""
+
+    id: str
+    role: str = "assistant"
+    status: Status
+    content: list[OutputText]
+
+
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
+    """The reasoning before the answer, as it is: there are no summaries."""
+
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    status: Status
+
+
+class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+OutputItem = OutputReasoning | OutputMessage | OutputFunctionCall
+
+
+class InputDetails(msgspec.Struct):
+    """Of the prompt's tokens, those that were cached."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    """Of the answer's tokens, those of the reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response ended early."""
+
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response, with the fields of the request that it answers.
+
+    Attributes:
+        store: whether it is stored.
+        truncation: "disabled": prompts that are too long are refused.
+        warning: what an output parser finds wrong.
+        validation_error: what is wrong with an answer that is JSON of a schema that is not strict.
+        part_figures: figures of step parts that the request includes.
+        part_arrays: numbers of positions that step parts give.
+        weight_runs: versions of the weights, see `CompletionOutput.weight_runs`.
+    """
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] = {}
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any]
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    warning: str | UnsetType = UNSET
+    validation_error: str | UnsetType = UNSET
+    part_figures: dict[str, Any] | UnsetType = UNSET
+    part_arrays: EncodedArrays | UnsetType = UNSET
+    weight_runs: list[WeightRun] | UnsetType = UNSET
+
+
+def _reasoning(item_id: str, text: str, status: Status = "completed") -> OutputReasoning:
+    return OutputReasoning(id=item_id, content=[ReasoningText(text=text)], status=status)
+
+
+def _message(
+    item_id: str, text: str, logprobs: list[TokenLogprob], status: Status = "completed"
+) -> OutputMessage:
+    content = [OutputText(text=text, logprobs=logprobs)]
+    return OutputMessage(id=item_id, content=content, status=status)
+
+
+def _function_call(
+    item_id: str, call: ToolCall, status: Status = "completed"
+) -> OutputFunctionCall:
+    return OutputFunctionCall(
+        id=item_id,
+        call_id=call.id or "",
+        name=call.name or "",
+        arguments=call.arguments,
+        status=status,
+    )
+
+
+def _is_complete(completion: CompletionOutput) -> bool:
+    return completion.finish_reason in ("stop", "tool_calls")
+
+
+def _usage(count: UsageCount) -> ResponseUsage:
+    usage = count.usage()
+    cached, reasoning = usage.prompt_tokens_details, usage.completion_tokens_details
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputDetails(0 if cached is None else cached.cached_tokens),
+        usage.completion_tokens,
+        OutputDetails(0 if reasoning is None else reasoning.reasoning_tokens),
+        usage.total_tokens,
+    )
+
+
+def _positions(completion: CompletionOutput, count: int | None) -> list[TokenLogprob]:
+    if count is None:
+        return []
+    logprobs = choice_logprobs(completion, count)
+    return [] if logprobs is None else logprobs.content
+
+
+def text_positions(
+    positions: list[TokenLogprob], text: str, before: str | None = None
+) -> list[TokenLogprob]:
+    """Return the positions of the tokens that a text is made of.
+
+    Args:
+        positions: positions of the tokens of the text, and of reasoning, markers and calls around
+            it.
+        text: text to search for; if it is not there, since some tokens are no whole characters,
+            all positions are returned.
+        before: reasoning that is before the text.
+    """
+    joined = "".join(position.token for position in positions)
+    start = joined.find(text, len(before or ""))
+    if start < 0:
+        return positions
+    end, at = start + len(text), 0
+    found: list[TokenLogprob] = []
+    for position in positions:
+        if at < end and at + len(position.token) > start:
+            found.append(position)
+        at += len(position.token)
+    return found
+
+
+class _OpenItem:
+    """An item that is being streamed, with the constant part of its deltas."""
+
+    def __init__(self, kind: Kind, item_id: str, index: int, call: ToolCall | None) -> None:
+        self.kind, self.id, self.index, self.call = kind, item_id, index, call
+        self.text: list[str] = []
+        self.logprobs: list[bytes] = []
+        self.place: dict[str, Any] = {"item_id": item_id, "output_index": index}
+        if kind != "call":
+            self.place["content_index"] = 0
+        name = _DELTAS[kind]
+        fields = msgspec.json.encode({"type": name, **self.place})
+        self.head = b"event: " + name.encode() + b"\ndata: " + fields[:-1]
+
+    def item(self, status: Status) -> OutputItem:
+        """Return the item as it is now; only a whole call is completed."""
+        text = "".join(self.text)
+        if self.call is not None:
+            call = msgspec.structs.replace(self.call, arguments=text)
+            if status == "completed" and whole_arguments(text) is None:
+                status = "incomplete"
+            return _function_call(self.id, call, status)
+        if self.kind == "reasoning":
+            return _reasoning(self.id, text, status)
+        # Several of the last events hold them; they were encoded for the deltas.
+        logprobs: Any = msgspec.Raw(b"[" + b",".join(self.logprobs) + b"]")
+        return _message(self.id, text, logprobs, status)
+
+
+_DELTAS = {
+    "reasoning": "response.reasoning_text.delta",
+    "text": "response.output_text.delta",
+    "call": "response.function_call_arguments.delta",
+}
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+
+
+class ResponseAnswer(ItemAnswer):
+    """Writes a response; what the deltas of an item share, once."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        response: ResponseObject,
+        logprobs: int | None,
+        keep: Callable[[ResponseObject], Awaitable[None]] | None = None,
+    ) -> None:
+        """Prepare the answer of a request.
+
+        Args:
+            response: a response without an answer yet.
+            logprobs: likeliest tokens per position of the text; None is no log-probabilities.
+            keep: stores the response that has ended, before the client has all of it.
+        """
+        super().__init__(tokenizer)
+        self._keep, self._kept = keep, False
+        self._response, self._logprobs = response, logprobs
+        self._number = 0
+        self._items: list[OutputItem] = []
+        self._item: _OpenItem | None = None
+        self._positions: list[TokenLogprob] = []
+
+    async def whole(self, outputs: AsyncGenerator[RequestOutput, None]) -> Any:
+        """Return the response; see the base."""
+        response = await super().whole(outputs)
+        if self._keep is not None:
+            await self._keep(response)
+        return response
+
+    async def events(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events; see the base. The response is stored before the last ones."""
+        async with contextlib.aclosing(super().events(outputs)) as blocks:
+            async for block in blocks:
+                if self._keep is not None and not self._kept and self._is_ended:
+                    self._kept = True
+                    await self._keep(self._response)
+                yield block
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._response.status in ("completed", "incomplete")
+
+    def _whole(self, completion: CompletionOutput) -> ResponseObject:
+        items = self._items
+        positions = _positions(completion, self._logprobs)
+        before = completion.reasoning or ""
+        if before:
+            items.append(_reasoning(new_id("rs_"), before))
+        for part in in_order(completion.content, completion.tool_calls or ()):
+            if isinstance(part, str):
+                of_part = text_positions(positions, part, before)
+                items.append(_message(new_id("msg_"), part, of_part))
+                before += part
+            elif whole_arguments(part.arguments) is not None:
+                items.append(_function_call(new_id("fc_"), part))
+        if not items:
+            items.append(_message(new_id("msg_"), "", positions))
+        if not _is_complete(completion) and not isinstance(items[-1], OutputFunctionCall):
+            items[-1].status = "incomplete"
+        return self._ended(completion)
+
+    def _ended(self, completion: CompletionOutput) -> ResponseObject:
+        """Return the response, whose last output has come."""
+        is_complete = _is_complete(completion)
+        ended = msgspec.structs.replace(
+            self._response,
+            completed_at=int(time.time()),
+            status="completed" if is_complete else "incomplete",
+            output=self._items,
+            usage=_usage(self._usage),
+        )
+        if not is_complete:
+            reason = completion.finish_reason or ""
+            ended.incomplete_details = IncompleteDetails(
+                "max_output_tokens" if reason == "length" else reason
+            )
+        if completion.warning:
+            ended.warning = completion.warning
+        if completion.validation_error:
+            ended.validation_error = completion.validation_error
+        if completion.part_figures is not None:
+            ended.part_figures = completion.part_figures
+        if completion.part_arrays is not None:
+            ended.part_arrays = encoded_arrays(completion.part_arrays)
+        if completion.weight_runs is not None:
+            ended.weight_runs = completion.weight_runs
+        return ended
+
+    def failed(self, error: AnswerError) -> bytes:
+        """Return the last events of a stream that an error ends.
+
+        Clients that know none of the error's own event find it in the response.
+        """
+        written = [*self._begin(), *self._close("incomplete")]
+        detail = error.detail
+        code = _ERROR_CODES.get(error.status, "server_error")
+        self._response = msgspec.structs.replace(
+            self._response,
+            status="failed",
+            output=self._items,
+            error=ResponseError(code, detail.message),
+            usage=_usage(self._usage) if self._usage.completion_tokens else None,
+        )
+        written.append(self._event("response.failed", response=self._response))
+        fields = {"code": code, "message": detail.message, "param": detail.param}
+        written.append(self._event("error", **fields, error=detail))
+        return b"".join(written)
+
+    def _event(self, type_: str, **fields: Any) -> bytes:
+        data = {"type": type_, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"".join((b"event: ", type_.encode(), b"\ndata: ", self._encode(data), b"\n\n"))
+
+    def _first(self) -> Iterator[bytes]:
+        for type_ in ("response.created", "response.in_progress"):
+            yield self._event(type_, response=self._response)
+
+    def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
+        self._positions += _positions(completion, self._logprobs)
+        yield from super()._parts(completion)
+        if completion.reasoning or completion.tool_calls:
+            self._positions = []
+
+    def _delta(self, text: str, logprobs: bytes = b"") -> bytes:
+        assert self._item is not None
+        self._item.text.append(text)
+        number = b',"sequence_number":%d,"delta":' % self._number
+        self._number += 1
+        return b"".join((self._item.head, logprobs, number, self._encode(text), b"}\n\n"))
+
+    def _text_delta(self, text: str, before: str | None) -> bytes:
+        assert self._item is not None
+        if self._logprobs is None:
+            return self._delta(text, b',"logprobs":[]')
+        positions = self._encode(text_positions(self._positions, text, before))
+        self._positions = []
+        if len(positions) > 2:
+            self._item.logprobs.append(positions[1:-1])
+        return self._delta(text, b',"logprobs":' + positions)
+
+    def _called(self, calls: Iterable[ToolCall]) -> Iterator[bytes]:
+        for call in calls:
+            if self._call is None or self._call.index != call.index:
+                yield from self._opened("call", call)
+            if call.arguments:
+                yield self._delta(call.arguments)
+
+    def _opened(self, kind: Kind, call: ToolCall | None = None) -> Iterator[bytes]:
+        if self._open == kind and call is None:
+            return
+        yield from self._close("completed")
+        opened = _OpenItem(kind, new_id(_PREFIXES[kind]), self._num_items, call)
+        self._open, self._call, self._item = kind, call, opened
+        self._num_items += 1
+        item = opened.item("in_progress")
+        if isinstance(item, OutputFunctionCall):
+            yield self._added(opened, item)
+            return
+        part = item.content[0]
+        yield self._added(opened, msgspec.structs.replace(item, content=[]))
+        yield self._event("response.content_part.added", **opened.place, part=part)
+
+    def _added(self, opened: _OpenItem, item: OutputItem) -> bytes:
+        return self._event("response.output_item.added", output_index=opened.index, item=item)
+
+    def _close(self, status: Status) -> Iterator[bytes]:
+        """Yield the events that end the open item, if there is one.
+
+        A broken call, whose arguments are never done, is no part of the output: where its text is
+        no call, it is text.
+        """
+        opened = self._item
+        if opened is None:
+            return
+        self._open = self._call = self._item = None
+        item = opened.item(status)
+        name = _DELTAS[opened.kind].removesuffix("delta") + "done"
+        if not isinstance(item, OutputFunctionCall):
+            self._items.append(item)
+            part = item.content[0]
+            fields: dict[str, Any] = {"text": part.text}
+            if isinstance(part, OutputText):
+                fields["logprobs"] = part.logprobs
+            yield self._event(name, **opened.place, **fields)
+            yield self._event("response.content_part.done", **opened.place, part=part)
+        elif item.status == "completed":
+            self._items.append(item)
+            fields = {"name": item.name, "arguments": item.arguments}
+            yield self._event(name, **opened.place, **fields)
+        yield self._event("response.output_item.done", output_index=opened.index, item=item)
+
+    def _end(self, completion: CompletionOutput) -> Iterator[bytes]:
+        status: Status = "completed" if _is_complete(completion) else "incomplete"
+        if self._call is not None:
+            yield from self._close("completed")
+        if self._open is None and not self._items:
+            yield from self._opened("text")  # an answer without a text has an empty one
+        yield from self._close(status)
+        ended = self._ended(completion)
+        self._response = ended
+        yield self._event(f"response.{ended.status}", response=ended)
+
+
+def echoed(items: Sequence[msgspec.Struct]) -> list[Any]:
+    """Return parts of a request as a response shows them, without what was not given."""
+    plain: list[dict[str, Any]] = msgspec.to_builtins(list(items))
+    return [{name: v for name, v in item.items() if v is not None} for item in plain]

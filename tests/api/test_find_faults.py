@@ -1,0 +1,52 @@
+"""The transcripts of the page on faults are what its commands print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hardpoint.cli import main
+from hardpoint.testing import write_scripted_model
+
+PAGE = (Path(__file__).parents[2] / "docs" / "find-faults.md").read_text(encoding="utf-8")
+FILES = re.findall(r"^```\w+\n# file: (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SECTIONS = dict(
+    re.findall(r"^## ([^\n]+)\n.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_scripted_model(tmp_path / "scripted", {"say abc": " abc abc"})
+    for name, text in FILES:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def commands(transcript: str) -> list[tuple[list[str], str]]:
+    """Return the commands of a transcript, each with what it prints."""
+    parts = transcript.split("$ hardpoint ")[1:]
+    return [(shlex.split(head), body) for head, _, body in (one.partition("\n") for one in parts)]
+
+
+def pattern(printed: str) -> str:
+    """Return a pattern of what is printed, in which `...` stands for any text of a line."""
+    return r"[^\n]*".join(map(re.escape, printed.split("...")))
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_a_transcript_is_what_is_printed(title, folder, capsys):
+    for arguments, printed in commands(SECTIONS[title]):
+        status = main(["-q", *arguments])
+        found = capsys.readouterr().out
+        assert re.fullmatch(pattern(printed), found), found
+        assert status == (1 if "differs" in printed else 0)
+
+
+def test_every_section_has_a_transcript():
+    assert list(SECTIONS) == re.findall(r"^## (.+)$", PAGE, re.MULTILINE)

@@ -1,0 +1,459 @@
+"""OpenAI's files and batches over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import openai
+import pytest
+from support.fake_engine import FakeEngine, configured
+from support.http_server import running
+from support.scripted_server import server_config, user, write_model
+from support.serve_program import serving
+from support.waiting import wait_until
+
+from hardpoint import AsyncLLM
+from hardpoint.builtin_plugins.batch_routes.folder import Folder
+from hardpoint.builtin_plugins.batch_routes.runner import Slots
+from hardpoint.errors import ConfigError, EngineDeadError
+from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+KEY = {"headers": {"authorization": "Bearer alice"}}
+
+
+async def by_name(headers, path):
+    """The client has the name that its key is."""
+    found = headers.get("authorization", "").removeprefix("Bearer ")
+    return Client(name=found, max_priority=5000) if found else None
+
+
+NAMED = InstalledExtension("names", "names", Authenticator(authenticate=by_name))
+
+
+@contextlib.contextmanager
+def batch_server(folder, model=None, engine=None, **options):
+    """Run a server with the routes, for any key."""
+    options = {"folder": str(folder / "batches"), **options}
+    config = server_config(
+        model or write_model(folder),
+        plugin={"batch_routes": options},
+        scheduler={"policy": "priority"},
+    )
+    with running(AsyncLLM(config=config), authenticators=[NAMED]) as server:
+        yield server
+
+
+def client_of(server, key="alice"):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with batch_server(folder, owner_files=200) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return client_of(server)
+
+
+def line(number, url=COMPLETIONS, **body):
+    fields = {"prompt": "say abc", "max_tokens": 4, "temperature": 0} if url == COMPLETIONS else {}
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": {**fields, **body}}
+
+
+def upload(client, lines, name="in.jsonl"):
+    content = b"".join(
+        entry if isinstance(entry, bytes) else json.dumps(entry).encode() + b"\n" for entry in lines
+    )
+    return client.files.create(file=(name, content), purpose="batch")
+
+
+def begin(client, lines, endpoint=COMPLETIONS, **fields):
+    return client.batches.create(
+        input_file_id=upload(client, lines).id,
+        endpoint=endpoint,
+        completion_window="24h",
+        **fields,
+    )
+
+
+def ended(client, batch, seconds=30):
+    """Return a batch once it has ended."""
+    states = ("completed", "failed", "expired", "cancelled")
+    wait_until(lambda: client.batches.retrieve(batch.id).status in states, seconds)
+    return client.batches.retrieve(batch.id)
+
+
+def lines_of(client, file_id):
+    return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+
+
+class TestFiles:
+    def test_a_file_is_kept_shown_and_deleted(self, client):
+        made = upload(client, [line(1)], "mine.jsonl")
+        assert (made.filename, made.purpose, made.status) == ("mine.jsonl", "batch", "processed")
+        assert client.files.retrieve(made.id) == made
+        assert json.loads(client.files.content(made.id).text) == line(1)
+        assert made.id in [file.id for file in client.files.list(purpose="batch")]
+        assert client.files.delete(made.id).deleted
+        for ask in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError, match="this key has no file"):
+                ask(made.id)
+
+    def test_a_large_file_comes_in_parts(self, client):
+        content = os.urandom(12 << 20)  # more than a body of JSON may have
+        made = client.files.create(file=("large.jsonl", content), purpose="batch")
+        assert made.bytes == len(content)
+        assert client.files.content(made.id).content == content
+        client.files.delete(made.id)
+
+    def test_lists_come_in_pages(self, server):
+        client = client_of(server, "pages")
+        made = [upload(client, [line(1)], f"{number}.jsonl").id for number in range(5)]
+        assert [file.id for file in client.files.list(limit=2)] == made[::-1]
+        assert [file.id for file in client.files.list(limit=2, order="asc")] == made
+        page = client.files.list(limit=2, order="asc")
+        assert (len(page.data), page.has_more) == (2, True)
+        for query, message in (
+            ("limit=0", "limit: expected a whole number from 1 to 10000, got '0'"),
+            ("after=file-1", "after: expected the id of one of them, got 'file-1'"),
+            ("colour=red", "colour: unknown field"),
+        ):
+            answer = server.client.get(f"/v1/files?{query}", **KEY)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
+
+    def test_those_of_another_key_are_not_found(self, server, client):
+        made = upload(client, [line(1)])
+        other = client_of(server, "bob")
+        assert not other.files.list().data
+        for ask in (other.files.retrieve, other.files.content, other.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                ask(made.id)
+        with pytest.raises(openai.BadRequestError, match="expected a file of this key"):
+            other.batches.create(
+                input_file_id=made.id, endpoint=COMPLETIONS, completion_window="24h"
+            )
+
+    @pytest.mark.parametrize("name", ["../../etc/passwd", "a\\b", "..", "x" * 256])
+    def test_names_that_look_like_paths_are_refused(self, client, name):
+        with pytest.raises(openai.BadRequestError, match="file: expected a name of at most 255"):
+            client.files.create(file=(name, b"{}"), purpose="batch")
+
+    @pytest.mark.parametrize(
+        "name", ["..%2f..%2flock", "%2e%2e", "lock", "file-../../lock", "file-" + "0" * 32]
+    )
+    def test_strange_ids_are_not_found(self, server, name):
+        for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
+            assert server.client.get(path, **KEY).status_code == 404
+
+    @pytest.mark.parametrize(
+        ("form", "message"),
+        [
+            ({"data": {"purpose": "batch"}, "files": {"other": b"{}"}}, "'other': unknown field"),
+            ({"data": {"purpose": "tune"}, "files": {"file": b"{}"}}, "purpose: expected 'batch'"),
+            ({"files": {"file": b"{}"}}, "purpose: expected 'batch', got None"),
+            ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file: expected 1 to"),
+            (
+                {"data": {"purpose": "batch"}, "files": {"file": b"{}", "other": b"{}"}},
+                "body: expected a multipart/form-data with one file and the field purpose",
+            ),
+            (
+                {
+                    "data": {"purpose": "batch", "expires_after[anchor]": "now"},
+                    "files": {"file": b"{}"},
+                },
+                "expires_after.anchor: expected 'created_at', got 'now'",
+            ),
+            (
+                {
+                    "data": {
+                        "purpose": "batch",
+                        "expires_after[anchor]": "created_at",
+                        "expires_after[seconds]": "5",
+                    },
+                    "files": {"file": b"{}"},
+                },
+                "expires_after.seconds: expected 3600 to 2592000, got '5'",
+            ),
+        ],
+        ids=["field", "purpose", "no purpose", "empty", "two", "anchor", "seconds"],
+    )
+    def test_a_wrong_form_is_refused(self, server, form, message):
+        answer = server.client.post("/v1/files", **form, **KEY)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"].startswith(message)
+
+    def test_other_bodies_are_refused(self, server):
+        answer = server.client.post("/v1/files", json={}, **KEY)
+        assert answer.status_code == 415
+        assert "content-type: expected multipart/form-data, got" in answer.text
+        headers = {**KEY["headers"], "content-type": "multipart/form-data; boundary=x"}
+        answer = server.client.post("/v1/files", content=b"nothing", headers=headers)
+        assert answer.status_code == 400
+        chat = server.client.post(CHAT, files={"file": b"{}"}, **KEY)
+        assert chat.status_code == 415
+
+    def test_a_key_is_needed(self, server):
+        assert server.client.get("/v1/files").status_code == 401
+
+
+class TestBatches:
+    def test_a_batch_is_answered(self, server, client):
+        texts = ["hi", "fox", "hi"]
+        lines = [line(n, CHAT, messages=user(text)) for n, text in enumerate(texts)]
+        began = begin(client, [*lines, b"\n"], CHAT, metadata={"run": "7"})
+        assert began.status == "validating"
+        assert began.metadata == {"run": "7"}
+        batch = ended(client, began)
+        assert batch.status == "completed"
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (3, 3, 0)
+        assert batch.error_file_id is None
+        answers = {one["custom_id"]: one for one in lines_of(client, batch.output_file_id)}
+        assert answers.keys() == {"r0", "r1", "r2"}
+        for number, text in enumerate(texts):
+            body = {"messages": user(text)}
+            alone = server.post(CHAT, body, **KEY).json()["choices"][0]["message"]
+            response = answers[f"r{number}"]["response"]
+            assert response["status_code"] == 200
+            assert response["body"]["choices"][0]["message"] == alone
+        assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
+        assert batch.id in [one.id for one in client.batches.list()]
+
+    def test_requests_that_fail_are_in_the_error_file(self, client):
+        lines = [line(0), line(1, temperature=-1), line(2, priority=0)]
+        batch = ended(client, begin(client, lines))
+        assert batch.status == "completed"
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (3, 1, 2)
+        wrong, important = sorted(
+            lines_of(client, batch.error_file_id), key=lambda one: one["custom_id"]
+        )
+        assert wrong["response"]["status_code"] == 400
+        message = important["response"]["body"]["error"]["message"]
+        assert message == "priority: expected 1000 to 5000 for this key, got 0"
+
+    @pytest.mark.parametrize(
+        ("lines", "code", "message"),
+        [
+            ([line(0), b"{\n"], "invalid_json_line", ":2: expected a line of JSON"),
+            ([line(0), line(0)], "invalid_file", ":2: custom_id: expected a new one, got 'r0'"),
+            (
+                [line(0, CHAT)],
+                "mismatched_url",
+                ":1: url: expected '/v1/completions', the endpoint",
+            ),
+            ([{**line(0), "url": "/v1/files"}], "invalid_value", ":1: url: expected"),
+            ([{**line(0), "url": "/../load"}], "invalid_value", ":1: url: expected"),
+            ([b"\n"], "empty_file", ": expected a request per line, got none"),
+            ([b"\xff\n"], "invalid_file", ":1: expected UTF-8"),
+        ],
+        ids=["json", "twice", "endpoint", "route", "path", "empty", "bytes"],
+    )
+    def test_a_file_with_wrong_lines_fails(self, client, lines, code, message):
+        batch = ended(client, begin(client, lines))
+        assert (batch.status, batch.output_file_id) == ("failed", None)
+        (error,) = batch.errors.data
+        assert error.code == code
+        assert message in error.message
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"endpoint": "/v1/files"}, "endpoint: expected '/v1/chat/completions' or"),
+            ({"completion_window": "1h"}, "completion_window: expected"),
+            ({"input_file_id": "../lock"}, "input_file_id: expected a file of this key with the"),
+            ({"metadata": {"k": 5}}, "metadata.k: expected a string, got 5"),
+            ({"colour": "red"}, "colour: unknown field"),
+        ],
+    )
+    def test_a_wrong_body_is_refused(self, server, client, fields, message):
+        body = {
+            "input_file_id": upload(client, [line(0)]).id,
+            "endpoint": COMPLETIONS,
+            "completion_window": "24h",
+        }
+        answer = server.post("/v1/batches", {**body, **fields}, **KEY)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(message)
+
+    def test_the_file_may_be_deleted_and_others_see_nothing(self, server, client):
+        file = upload(client, [line(n) for n in range(4)])
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+        )
+        client.files.delete(file.id)
+        other = client_of(server, "bob")
+        for ask in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError, match="this key has no batch"):
+                ask(batch.id)
+        assert not other.batches.list().data
+        assert ended(client, batch).request_counts.completed == 4
+
+    def test_a_batch_is_cancelled(self, client):
+        lines = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(40)]
+        began = begin(client, [line(100), *lines])
+        wait_until(lambda: client.batches.retrieve(began.id).status == "in_progress", 20)
+        assert client.batches.cancel(began.id).status in ("cancelling", "cancelled")
+        batch = ended(client, began)
+        assert batch.status == "cancelled"
+        assert batch.cancelled_at >= batch.cancelling_at
+        counts = batch.request_counts
+        assert counts.total == counts.completed + counts.failed == 41
+        errors = lines_of(client, batch.error_file_id)
+        assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+        with pytest.raises(openai.ConflictError, match="got one that is cancelled"):
+            client.batches.cancel(began.id)
+
+
+def test_users_come_before_batches():
+    waiting = [1]
+
+    class Engine:
+        async def load(self):
+            if waiting[0] is None:
+                raise EngineDeadError("it restarts")
+            return SimpleNamespace(num_waiting=waiting[0])
+
+    async def scenario():
+        slots, begun = Slots(Engine(), 2), []
+
+        async def line(number):
+            async with slots.one():
+                begun.append(number)
+                await asyncio.sleep(0.05)
+
+        lines = [asyncio.create_task(line(number)) for number in range(4)]
+        for number in (1, None):  # a request of a user waits; the engine is restarted
+            waiting[0] = number
+            await asyncio.sleep(0.15)
+            assert not begun
+        waiting[0] = 0
+        await asyncio.gather(*lines)
+        assert begun == [0, 1, 2, 3]
+
+    asyncio.run(scenario())
+
+
+def test_bounds_of_a_key(tmp_path):
+    bounds = {"file_bytes": 1000, "owner_files": 3, "owner_bytes": 1500, "requests": 2}
+    with batch_server(tmp_path, **bounds) as server:
+        client = client_of(server)
+        upload(client, [b"x" * 900])
+        with pytest.raises(openai.BadRequestError, match="at most 1500 bytes in all files"):
+            upload(client, [b"x" * 900])
+        with pytest.raises(openai.BadRequestError, match="file: expected 1 to 1000 bytes"):
+            upload(client, [b"x" * 1001])
+        with pytest.raises(openai.APIStatusError, match="expected at most 66536 bytes"):
+            upload(client, [b"x" * 100_000])
+        bob = client_of(server, "bob")
+        for _ in range(2):
+            upload(bob, [line(0)])
+        batch = ended(bob, begin(bob, [line(n) for n in range(3)]))
+        assert batch.errors.data[0].code == "too_many_requests"
+        with pytest.raises(openai.BadRequestError, match="at most 3 files of a key"):
+            upload(bob, [line(0)])
+
+
+def test_a_batch_expires(tmp_path):
+    with batch_server(tmp_path, window_seconds=1.0, concurrency=1) as server:
+        client = client_of(server)
+        lines = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(60)]
+        batch = ended(client, begin(client, lines))
+        assert batch.status == "expired"
+        assert batch.expired_at >= batch.expires_at
+        errors = lines_of(client, batch.error_file_id)
+        assert {one["error"]["code"] for one in errors} == {"batch_expired"}
+        assert batch.request_counts.failed == len(errors) > 0
+
+
+def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
+    model = write_model(tmp_path)
+    lines = [line(n, prompt="loop", max_tokens=50, ignore_eos=True) for n in range(40)]
+    with batch_server(tmp_path, model, concurrency=1) as server:
+        client = client_of(server)
+        began = begin(client, lines)
+        wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 0, 20)
+    (cut,) = (tmp_path / "batches").glob("*/batches/*.out")
+    before = [json.loads(text)["id"] for text in cut.read_text().splitlines()]
+    assert 0 < len(before) < 40
+    with cut.open("a") as file:
+        file.write('{"id": "half a li')  # as of a machine that stopped
+    with batch_server(tmp_path, model) as server:
+        client = client_of(server)
+        batch = ended(client, began)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 40)
+        answers = lines_of(client, batch.output_file_id)
+        assert [one["id"] for one in answers[: len(before)]] == before
+        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(40))
+    assert not [*(tmp_path / "batches").glob("*/batches/*.out")]
+
+
+@pytest.mark.nightly
+def test_several_workers_and_a_kill(tmp_path):
+    model = write_model(tmp_path / "model")
+    settings = ["server.workers = 2", 'plugin.batch_routes.folder = "kept"']
+    lines = [line(n, prompt="loop", max_tokens=200, ignore_eos=True) for n in range(100)]
+    with serving(tmp_path, model, *settings) as program:
+        client = client_of(program)
+        began = begin(client, lines)
+        wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 3, 30)
+        for process in program.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    time.sleep(0.5)
+    with serving(tmp_path, model, *settings) as program:
+        client = client_of(program)
+        batch = ended(client, began, 60)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 100)
+        answers = lines_of(client, batch.output_file_id)
+        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(100))
+
+
+def test_there_are_no_routes_without_a_folder():
+    with running(FakeEngine(config=configured())) as server:
+        assert server.client.get("/v1/files").status_code == 404
+        assert server.post("/v1/batches", {}).status_code == 404
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="expected a folder of this user with mode 0700, got"):
+        Folder(str(tmp_path / "open"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"plugin\.batch_routes\.folder: .*: File exists"):
+        Folder(str(tmp_path / "file"))
+
+
+def test_what_is_kept_is_private(folder, client):
+    ended(client, begin(client, [line(0)]))
+    kept = [*(folder / "batches").rglob("*")]
+    assert len(kept) > 5
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+
+
+def test_files_expire(tmp_path):
+    with batch_server(tmp_path, seconds=1.0) as server:
+        client = client_of(server)
+        made = client.files.create(file=("in.jsonl", io.BytesIO(b"{}")), purpose="batch")
+        wait_until(lambda: not client.files.list().data, 10)
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(made.id)
+        assert not [*(tmp_path / "batches").glob("*/files/*.jsonl")]

@@ -153,12 +153,8 @@ class BatchRoute:
         """
         query = page_query(request)
         owner = self._folder.owner(request.state.client.name)
-
-        def found() -> list[BatchObject]:
-            places = [owner.batch_place(record.batch.id) for record in owner.batches()]
-            return [place.read().batch for place in places]
-
-        return page_of(await asyncio.to_thread(found), query, 20, 100)
+        records = await asyncio.to_thread(owner.batches)
+        return page_of([record.batch for record in records], query, 20, 100)
 
     async def get(self, request: Request) -> BatchObject:
         """Return the state of a batch.

@@ -152,8 +152,9 @@ class OwnerFolder:
         return was_there
 
     def batches(self) -> list[BatchRecord]:
-        """Return the batches, the oldest first."""
-        return sorted(_records(self._batches, BatchRecord), key=lambda record: record.order)
+        """Return the batches, the oldest first, as `BatchPlace.read` does."""
+        found = sorted(_records(self._batches, BatchRecord), key=lambda record: record.order)
+        return [self.batch_place(record.batch.id).as_now(record) for record in found]
 
     def batch_place(self, batch_id: str) -> BatchPlace:
         """Return the place of a batch that is there."""
@@ -200,6 +201,10 @@ class BatchPlace:
         """Return the batch; one that is to be cancelled is `cancelling`."""
         record = _read(self.path("json"), BatchRecord)
         assert record is not None
+        return self.as_now(record)
+
+    def as_now(self, record: BatchRecord) -> BatchRecord:
+        """Return the batch that was read, which may be about to be cancelled."""
         batch = record.batch
         with contextlib.suppress(FileNotFoundError):
             asked = int(self.path("cancel").stat().st_mtime)

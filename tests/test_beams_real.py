@@ -16,7 +16,7 @@ SHORT = sorted(CASES, key=lambda case: case["num_beams"] * case["max_tokens"])[:
 SETTINGS = {
     "plain": {},
     "chunks": {"scheduler": {"max_num_batched_tokens": 16}},
-    "preempting": {"kv_cache": {"num_blocks": 14}, "scheduler": {"max_num_seqs": 4}},
+    "preempting": {"kv_cache": {"num_blocks": 9, "watermark": 0.0}},
     "no prefix cache": {"kv_cache": {"prefix_caching": False}},
     "own process": {"engine": {"in_process": False}},
     "two engines": {"engine": {"in_process": False}, "parallel": {"data": 2}},
@@ -34,7 +34,7 @@ def beam_search(acme_beams, monkeypatch):
 def check(beam_search, cases, settings) -> None:
     async def search() -> None:
         config = {"device": "cpu", **settings}
-        async with AsyncLLM("smollm2", dtype="float32", max_model_len=128, config=config) as llm:
+        async with AsyncLLM("smollm2", dtype="float32", max_model_len=96, config=config) as llm:
             for case in cases:
                 found = await beam_search(
                     llm,

@@ -230,7 +230,8 @@ def _implementation(
             raise ModelError(
                 f"models.use: {entry.source} does not compute the architecture {shown(name)}"
             )
-    known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in plugins.entries("models")}
+    names = [entry.name for entry in plugins.entries("models") if not entry.name.islower()]
+    known = {one.removesuffix(_SUFFIX): one for one in names}
     letters = _DIGITS.sub("", name)
     others = [short for short, of in known.items() if _DIGITS.sub("", of) != letters]
     close = difflib.get_close_matches(name.removesuffix(_SUFFIX), others, n=1, cutoff=_TYPO)

@@ -215,7 +215,11 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "settings", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, (), "'GPT2LMHeadModel' is not supported"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            ("models.fallback=none",),
+            "'GPT2LMHeadModel' is not supported",
+        ),
         ({}, ("quantization.use=q4_0",), "'q4_0' does not quantise weights, and"),
         (
             {},

@@ -23,7 +23,7 @@ def test_every_architecture_has_a_row():
     known = project["entry-points"]["hardpoint.models"].keys()
     images = {name for name in known if name.endswith("ForConditionalGeneration")}
     assert all(f"| {name} |" in PAGE for name in images)
-    assert names == known - images
+    assert names == known - images - {"transformers"}
     assert len(ROWS) + len(VECTOR_ROWS) == len(names)
 
 

@@ -83,7 +83,7 @@ def gguf_header(architecture):
 )
 def test_an_unsupported_architecture_is_called_that(name, meant, here):
     write(here / "m", GPT2 | {"architectures": [name]}, weights=True)
-    error = error_of()
+    error = error_of(models={"fallback": "none"})
     assert error == (
         f"model: architecture {name!r} is not supported{meant or ''}; supported: "
         "BertForSequenceClassification, BertModel, Cohere2ForCausalLM, Gemma2ForCausalLM, "

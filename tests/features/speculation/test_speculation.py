@@ -231,7 +231,7 @@ def test_a_request_may_include_the_figures_of_its_drafts(scripted, end):
 
 def test_figures_of_drafts_that_there_are_none_of_are_refused(scripted):
     asking = SamplingParams(max_tokens=2, include=["speculation"])
-    expected = "include: expected 'trace', got 'speculation'"
+    expected = "include: expected 'timings' or 'trace', got 'speculation'"
     with LLM(config=scripted_config(scripted)) as llm, pytest.raises(RequestError, match=expected):
         llm.generate(["say"], asking)
 

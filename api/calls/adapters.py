@@ -259,14 +259,16 @@ def _ticket() -> int:
 @contextlib.contextmanager
 def _until_loaded(folders: TensorFolders, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Remove the files of tensors of `load` after the body; engines have links to them."""
-    is_loaded = False
+    if not arguments.get("is_temporary"):
+        yield
+        return
+    folder = Path(arguments["lora"]["path"])
     try:
         yield
-        is_loaded = True
-    finally:
-        if arguments.get("is_temporary"):
-            folder = Path(arguments["lora"]["path"])
-            folders.empty(folder) if is_loaded else folders.remove([folder])
+    except BaseException:
+        folders.remove([folder])
+        raise
+    folders.empty(folder)
 
 
 def _encoded(config: Any) -> bytes:

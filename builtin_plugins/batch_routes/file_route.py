@@ -13,6 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse
 
+from hardpoint.builtin_plugins.server.routes.answers import page_after
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route, ServerContext
 from hardpoint.typed import convert, shown
@@ -244,15 +245,8 @@ def page_of(items: Sequence[Any], query: PageQuery, default: int, max_limit: int
         raise RequestError(
             f"limit: expected a whole number from 1 to {max_limit}, got {shown(query.limit)}"
         )
-    ordered = list(items) if query.order == "asc" else list(reversed(items))
-    if query.after is not None:
-        places = [index for index, item in enumerate(ordered) if item.id == query.after]
-        if not places:
-            raise RequestError(f"after: expected the id of one of them, got {shown(query.after)}")
-        ordered = ordered[places[0] + 1 :]
-    page = ordered[:limit]
-    ids = [item.id for item in page] or [None]
-    return Page(page, len(ordered) > limit, ids[0], ids[-1])
+    ids = [item.id for item in items]
+    return Page(*page_after(query.after, items, ids, query.order, limit, "one of them"))
 
 
 def _checked_name(name: str) -> str:

@@ -334,9 +334,9 @@ class Runner:
         del self._running[place.id]
 
     async def _sweep(self) -> None:
-        now = time.monotonic()
-        if now >= self._swept_at + _SWEEP_SECONDS or not self._swept_at:
-            self._swept_at = now
+        at = time.monotonic()
+        if at >= self._swept_at + _SWEEP_SECONDS or not self._swept_at:
+            self._swept_at = at
             await asyncio.to_thread(self._folder.forget_old, self._options.seconds)
 
 

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,9 @@ from hardpoint.builtin_plugins.server.field_names import is_of_grammar
 from hardpoint.builtin_plugins.server.operations.traffic import count_tokens_of
 from hardpoint.plugins import CompletionOutput, Logprob, RequestError, RequestOutput, Tokenizer
 from hardpoint.plugins.requests import PartArray
+from hardpoint.typed import shown
+
+T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 """The end marker of OpenAI's streams."""
@@ -252,3 +255,37 @@ def likeliest(
 def finite(logprob: float) -> float:
     """Return a log-probability as JSON can hold it: OpenAI's -9999 for an impossible one."""
     return max(logprob, -9999.0)
+
+
+def page_after(
+    after: str | None,
+    items: Sequence[T],
+    ids: Sequence[str],
+    order: Literal["asc", "desc"],
+    limit: int,
+    noun: str,
+) -> tuple[list[T], bool, str | None, str | None]:
+    """Return a page of a list: its items, whether more follow, and the first and the last id.
+
+    Args:
+        after: id of the item before the page; None begins with the first one.
+        items: the oldest first.
+        ids: their ids.
+        order: "desc" begins with the newest.
+        limit: items of a page at most.
+        noun: what has such an id, for messages.
+
+    Raises:
+        RequestError: no item has the id `after`.
+    """
+    pairs = list(zip(ids, items, strict=True))
+    if order == "desc":
+        pairs.reverse()
+    if after is not None:
+        place = next((place for place, (id_, _) in enumerate(pairs) if id_ == after), None)
+        if place is None:
+            raise RequestError(f"after: expected the id of {noun}, got {shown(after)}")
+        pairs = pairs[place + 1 :]
+    page = pairs[:limit]
+    first, last = (page[0][0], page[-1][0]) if page else (None, None)
+    return [item for _, item in page], len(pairs) > limit, first, last

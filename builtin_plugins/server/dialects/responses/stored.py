@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.faults import BrokenContractError, Owned
-from hardpoint.builtin_plugins.server.routes.answers import new_id
+from hardpoint.builtin_plugins.server.routes.answers import new_id, page_after
 from hardpoint.builtin_plugins.server.service import Service, call_of
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Client, ResponseStore, Route
@@ -171,15 +171,9 @@ class StoredResponses:
                 f"limit: expected a whole number from 1 to {_MOST_ITEMS}, got {shown(query.limit)}"
             )
         items = (await self._of(request)).input
-        ordered = items if query.order == "asc" else items[::-1]
-        if query.after is not None:
-            places = [i for i, item in enumerate(ordered) if item["id"] == query.after]
-            if not places:
-                raise RequestError(f"after: expected the id of an item, got {shown(query.after)}")
-            ordered = ordered[places[0] + 1 :]
-        page = ordered[:limit]
-        ids = [item["id"] for item in page] or [None]
-        return _json(InputItemList(page, len(ordered) > limit, ids[0], ids[-1]))
+        ids = [item["id"] for item in items]
+        page = page_after(query.after, items, ids, query.order, limit, "an item")
+        return _json(InputItemList(*page))
 
     async def cancel(self, request: Request) -> Response:
         """Answer that no response runs in the background.

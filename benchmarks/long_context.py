@@ -1,0 +1,116 @@
+"""Memory and time of one long prompt: its prefill in chunks, and tokens generated after it.
+
+    python benchmarks/long_context.py [--tokens 131072] [--layers 4] [--chunk 2048] [--generate 64]
+        [--kv-dtype auto] [--dtype bfloat16]
+
+The model has the demo model's shape with fewer layers, random weights, and positions that llama3's
+scaling stretches to the length. Its prompt runs in three parts, each after what is cached of it.
+Printed are the memory that the process has and had at most, the seconds of the prefill, tokens per
+second of its first and last eighth, and milliseconds per further token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MIB = 1 << 20
+BLOCK = 16
+
+
+def config_of(tokens: int, layers: int) -> dict[str, Any]:
+    """Return config.json of a Llama that has that many positions and layers."""
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 100000.0,
+        "factor": max(1.0, tokens / 8192),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": tokens,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": scaling,
+    }
+
+
+def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Run the prompt part by part, each after what is cached of it; return the figures."""
+    from hardpoint import LLM, SamplingParams
+
+    config = {
+        "load": {"use": "dummy"},
+        "kv_cache": {"dtype": given.kv_dtype, "num_blocks": given.tokens // BLOCK + 2},
+        "scheduler": {"max_num_batched_tokens": given.chunk, "max_num_seqs": 1},
+    }
+    rng = random.Random(0)
+    prompt = [rng.randrange(1000) for _ in range(given.tokens - given.generate)]
+
+    def seconds(length: int, tokens: int = 1) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        start = time.perf_counter()
+        llm.generate({"prompt_token_ids": prompt[:length]}, params)
+        return time.perf_counter() - start
+
+    process = psutil.Process()
+    eighth = len(prompt) // 8
+    sizes = {"dtype": given.dtype, "max_model_len": given.tokens}
+    with LLM(folder, tokenizer="smollm2", config=config, **sizes) as llm:
+        seconds(3)
+        before = process.memory_info().rss
+        first, middle, last = seconds(eighth), seconds(7 * eighth), seconds(len(prompt))
+        one = seconds(len(prompt))
+        more = seconds(len(prompt), given.generate) - one
+        after = process.memory_info().rss
+    return {
+        "prompt tokens": len(prompt),
+        "memory before, MiB": before // MIB,
+        "memory after, MiB": after // MIB,
+        "memory at most, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "prefill, s": round(first + middle + last, 1),
+        "first eighth, tokens/s": round(eighth / first),
+        "last eighth, tokens/s": round((len(prompt) - 7 * eighth) / last),
+        "a further token, ms": round(1000 * more / (given.generate - 1), 2),
+    }
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--generate", type=int, default=64)
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config_of(given.tokens, given.layers)))
+        for name, value in measure(given, folder).items():
+            print(f"{name:26}{value:>10}")
+
+
+if __name__ == "__main__":
+    main()

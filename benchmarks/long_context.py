@@ -60,7 +60,11 @@ def measure(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     config = {
         "load": {"use": "dummy"},
-        "kv_cache": {"dtype": given.kv_dtype, "num_blocks": given.tokens // BLOCK + 2},
+        "kv_cache": {
+            "dtype": given.kv_dtype,
+            "block_size": BLOCK,
+            "num_blocks": given.tokens // BLOCK + 2,
+        },
         "scheduler": {"max_num_batched_tokens": given.chunk, "max_num_seqs": 1},
     }
     rng = random.Random(0)

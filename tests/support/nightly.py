@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 _PATTERNS = (
     # What a suite finds out about memory is shown by components that are broken.
     "tests/testing/test_*_conform.py::*::test_memory",
+    "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
     "tests/testing/test_kv_connectors_conform.py::TestStores::test_storage",
     "tests/testing/test_scheduling_conform.py::TestDefaultSchedulerWithOtherOptions::*",
     # Triton's interpreter takes seconds for what a GPU does in no time.
@@ -31,7 +32,6 @@ _PATTERNS = (
     "tests/test_stranger_small.py::*[[]acme_spans]",
     "tests/test_stranger_small.py::*[[]acme_ring]",
     "tests/builtin_plugins/test_sampler.py::TestDistribution::test_a_big_vocabulary_*[[]torch]",
-    "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
     # Of the places and ways that are much alike, one or two always run.
     "tests/journal/test_replayed_schedules.py::test_engines_of_each_kind[[]own process-stores]",
     "tests/journal/test_replayed_schedules.py::test_engines_of_each_kind[[]in process-tensor 2]",

@@ -26,11 +26,13 @@ SOURCE = Path("kernels/src/kernels.cpp")
 HEADERS = [str(header) for header in sorted(SOURCE.parent.glob("*.h"))]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"]
 PATHS = {
     "plain": [],
     "avx2": AVX2,
     "avx512": [*AVX512, "-mprefer-vector-width=512"],
-    "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mprefer-vector-width=512"],
+    "avx512_bf16": AVX512_BF16,
+    "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
 }
 # Errors of mathematical functions are not reported, so that square roots are one instruction. What
 # Python is built with comes first: its -fwrapv makes the matrix product 4 % slower, and no signed

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 import msgspec
 
+from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.build import OpenClient, build_async_engine
 from hardpoint.core.frontend.frontend import listed_ids
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -340,7 +341,7 @@ class AsyncLLM(
     ) -> AsyncGenerator[Any, None]:
         if has_unread_images(prompt):
             return self._outputs_of_images(prompt, params, request_id, extras)
-        opened = self._open_requests.opened
+        opened = self._open_requests.opener(params)
         return self._engine.generate(prompt, params, request_id, extras, opened)
 
     async def _outputs_of_images(
@@ -348,7 +349,7 @@ class AsyncLLM(
     ) -> AsyncGenerator[Any, None]:
         """Generate, or pool, with images, which are decoded first, in another thread."""
         read = await asyncio.to_thread(self._images.prompt, prompt)
-        opened = self._open_requests.opened
+        opened = self._open_requests.opener(params)
         outputs = self._engine.generate(read, params, request_id, extras, opened)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -415,11 +416,11 @@ class AsyncLLM(
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests by their ids; each yields what it has, with finish reason "abort".
 
-        A conversation that has one of the ids ends too, whether a turn of it runs or not. Unknown
-        ids are ignored.
+        A conversation with one of the ids ends too, whether a turn runs or not. Others are ignored.
         """
         listed = listed_ids(request_ids)
         self._conversations.end(listed, "it was aborted")
+        self._open_requests.aborted(listed)
         await self._engine.abort(listed)
 
     @property
@@ -495,4 +496,5 @@ class AsyncLLM(
         await self.aclose()
 
     async def _call_utility(self, method: str, *args: Any) -> Any:
-        return await self._engine.call_utility(method, *args)
+        answer = await self._engine.call_utility(method, *args)
+        return joined_states(answer, self._engine.states()) if method == "plugin_states" else answer

@@ -294,7 +294,7 @@ def _with_object(call: Any) -> Any:
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
-    except msgspec.DecodeError:  # a template may show what the model wrote
+    except (msgspec.DecodeError, RecursionError):  # a template may show what the model wrote
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -317,6 +317,7 @@ class Chat:
         parallel_tool_calls: Any = True,
         add_generation_prompt: Any = None,
         continue_final_message: Any = False,
+        chat_template: Any = None,
         chat_template_kwargs: Any = None,
     ) -> None:
         """Check what a caller gives.
@@ -343,6 +344,7 @@ class Chat:
         if add_generation_prompt is not None:
             self._begins = add_generation_prompt
         self._continues = continue_final_message
+        self._template = chat_template
         self._variables: dict[str, Any] = {}
         if chat_template_kwargs is not None:
             self._variables = typed.convert(
@@ -405,6 +407,7 @@ class Chat:
         options = {
             "tools": texts.marked(self.tools),
             "continue_final_message": self._continues,
+            "template": _named_template(tokenizer, self._template),
             "variables": texts.marked(self._variables),
         }
         rendered = tokenizer.apply_chat_template(
@@ -413,6 +416,24 @@ class Chat:
             **{name: value for name, value in options.items() if value},
         )
         return texts.encode(rendered)
+
+
+def _named_template(tokenizer: Tokenizer, name: Any) -> str | None:
+    """Return the chat template of a name; None without a name.
+
+    Raises:
+        RequestError: the model has none of that name.
+    """
+    if name is None:
+        return None
+    known = tokenizer.chat_templates
+    if not isinstance(name, str) or name not in known:
+        raise RequestError(
+            f"chat_template: expected the name of a template of the model "
+            f"({', '.join(known) or 'it has none'}), got {shown(name)}; templates themselves come "
+            f"from the operator alone"
+        )
+    return known[name]
 
 
 def _check_flag(name: str, value: Any, type_: Any) -> None:

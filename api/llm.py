@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -32,8 +33,10 @@ from hardpoint.registry.references import handed_over
 from hardpoint.typed import copied, is_list
 
 from .calls.engines import SyncEngineCalls, engines_of
+from .calls.forks import SyncForkCalls
 from .calls.live_changes import SyncLiveChanges
 from .calls.sessions import SyncSessionCalls
+from .calls.streams import OutputStream, open_stream
 from .calls.traces import SyncTraceCalls
 from .calls.weights import SyncWeightCalls
 from .chat import Chat, Messages
@@ -45,7 +48,6 @@ from .requests import (
     BatchOptions,
     ChatBatchOptions,
     OpenCalls,
-    OutputStream,
     Request,
     UnorderedCall,
     check_generates,
@@ -61,6 +63,7 @@ __all__ = ["LLM"]
 
 class LLM(
     ProcessorCalls,
+    SyncForkCalls,
     SyncSessionCalls,
     SyncTraceCalls,
     SyncWeightCalls,
@@ -257,8 +260,7 @@ class LLM(
             and params.output_kind is RequestOutputKind.CUMULATIVE
         ):
             params = with_output_kind(params, RequestOutputKind.DELTA)
-        (request_id,) = self._calls.add([(self._images.prompt(prompt), params, extras)])
-        return OutputStream(self._calls, request_id)
+        return open_stream(self._calls, (self._images.prompt(prompt), params, extras))
 
     def generate_unordered(
         self, requests: Iterable[tuple[Prompt, SamplingParams | None]]
@@ -422,4 +424,5 @@ class LLM(
         return [results[request_id] for request_id in ids]
 
     def _call_utility(self, method: str, *args: Any) -> Any:
-        return self._engine.call_utility(method, *args)
+        answer = self._engine.call_utility(method, *args)
+        return joined_states(answer, self._engine.states()) if method == "plugin_states" else answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,7 +13,13 @@ from hardpoint.core.kv_cache import size_cache
 from hardpoint.core.weights.planned_model import PlannedModel, open_attention, open_ops, plan_model
 from hardpoint.core.weights.shares import FirstRank, check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
-from hardpoint.plugins import ConfigError, EngineConfig, ModelError, WorkerInfo
+from hardpoint.plugins import (
+    AttentionBackend,
+    ConfigError,
+    EngineConfig,
+    ModelError,
+    Ops,
+)
 from hardpoint.plugins.commands import ContextMemory, ModelReport, WeightGroup
 from hardpoint.plugins.component import no_progress
 from hardpoint.plugins.config import ConfigSources
@@ -55,7 +62,7 @@ def report_model(
             parallel = Parallel(tensor, stage, stages, config.parallel.expert, engines)
             shares.append(plan_model(spec, ops, backend, parallel, lambda: limit))
             shares[-1].quantized.close()
-        return _report(spec, shares, lengths, (ops.describe(), backend.describe()))
+        return _report(spec, shares, lengths, ops, backend)
     finally:
         close_all([*(share.model for share in shares), backend, ops])
 
@@ -64,7 +71,8 @@ def _report(
     spec: WorkerSpec,
     shares: Sequence[PlannedModel],
     lengths: Sequence[int],
-    kernels: tuple[str, str],
+    ops: Ops,
+    backend: AttentionBackend,
 ) -> ModelReport:
     """Return the report of all stages, each of which its first rank stands for.
 
@@ -72,7 +80,8 @@ def _report(
         spec: configuration of a worker.
         shares: the share of each stage.
         lengths: lengths of requests.
-        kernels: descriptions of the operations and of attention.
+        ops: operations of the layers.
+        backend: backend of attention.
     """
     config, model_config = spec.config, spec.model_config
     tightest = min(shares, key=lambda share: share.estimate.room - share.estimate.cache)
@@ -82,6 +91,7 @@ def _report(
     if not problem:
         cache_bytes, problem = _cache_bytes(tightest, spec)
     sizes = {n: s for share in shares for n, s in share.checked.shapes.items()}
+    specs = [layer for share in shares for layer in share.checked.specs]
     return ModelReport(
         model=config.model,
         path=spec.loader.context.files.path,
@@ -90,13 +100,14 @@ def _report(
         provider=spec.plugins.get("models", model_config.model_plugin).source.package,
         device=str(spec.device),
         dtype=_dtype(spec),
-        operations=kernels[0],
-        attention=kernels[1],
+        operations=ops.describe(),
+        attention=backend.describe(),
         cache_dtype=config.kv_cache.dtype,
         num_params=sum(math.prod(shape) for shape in sizes.values()),
         weights=_groups(spec, shares),
         vocab_size=model_config.vocab_size,
-        windows=[layer.window for share in shares for layer in share.checked.specs],
+        windows=[layer.window for layer in specs],
+        num_state_layers=sum(len(share.checked.states) for share in shares),
         max_position_embeddings=model_config.max_position_embeddings,
         max_model_len=spec.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -110,6 +121,9 @@ def _report(
         limit=estimate.limit.source,
         longest=longest,
         problem=problem,
+        implementation=model_config.model_plugin,
+        heads=[(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in specs],
+        token_bytes=sum(map(backend.bytes_per_block, specs)) // config.kv_cache.block_size,
     )
 
 
@@ -134,13 +148,14 @@ def _cache_bytes(share: PlannedModel, spec: WorkerSpec) -> tuple[int, str]:
     """Return the size of the KV cache, and why there is none."""
     estimate, attention = share.estimate, share.attention
     rest = max(estimate.limit.available - estimate.weights - estimate.step, 0)
-    windows = tuple(group.window for group in attention.groups)
-    info = WorkerInfo(attention.bytes_per_block, rest, estimate.share, windows=windows)
+    info = dataclasses.replace(
+        attention.worker_info(), available_bytes=rest, cache_share=estimate.share
+    )
     try:
         size = size_cache(spec.config, spec.max_model_len, info)
     except ConfigError as error:
         return 0, str(error)
-    return size.num_blocks * attention.bytes_per_block, ""
+    return estimate.request.size(size.num_blocks), ""
 
 
 def _context(share: PlannedModel, config: EngineConfig, length: int, longest: int) -> ContextMemory:

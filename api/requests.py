@@ -20,6 +20,7 @@ from hardpoint.core.frontend.outputs.request_state import AnyOutput, rejection
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import EngineDeadError, EnginePausedError
 from hardpoint.plugins import (
+    EngineCoreRequest,
     HardpointError,
     LoRARequest,
     OverloadedError,
@@ -38,7 +39,6 @@ __all__ = [
     "BatchOptions",
     "ChatBatchOptions",
     "OpenCalls",
-    "OutputStream",
     "UnorderedCall",
     "check_generates",
     "make_extras",
@@ -252,13 +252,24 @@ class OpenCalls:
         """The engine's lock."""
         return self._engine.lock
 
-    def add(self, requests: Iterable[Request], outputs: Outputs | None = None) -> list[str]:
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of the engine, in seconds."""
+        return self._engine.parts.clock
+
+    def add(
+        self,
+        requests: Iterable[Request],
+        outputs: Outputs | None = None,
+        sent: Callable[[EngineCoreRequest], object] = lambda _: None,
+    ) -> list[str]:
         """Add the prompts of a call with their parameters; if one is refused, none runs on.
 
         The engine has the first one before the last one is read.
 
         Args:
             outputs: outputs of the call, if it has added requests before.
+            sent: gets each request as the engine got it.
 
         Returns:
             Their ids.
@@ -271,7 +282,8 @@ class OpenCalls:
         with self._engine.lock:
             try:
                 for request in requests:
-                    self._engine.add_request(self._new_id(ids, outputs), *request)
+                    added = [(self._new_id(ids, outputs), *request)]
+                    self._engine.add_requests(added, sent=sent)
             except BaseException:
                 self.drop(ids)
                 raise
@@ -444,52 +456,3 @@ class UnorderedCall:
         if not self._live:
             raise error
         self._held.append(entry)
-
-
-class OutputStream(Iterator[RequestOutput]):
-    """The outputs of one request as they come.
-
-    It aborts its request when it is closed, collected, or fails; not when the engine is paused,
-    after which it goes on.
-    """
-
-    def __init__(self, calls: OpenCalls, request_id: str) -> None:
-        """Own a request that was added."""
-        self._calls, self._id = calls, request_id
-        self._outputs = calls.outputs([request_id])
-        self._is_open = True
-
-    def __next__(self) -> RequestOutput:
-        """Return the next output.
-
-        Raises:
-            EnginePausedError: there is none before the engine is resumed; ask again then.
-            HardpointError: the engine rejected the request, or is dead.
-        """
-        with self._calls.lock:  # of several threads that iterate, each gets some of the outputs
-            return self._next()
-
-    def _next(self) -> RequestOutput:
-        if not self._is_open:
-            raise StopIteration
-        try:
-            output = next(self._outputs)
-        except EnginePausedError:
-            self._outputs = self._calls.outputs([self._id])
-            raise
-        except BaseException:
-            self.close()
-            raise
-        if output.finished:
-            self.close()
-        return output
-
-    def close(self) -> None:
-        """End the request, if it has not ended. Closing twice does nothing."""
-        if self._is_open:
-            self._is_open = False
-            self._calls.drop([self._id])
-
-    def __del__(self) -> None:
-        if self._is_open:
-            self._calls.drop_soon([self._id])

@@ -13,6 +13,9 @@ BODY_LIMIT = 65_536
 MESSAGE_TERMS = 8
 """First terms of an error's message that make its kind."""
 
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of bytes that are no JSON, that are no UTF-8, or that nest too deeply."""
+
 
 class Delta(msgspec.Struct):
     """The new part of a chat's choice; only text is read."""
@@ -172,7 +175,7 @@ class StreamAnswer:
         timeline = self.timeline
         try:
             chunk = _decoder.decode(payload)
-        except msgspec.DecodeError:
+        except _NO_JSON:
             timeline.error = "stream: an event is not the JSON of a chunk"
             return
         if chunk.error is not None:
@@ -232,7 +235,7 @@ def message_of(body: bytes) -> str:
     """Return the first terms of the message of an error's body."""
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except _NO_JSON:
         return _first_terms(body.decode("utf-8", "replace"))
     return _first_terms(value.get("error", value) if isinstance(value, dict) else value)
 
@@ -270,5 +273,5 @@ class Document:
         """Return the body's value, or None for an error or what is no JSON."""
         try:
             return msgspec.json.decode(self.content) if self.status == 200 else None
-        except msgspec.DecodeError:
+        except _NO_JSON:
             return None

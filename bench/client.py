@@ -8,7 +8,7 @@ import gc
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, MutableSequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,15 +53,11 @@ class Outcome:
 
 
 class RequestQueue:
-    """Decides when turns may be sent: each follows the end of the turn before it.
-
-    Attributes:
-        answers: answers of conversations, by the ids of their segments.
-    """
+    """Decides when turns may be sent: each follows the end of the turn before it."""
 
     def __init__(self) -> None:
         """Begin without conversations."""
-        self.answers: dict[int, str] = {}
+        self._answers: dict[str, dict[int, str]] = {}
         self._waiting: dict[str, deque[SimulatedRequest]] = {}
         self._failed: set[str] = set()
 
@@ -76,6 +72,10 @@ class RequestQueue:
         self._waiting[session] = deque()
         return True
 
+    def answers(self, request: SimulatedRequest) -> Mapping[int, str]:
+        """Return the answers to the turns before a request, by the ids of their segments."""
+        return {} if request.session is None else self._answers.get(request.session, {})
+
     def has_failed(self, request: SimulatedRequest) -> bool:
         """Return whether an earlier turn of a request's conversation failed."""
         return request.session in self._failed
@@ -88,7 +88,11 @@ class RequestQueue:
         if timeline.error:
             self._failed.add(session)
         else:
-            self.answers[request.output.id] = timeline.text
+            self._answers.setdefault(session, {})[request.output.id] = timeline.text
+        if request.is_last or timeline.error:  # no later turn is sent that goes on from them
+            self._answers.pop(session, None)
+        if request.is_last:
+            self._failed.discard(session)
         if waiting := self._waiting[session]:
             return waiting.popleft()
         del self._waiting[session]
@@ -206,7 +210,7 @@ class Client:
             now = time.perf_counter()
             timeline = Timeline(sent=now, ended=now, error=NOT_SENT)
         else:
-            body = self._prompts.body(request, self._queue.answers)
+            body = self._prompts.body(request, self._queue.answers(request))
             try:
                 timeline = await self._send(body, keep_text=request.session is not None)
             except asyncio.CancelledError:

@@ -28,23 +28,30 @@ def main() -> None:
     times["engine"] = time.monotonic()
     llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1))
     times["first token"] = time.monotonic()
-    peaks = [_peak("self"), *(_peak(child) for child in _children("self"))]
+    peaks = [peak("self"), *(peak(child) for child in children("self"))]
     before = time.monotonic()
     llm.close()
     print(json.dumps([times, time.monotonic() - before, peaks]))
 
 
-def _peak(pid: str) -> int:
-    """Return the bytes that a process had resident at most."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+def peak(pid: str) -> int:
+    """Return the bytes that a process had resident at most; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def _children(pid: str) -> list[str]:
+def children(pid: str) -> list[str]:
+    """Return the ids of a process's children, and of theirs."""
     found: list[str] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [child, *_children(child)]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [child, *children(child)]
+    except (FileNotFoundError, ProcessLookupError):  # the process, or a thread of it, has ended
+        pass
     return found
 
 

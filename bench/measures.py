@@ -103,9 +103,10 @@ def report(
     """Return the report of a load, and the curves of its plots, as those of simulations."""
     timelines = [timeline for outcome in outcomes for timeline in outcome.timelines]
     good = [timeline for timeline in timelines if not timeline.error]
+    failed = [timeline for timeline in timelines if timeline.error]
     start = min(outcome.start for outcome in outcomes)
     seconds = max(t.ended for t in timelines) - start if timelines else 0.0
-    ended = _ended(good, start, objective)
+    ended = _ended(good, failed, start, objective)
     prompts, outputs = sum(t.prompt_tokens or 0 for t in good), sum(map(_tokens, good))
     chunks = sum(t.chunks for t in good)
     num_good = int(ended.is_good.sum())
@@ -116,9 +117,9 @@ def report(
     made = LoadReport(
         requests=len(timelines),
         finished=len(good),
-        failed=len(timelines) - len(good),
+        failed=len(failed),
         unfinished=sum(outcome.unfinished for outcome in outcomes),
-        errors=dict(Counter(t.error for t in timelines if t.error).most_common()),
+        errors=dict(Counter(t.error for t in failed).most_common()),
         seconds=seconds,
         prompt_tokens=prompts,
         output_tokens=outputs,
@@ -140,7 +141,9 @@ def report(
     return made, ended.curves()
 
 
-def _ended(good: Sequence[Timeline], start: float, objective: Objective) -> Ended:
+def _ended(
+    good: Sequence[Timeline], failed: Sequence[Timeline], start: float, objective: Objective
+) -> Ended:
     """Return the times of requests that ended well; without text, the end counts as first token."""
     tenants: dict[str | None, int] = {None: 0}
     sessions: dict[str | None, int] = {None: 0}
@@ -151,6 +154,7 @@ def _ended(good: Sequence[Timeline], start: float, objective: Objective) -> Ende
         e2e=_vector(t.ended - t.sent for t in good),
         tenant=_vector(tenants.setdefault(t.tenant, len(tenants)) for t in good),
         session=_vector(sessions.setdefault(t.session, len(sessions)) for t in good),
+        failed=_vector(sessions.setdefault(t.session, len(sessions)) for t in failed),
         tenants=list(tenants),
         sessions=list(sessions),
         objective=objective,

@@ -36,7 +36,13 @@ class ServerAddress(Strict):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of each request."""
+        """Headers of each request.
+
+        Raises:
+            ConfigError: the key cannot be in a header.
+        """
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("api_key: expected printable ASCII, got other characters")
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 

@@ -1,18 +1,19 @@
 """Simulated requests next to measured ones: three loads under four policies, on a real model.
 
+    python benchmarks/simulated.py --runs 3 --json simulated.json
+    python benchmarks/simulated.py --loads chat --policies fcfs fair --requests 20
     hardpoint calibrate --output cost.json --set executor.threads=1
-    python benchmarks/simulated.py --cost cost.json --runs 3 --json simulated.json
     python benchmarks/simulated.py --cost cost.json --runs 1 --paced
-    python benchmarks/simulated.py --cost cost.json --loads chat --policies fcfs fair --requests 20
+
+Each request is sent at its time to an AsyncLLM with an engine process, whether or not those before
+it have ended, and the same requests are simulated with the cost of a calibration. Each turn
+calibrates the model and then runs each policy once, for the speed of a machine may change by the
+minute; with --cost, a file is used instead. The spread is that of the runs, (greatest - smallest) /
+median; the error is that of the median of the simulations against the median of the runs. The load
+of the machine is printed, for neighbours make steps slower than when they were calibrated.
 
 With --paced, the real engine runs the scripted model with the pace of the cost, which neighbours on
 the machine hardly change: what is left is the error of scheduling, messages and clocks.
-
-Each request is sent at its time to an AsyncLLM with an engine process, whether or not those before
-it have ended, and the same requests are simulated with the cost of a file. Runs of the variants
-take turns; the spread is that of the runs, (greatest - smallest) / median. The error is that of the
-simulated figure against the median. The load of the machine is printed, for neighbours make steps
-slower than they were when they were calibrated.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import json
 import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -76,12 +80,35 @@ FIGURES = ("ttft.p50", "ttft.p95", "tpot.p50", "tpot.p95", "e2e.p50", "e2e.p95")
 GOALS = {"p50": 0.05, "p95": 0.10}
 
 
+MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_BLOCKS = 8, 4096, 2048
+
+
+def calibrated(file: Path, arguments: argparse.Namespace) -> Path:
+    """Calibrate the model as the runs configure it."""
+    settings = {
+        "executor.threads": arguments.threads,
+        "scheduler.max_num_seqs": MAX_NUM_SEQS,
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache.num_blocks": NUM_BLOCKS,
+    }
+    command = [sys.executable, "-m", "hardpoint", "calibrate", arguments.model]
+    command += ["--output", str(file), "--seconds", str(arguments.seconds)]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    subprocess.run(command, check=True)
+    return file
+
+
 def config_of(policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration of an engine."""
     config: dict[str, Any] = {
-        "scheduler": {"policy": policy, "max_num_seqs": 8, "step_milliseconds": 150.0},
-        "kv_cache": {"num_blocks": 2048},
-        "max_model_len": 4096,
+        "scheduler": {
+            "policy": policy,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "step_milliseconds": 150.0,
+        },
+        "kv_cache": {"num_blocks": NUM_BLOCKS},
+        "max_model_len": MAX_MODEL_LEN,
         "executor": {"threads": arguments.threads},
         "stats": {"sinks": []},
     }
@@ -137,7 +164,9 @@ async def measure(
     return found
 
 
-def simulated(load: SyntheticLoad, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def simulated(
+    load: SyntheticLoad, cost: Path, arguments: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """Return the same figures of simulations, by policy."""
     from hardpoint.plugins import EngineConfig
 
@@ -148,7 +177,7 @@ def simulated(load: SyntheticLoad, arguments: argparse.Namespace) -> dict[str, d
         config.pop("plugin", None)
         variants[policy] = convert(config, EngineConfig, path="")
     found = {}
-    for record in simulate(variants, Load(synthetic=load), cost=arguments.cost):
+    for record in simulate(variants, Load(synthetic=load), cost=cost):
         if record["record"] == "result":
             report = record["report"]
             found[record["variant"]] = {
@@ -160,9 +189,18 @@ def simulated(load: SyntheticLoad, arguments: argparse.Namespace) -> dict[str, d
 
 
 def compare(
-    name: str, predicted: dict[str, dict[str, float]], runs: dict[str, list[dict[str, float]]]
+    name: str,
+    simulations: list[dict[str, dict[str, float]]],
+    runs: dict[str, list[dict[str, float]]],
 ) -> list[dict[str, Any]]:
     """Print measured and simulated figures of a load; return them."""
+    predicted = {
+        policy: {
+            figure: statistics.median(one[policy][figure] for one in simulations)
+            for figure in simulations[0][policy]
+        }
+        for policy in runs
+    }
     rows = []
     for policy, found in runs.items():
         for figure in FIGURES:
@@ -204,7 +242,8 @@ def compare(
 def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cost", type=Path, default=Path("calibrated.json"))
+    parser.add_argument("--cost", type=Path, help="a file of `hardpoint calibrate`, for all turns")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each calibration")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policies", nargs="*", default=list(POLICIES))
@@ -219,6 +258,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args()
+    if arguments.paced and arguments.cost is None:
+        parser.error("--paced: expected --cost FILE too, the pace of the scripted model")
     rows = []
     for name in arguments.loads:
         load = LOADS[name]
@@ -227,9 +268,12 @@ def main() -> None:
             rate=load.rate * arguments.speed,
             requests=arguments.requests or load.requests,
         )
-        predicted = simulated(load, arguments)
+        simulations = []
         runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in arguments.policies}
         for number in range(arguments.runs):
+            with tempfile.TemporaryDirectory() as folder:
+                cost = arguments.cost or calibrated(Path(folder, "cost.json"), arguments)
+                simulations.append(simulated(load, cost, arguments))
             for policy in arguments.policies:
                 found = asyncio.run(measure(policy, list(load.generate()), arguments))
                 runs[policy].append(found)
@@ -238,7 +282,7 @@ def main() -> None:
                     f"load of the machine {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
-        rows += compare(name, predicted, runs)
+        rows += compare(name, simulations, runs)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

@@ -31,7 +31,7 @@ MODEL_FOLDERS = (
     "builtin_plugins/ops",
     "toolkit/layers",
     "boundary/checked_attention",
-    "boundary/layer_groups",
+    "boundary/layers/groups",
     "kernels",
 )
 DEAREST = 12

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hardpoint.errors import ConfigError, ModelError, PluginFaultError
 from hardpoint.plugins import AttentionBackend, AttentionStep, KVSpec, Wrapper
+from hardpoint.plugins.executor import WorkerInfo
 from hardpoint.plugins.manifest import Source
-from hardpoint.plugins.model import Attend
+from hardpoint.plugins.model import Attend, Recur, no_states
 
 from .checked_model import is_replayable, wrong_result
 from .guard import checked
-from .layer_groups import LayerGroups
+from .layers.groups import LayerGroups
+from .layers.states import LayerStates
 
 _CACHE_EXTRA = 1 << 20  # bytes that a cache may have besides its blocks
 
@@ -25,10 +28,13 @@ class CheckedAttention:
     Attributes:
         backend: the backend of all layers.
         source: source of it.
-        specs: one per attention layer.
+        specs: one per attention layer, as the backend gets it.
         groups: groups of the layers.
         group_of: index of the group, by layer.
-        bytes_per_block: bytes of a block in all caches.
+        states: states of other layers, in the last group; None if the model has none.
+        bytes_per_block: bytes of a block in all caches, without states.
+        bytes_per_state: bytes of a state, all layers together.
+        num_states: how many of the blocks are states, the last ones.
         kv_layout: name and version of the layout.
         is_replayable: whether the backend's class declares it.
         pads: whether it runs steps with padding, which are recorded.
@@ -41,6 +47,7 @@ class CheckedAttention:
         specs: Sequence[KVSpec],
         groups: LayerGroups,
         rotate: Callable[[torch.Tensor, torch.Tensor], None],
+        states: LayerStates | None = None,
         *,
         sees_ahead: bool = False,
     ) -> None:
@@ -52,36 +59,25 @@ class CheckedAttention:
             specs: one per attention layer.
             groups: groups of the layers.
             rotate: rotates heads for a backend that does not, as `Ops.rotate`.
+            states: states of other layers, in the last group; None if the model has none.
             sees_ahead: whether tokens of the model see later ones of a step.
 
         Raises:
             ModelError: the backend cannot compute such layers.
             PluginFaultError: the sizes are wrong, or differ in layers that are to share a cache.
         """
-        capped = [index for index, spec in enumerate(specs) if spec.softcap is not None]
-        if capped and not backend.softcaps:
-            raise ModelError(
-                f"attention.use: {source} has no soft cap of attention scores (its class says "
-                f"softcaps = False), and layer {capped[0]} has the soft cap "
-                f"{specs[capped[0]].softcap:g}; choose another attention backend for this model"
-            )
-        if sees_ahead and not backend.sees_ahead:
-            raise ModelError(
-                f"attention.use: {source} lets no token see later ones (its class says sees_ahead "
-                f"= False), as those of an image do in this model; choose another attention "
-                f"backend for this model"
-            )
-        self.backend = backend
-        self.source = source
+        _refuse_lacking(backend, source, specs, sees_ahead)
+        self.backend, self.source = backend, source
         self._rotate = None if _rotates(backend) else rotate
-        self.specs = specs
-        self.groups = groups.groups
+        # A backend that does not know of values in keys stores these twice, whole.
+        own = specs if backend.shares_values else [replace(s, value_size=None) for s in specs]
+        self.specs, self._value_sizes = own, [spec.value_size for spec in specs]
+        self.groups, self.states = groups.groups, states
         self.group_of, self._cache_of = groups.group_of, groups.cache_of
         self.kv_layout = (backend.kv_layout, backend.kv_layout_version)
-        sizes = [backend.bytes_per_block(spec) for spec in specs]
-        for size in sizes:
+        self._sizes: list[int] = [backend.bytes_per_block(spec) for spec in self.specs]
+        for size in self._sizes:
             checked(size, AttentionBackend, "bytes_per_block()", source)
-        self._sizes: list[int] = sizes
         self._layer_of = {cache: layer for layer, cache in enumerate(self._cache_of)}  # one of it
         for layer, cache in enumerate(self._cache_of):
             other = self._layer_of[cache]
@@ -92,8 +88,10 @@ class CheckedAttention:
                     f"differ in the window alone"
                 )
         self.bytes_per_block = sum(self._sizes[layer] for layer in self._layer_of.values())
+        self.bytes_per_state = 0 if states is None else states.bytes_per_state
+        self.num_states = 0
         self.is_replayable = is_replayable(backend)
-        self.pads = backend.pads
+        self.pads = backend.pads and states is None
 
     def plans(self, steps: Sequence[AttentionStep]) -> list[Any]:
         """Return the plan of each layer.
@@ -101,31 +99,59 @@ class CheckedAttention:
         Args:
             steps: one per group.
         """
+        if self.states is not None:
+            steps = steps[:-1]
         plans = [self.backend.plan(step) for step in steps]
         return [plans[group] for group in self.group_of]
 
     def allocate(self, num_blocks: int) -> list[Any]:
-        """Return the cache of each layer, which layers of several groups share.
+        """Return the cache of each layer, which layers of several groups share, then the states.
 
         Raises:
             PluginFaultError: a cache takes more memory than its blocks should.
         """
-        caches = {}
+        caches, num_keys = {}, num_blocks - self.num_states
         for index, layer in self._layer_of.items():
             spec, size = self.specs[layer], self._sizes[layer]
-            cache = self.backend.allocate(spec, num_blocks)
-            if (taken := _num_bytes(cache)) > size * num_blocks + _CACHE_EXTRA:
+            cache = self.backend.allocate(spec, num_keys)
+            if (taken := _num_bytes(cache)) > size * num_keys + _CACHE_EXTRA:
                 raise PluginFaultError(
-                    f"{self.source}: its allocate() took {taken} bytes for {num_blocks} blocks, "
-                    f"expected {size * num_blocks}, since bytes_per_block() gave {size}"
+                    f"{self.source}: its allocate() took {taken} bytes for {num_keys} blocks, "
+                    f"expected {size * num_keys}, since bytes_per_block() gave {size}"
                 )
             caches[index] = cache
-        return [caches[index] for index in self._cache_of]
+        states = [] if self.states is None else self.states.allocate(self.num_states, num_keys)
+        return [*(caches[index] for index in self._cache_of), *states]
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of each layer."""
         return tuple(self._sizes)
+
+    def worker_info(self) -> WorkerInfo:
+        """Return the blocks of the caches; without memory for them."""
+        windows = tuple(group.window for group in self.groups)
+        return WorkerInfo(
+            self.bytes_per_block,
+            0,
+            windows=windows,
+            has_states=self.states is not None,
+            bytes_per_state=self.bytes_per_state,
+        )
+
+    def num_bytes(self, num_blocks: int) -> int:
+        """Return the bytes of so many blocks, `num_states` among them."""
+        num_keys = num_blocks - self.num_states
+        return num_keys * self.bytes_per_block + self.num_states * self.bytes_per_state
+
+    def recurrence(self, caches: Sequence[Any], steps: Sequence[AttentionStep]) -> Recur:
+        """Return the recurrence of a step in layers with states.
+
+        Args:
+            caches: what `allocate` returned.
+            steps: one per group.
+        """
+        return no_states if self.states is None else self.states.of_step(caches, steps)
 
     def block_views(self, caches: Sequence[Any], user: str) -> list[list[torch.Tensor]]:
         """Return the views of each layer's cache, as bytes by block.
@@ -180,7 +206,7 @@ class CheckedAttention:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         angles: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of a layer, [tokens, num_heads, head_size].
+        """Return the attention of a layer, [tokens, num_heads, head_size] or [..., value_size].
 
         Args:
             layer: index.
@@ -203,15 +229,29 @@ class CheckedAttention:
             for x in qkv[:2]:
                 self._rotate(x if size == spec.head_size else x[..., :size], angles)
             out = self.backend.attend(spec, cache, plan, *qkv)
-        if not (
-            isinstance(out, torch.Tensor)
-            and out.shape == q.shape
-            and out.dtype == q.dtype
-            and out.device == q.device
-        ):
-            expected = f"a {q.dtype} tensor {list(q.shape)} on {q.device}"
+        shape = (*q.shape[:2], spec.value_size or q.shape[2])
+        found = isinstance(out, torch.Tensor) and (out.shape, out.dtype, out.device)
+        if found != (shape, q.dtype, q.device):
+            expected = f"a {q.dtype} tensor {list(shape)} on {q.device}"
             raise wrong_result(self.source, method, out, expected)
-        return out
+        kept = self._value_sizes[layer]
+        return out if kept is None else out[..., -kept:]
+
+
+def _refuse_lacking(
+    backend: AttentionBackend, source: Source, specs: Sequence[KVSpec], sees_ahead: bool
+) -> None:
+    """Raise a ModelError if the backend lacks what a layer needs."""
+    for flag, what, needed in (
+        ("softcaps", "soft cap of attention scores", [s.softcap is not None for s in specs]),
+        ("has_sinks", "sinks of attention", [s.sinks is not None for s in specs]),
+        ("sees_ahead", "tokens that see later ones of an image", [sees_ahead for _ in specs]),
+    ):
+        if True in needed and not getattr(backend, flag):
+            raise ModelError(
+                f"attention.use: {source} has no {what} (its class says {flag} = False), which "
+                f"layer {needed.index(True)} needs; choose another attention backend for this model"
+            )
 
 
 def _rotates(backend: AttentionBackend) -> bool:

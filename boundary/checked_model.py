@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     ForwardBatch,
     KVSpec,
     Model,
+    TensorSpec,
     WeightLoader,
     Wrapper,
 )
@@ -28,6 +29,7 @@ from hardpoint.system import torch_state
 from hardpoint.system.memory import is_out_of_memory
 
 from .guard import PASSING, Boundary, checked
+from .layers.states import TrialStates
 
 
 def is_replayable(component: Component) -> bool:
@@ -44,6 +46,7 @@ class CheckedModel:
         needed: the shapes of the parts of them that this rank needs.
         cuts: these parts, of those that it does not need whole.
         specs: one per attention layer.
+        states: tensors of each layer that keeps a state.
         is_replayable: whether the model's class declares it.
         routed_experts: layers, and experts that a token has in each; None if it reports none.
         kv_variant: what the bytes of its KV blocks depend on besides weights and config.
@@ -76,7 +79,10 @@ class CheckedModel:
             for name, shape in shapes.items()
         }
         self.specs: list[KVSpec] = self._stated("kv_specs()", specs)
-        self.is_replayable = is_replayable(model)
+        self.states: list[tuple[TensorSpec, ...]] = self._stated(
+            "state_specs()", model.state_specs()
+        )
+        self.is_replayable = is_replayable(model) and not self.states
         self.routed_experts = self._stated("routed_experts()", model.routed_experts)
         self.kv_variant: str = self._stated("kv_variant()", model.kv_variant)
         self._is_last = model.context.parallel.is_last
@@ -101,10 +107,12 @@ class CheckedModel:
         before = None
         if not parallel.is_first:
             before = self.empty_hidden(num_tokens).zero_()
-        batch = ForwardBatch(ids, positions, attention.attend, before)
+        states = TrialStates(self.source, self.states, context.device, num_tokens)
+        batch = ForwardBatch(ids, positions, attention.attend, before, recur=states.recur)
         with self._noting_hooks():
             hidden = self._try("forward", self.forward, batch)
         attention.check_complete()
+        states.check_complete()
         if parallel.is_last and self._model.generates:
             self._try("compute_logits", self.compute_logits, hidden[:num_rows])
         self._width = hidden.shape[1]
@@ -274,13 +282,18 @@ class _TrialAttention:
                     f"called attend for layer {layer} with {name} = {shown(tensor)}, expected a "
                     f"{self._dtype} tensor {list(shape)} on {device}, as kv_specs() says"
                 )
+        if spec.value_size is not None and v is not k:
+            raise self._wrong(
+                f"called attend for layer {layer} with v that is not k, expected one tensor, as "
+                f"kv_specs() has value_size {spec.value_size}"
+            )
         if angles is not None and not self._are_angles(angles, spec):
             raise self._wrong(
                 f"called attend for layer {layer} with angles = {shown(angles)}, expected a "
                 f"torch.float32 tensor [{len(self._positions)}, an even size of at most "
                 f"{spec.head_size}] on {device}"
             )
-        return torch.zeros_like(q)
+        return torch.zeros_like(q if spec.value_size is None else q[..., -spec.value_size :])
 
     def _are_angles(self, angles: Any, spec: KVSpec) -> bool:
         return (

@@ -25,7 +25,7 @@ from hardpoint.plugins.behaviour import (
 )
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.manifest import Source
-from hardpoint.registry.blame import describe, raise_unless_fault, responsible
+from hardpoint.registry.blame import StateAtFault, describe, raise_unless_fault, responsible
 from hardpoint.registry.kinds import KINDS
 from hardpoint.system.forks import FORKS, end_copy
 
@@ -81,10 +81,12 @@ class Boundary:
         failing: names of the methods that had a fault.
     """
 
-    def __init__(self, report: FaultReporter, calls: PluginCalls) -> None:
-        """Store both; they are the attributes."""
-        self.report = report
-        self.calls = calls
+    def __init__(
+        self, report: FaultReporter, calls: PluginCalls, component: Component | None = None
+    ) -> None:
+        """Store both; they are the attributes. The state of `component` is logged at a fault."""
+        self.report, self.calls = report, calls
+        self._state = StateAtFault(component, calls.source)
         self.failing: set[str] = set()
 
     @classmethod
@@ -157,6 +159,7 @@ class Boundary:
         """Report a fault."""
         problem, cause = _problem(error)
         self.failing.add(name)
+        self._state.log()
         self.report(f"{text} {problem}", cause)
 
     def named(
@@ -211,6 +214,7 @@ class Boundary:
         if isinstance(error, (*naming, *behaviour.raises)):
             raise error
         source = self.calls.source
+        self._state.log()
         if cause is error and not of:  # with it, the component itself is named
             source, name = responsible(error, source, name)
         if of:
@@ -263,9 +267,8 @@ def guard(
     guarded = cls.__new__(cls)
     context = component.context
     source = context.source or Source(context.name, "", "", "", "")
-    boundary = Boundary(
-        _unreported if report is None else report, calls or PluginCalls(UNWATCHED, kind, source)
-    )
+    calls = calls or PluginCalls(UNWATCHED, kind, source)
+    boundary = Boundary(_unreported if report is None else report, calls, component)
     own, use = vars(guarded), (uses or {}).get
     own.update(wrapped=component, boundary=boundary, context=context)
     own.update(name=context.name, options=context.options)

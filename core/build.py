@@ -485,7 +485,7 @@ def _named_parser(
         return None
     if name != "auto":
         return plugins.get(kind, name)
-    template = tokenizer.chat_template or ""
+    template = "".join(tokenizer.chat_templates.values())
     fitting = [
         (sum(map(len, marks)), entry)
         for entry in plugins.entries(kind)

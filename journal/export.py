@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins.block_hash import extra_keys
+from hardpoint.toolkit.half_floats import float32_of
 
 from .forcing import recorded_tokens
 from .frames import JournalError
@@ -22,17 +24,15 @@ MOONCAKE_BLOCK = 512
 
 
 class _Exported(msgspec.Struct):
-    """A request without its content.
+    """A request, and the figures of it that are shown.
 
     Attributes:
         arrived: milliseconds since the journal began.
         first, ended: the same, for its first token and its end.
     """
 
-    number: int
     arrived: float
     request: EngineCoreRequest
-    hash_ids: list[int]
     first: float | None = None
     ended: float | None = None
     reason: str | None = None
@@ -48,27 +48,29 @@ def export(journal: Journal, form: str) -> Iterator[str]:
         form: "redacted", or "mooncake": what that form has, which simulations read.
 
     Raises:
-        JournalError: the journal is damaged, or there is no such form.
+        JournalError: the journal is damaged, has no size of blocks, or there is no such form.
     """
     if form not in ("redacted", "mooncake"):
         raise JournalError(f"form: expected redacted or mooncake, got {form!r}")
     size = MOONCAKE_BLOCK
     if form == "redacted":
-        size = int(journal.header.config["kv_cache"]["block_size"])
-    exported = _collected(journal, _Blocks(size))
+        size = journal.block_size
+    blocks = _Blocks(size)
     lengths = {name: len(tokens) for name, tokens in recorded_tokens(journal).items()}
-    for name, one in exported.items():
-        count = lengths.get(name, 0)
+    arrivals = sorted(_collected(journal).items(), key=lambda item: item[1].arrived)
+    for number, (name, one) in enumerate(arrivals):
+        given = one.request.resumed
+        count = lengths.get(name, 0) - (len(given.output_token_ids) if given is not None else 0)
         if form == "mooncake" and not count:
             continue  # that form has no request without output
         line: dict[str, Any] = {
             "timestamp": round(one.arrived),
             "input_length": len(one.request.prompt_token_ids),
             "output_length": count,
-            "hash_ids": one.hash_ids,
+            "hash_ids": blocks.ids(one.request),
         }
         if form == "redacted":
-            line = {"request": one.number, **line, **_details(one)}
+            line = {"request": number, **line, **_details(one)}
         yield json.dumps(line)
 
 
@@ -87,21 +89,20 @@ def _details(one: _Exported) -> dict[str, Any]:
     }
 
 
-def _collected(journal: Journal, blocks: _Blocks) -> dict[str, _Exported]:
+def _collected(journal: Journal) -> dict[str, _Exported]:
     """Return the requests by id, with the figures that events have of them."""
     found: dict[str, _Exported] = {}
-    now = journal.header.clock
-    for record in journal.records():
-        if not isinstance(record, Event):
-            continue
-        now = record.clock[-1] if record.clock else now
-        time = round((now - journal.header.clock) * 1000, 3)
-        for arrival in record.arrivals if record.failure is None else ():
-            request = request_of(arrival)
-            ids = blocks.ids(request)
-            found[request.request_id] = _Exported(len(found), time, request, ids)
-        _note(found, record, time)
+    start = journal.header.clock
+    for before, now, event in journal.events():
+        for arrival in event.arrivals if event.failure is None else ():
+            arrived = _milliseconds(event.arrived(arrival, before) - start)
+            found[arrival.request_id] = _Exported(arrived, request_of(arrival))
+        _note(found, event, _milliseconds(now - start))
     return found
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 def _note(found: dict[str, _Exported], event: Event, time: float) -> None:
@@ -136,15 +137,31 @@ class _Blocks:
 
     def ids(self, request: EngineCoreRequest) -> list[int]:
         """Return the numbers of a prompt's blocks, the last of which may be smaller."""
-        lora = request.lora.name if request.lora is not None else None
-        parent = self._hash(msgspec.msgpack.encode((request.cache_salt, lora)))
+        size, tokens = self._size, request.prompt_token_ids
+        extras = extra_keys(request, 0, -(-len(tokens) // size), size)
+        known = tokens if request.prompt_embeds is None else _with_embeddings(request)
+        parent = b""
         found = []
-        tokens = request.prompt_token_ids
-        for start in range(0, len(tokens), self._size):
-            content = msgspec.msgpack.encode(tokens[start : start + self._size])
-            parent = self._hash(parent + content)
+        for index, start in enumerate(range(0, len(tokens), size)):
+            content = (parent, known[start : start + size], extras.get(index, b""))
+            parent = self._hash(msgspec.msgpack.encode(content))
             found.append(self._numbers.setdefault(parent, len(self._numbers)))
         return found
 
     def _hash(self, content: bytes) -> bytes:
         return hashlib.blake2b(content, key=self._salt, digest_size=16).digest()
+
+
+def _with_embeddings(request: EngineCoreRequest) -> list[int | bytes]:
+    """Return the ids of a prompt, and the bytes of an embedding where one stands."""
+    try:
+        rows = iter(request.prompt_embeds)
+        return [
+            float32_of(next(rows)).tobytes() if token is None else token
+            for token in request.known_prompt_ids
+        ]
+    except (AttributeError, StopIteration, TypeError, ValueError) as cause:
+        raise JournalError(
+            f"journal: request {request.request_id!r}: prompt_embeds: expected a row for each "
+            "position without a token id"
+        ) from cause

@@ -8,6 +8,7 @@ with the journal's tokens, as a request goes on that another engine began (docs/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import msgspec
@@ -20,7 +21,7 @@ from hardpoint.plugins.resumed import ResumedOutputs
 from .differences import Difference
 from .playing import Player
 from .records import Event, Keyframe, num_computed
-from .run import Journal, ReplayReport, Run, request_of
+from .run import Journal, ReplayReport, Run, failure_of, request_of
 
 _MOST_STEPS = 100_000
 """After the journal's last event, for requests that are not done yet."""
@@ -59,8 +60,10 @@ class _Outputs:
     def after(self, event: Event) -> None:
         """Take what an event has."""
         for arrival in event.arrivals if event.failure is None else ():
-            self._prompts[arrival.request_id] = len(request_of(arrival).prompt_token_ids)
-            self.found[arrival.request_id] = {}
+            request = request_of(arrival)
+            given = () if request.resumed is None else request.resumed.output_token_ids
+            self._prompts[arrival.request_id] = len(request.prompt_token_ids)
+            self.found[arrival.request_id] = dict(enumerate(given))
         for plan in event.plans:
             computed = num_computed(plan)
             self._ends[plan.step] = {
@@ -95,28 +98,48 @@ class ForcedRun:
         self._number = 0
 
     def run(self, journal: Journal, until: int | None) -> ReplayReport:
-        """Play all events; then let the requests finish that the journal has more tokens of."""
-        has_begun = not journal.header.ring
+        """Play all events; then let the requests finish that the journal has more tokens of.
+
+        It ends with the first step that raises, or before a step after `until`.
+        """
+        if (rest := self._play_all(journal, until)) is not None:
+            self._finish(rest)
+        self.report.difference = self._player.difference
+        self.report.num_differing = len(self._differing)
+        return self.report
+
+    def _play_all(self, journal: Journal, until: int | None) -> Event | None:
+        """Play the events up to one that raised.
+
+        Returns:
+            The step with which requests finish, which has the error that did not come here; None if
+            the replay has ended.
+        """
         for number, record in enumerate(journal.records()):
             self._number = number
             if isinstance(record, Keyframe):
-                if not has_begun and number == 0:
+                if number == 0:
                     self._begin_at(record)
-                has_begun = True
                 continue
             assert isinstance(record, Event)
-            has_begun = True
-            if until is not None and any(plan.step > until for plan in record.plans):
-                self.report.notes.append(f"stopped before step {record.plans[0].step}")
-                break
-            self._play(record)
+            if self._run.ends_before(number, record, until) or self._play(record):
+                return None
+            if record.call == "step" and record.failure is not None:
+                return Event("step", failure=record.failure)
+        return Event("step")
+
+    def _finish(self, step: Event) -> None:
+        """Let requests finish; an error of the journal may come some steps later than it did.
+
+        From a keyframe on, requests compute again what they had computed before it.
+        """
         for _ in range(_MOST_STEPS):
             if not self._counts or not self._core.has_requests():
                 break
-            self._player.begin(self._number, Event("step"))
-            self._step()
-        self.report.num_differing = len(self._differing)
-        return self.report
+            self._player.begin(self._number, step)
+            if self._step(step):
+                return
+        self._run.compare_failures(self._number, step, None)
 
     def _begin_at(self, keyframe: Keyframe) -> None:
         """Add the requests of a keyframe, with what they have generated."""
@@ -140,32 +163,39 @@ class ForcedRun:
         self._requests[name] = request
         self._counts[name] = len(resumed.output_token_ids) if resumed is not None else 0
 
-    def _play(self, event: Event) -> None:
+    def _play(self, event: Event) -> bool:
+        """Make the call of an event; return whether it was a step that raised."""
         self._player.begin(self._number, event)
         if event.call == "step":
-            ended = [*event.late_aborts]
-            if ended:
-                self._core.abort_requests(ended)
-            self._step()
+            if event.late_aborts:
+                self._core.abort_requests(event.late_aborts)
             self.report.steps += len(event.plans)
-        elif event.arrivals:
+            return self._step(event)
+        if event.arrivals:
             if event.failure is None:
                 self.report.requests += len(event.arrivals)
                 for arrival in event.arrivals:
                     self._add(request_of(arrival), [])
         elif event.call in ("abort", "call"):
-            try:
-                self._run.call(event)
-            except HardpointError as error:
-                if event.failure is None:
-                    self.report.notes.append(f"{event.method or event.call}: {error}")
+            error = failure_of(functools.partial(self._run.call, event))
+            if error is not None and event.failure is None:
+                self.report.notes.append(f"{event.method or event.call}: {error}")
             for name in event.request_ids or ():
                 self._counts.pop(name, None)
+        return False
 
-    def _step(self) -> None:
-        outputs, _ = self._core.step()
-        for name, tokens in self._compared(outputs):
-            self._force(name, tokens)
+    def _step(self, event: Event) -> bool:
+        """Run a step; return whether it raised, which is compared with the error of an event."""
+        found: list[Outputs] = []
+        failure = failure_of(lambda: found.append(self._core.step()[0]))
+        if failure is None:
+            for name, tokens in self._compared(found[0]):
+                self._force(name, tokens)
+            return False
+        self._run.compare_failures(self._number, event, failure)
+        if self._player.difference is None:
+            self.report.notes.append(f"event {self._number} raised {type(failure).__name__} again")
+        return True
 
     def _compared(self, outputs: Outputs) -> Iterator[tuple[str, list[int]]]:
         """Compare new tokens; yield requests with another one, and the tokens to go on with."""
@@ -189,11 +219,8 @@ class ForcedRun:
 
     def _differs(self, name: str, index: int, recorded: int, own: int) -> None:
         self._differing.add(name)
-        if self.report.difference is None:
-            what = f"output {index}"
-            self.report.difference = Difference(
-                self._number, None, what, name, str(recorded), str(own)
-            )
+        what = f"output {index}"
+        self._player.differ(Difference(self._number, None, what, name, str(recorded), str(own)))
 
     def _force(self, name: str, tokens: list[int]) -> None:
         """Let a request go on with the journal's tokens."""

@@ -22,24 +22,30 @@ def history(journal: Journal, name: str) -> Iterator[str]:
         JournalError: no request has that id.
     """
     chosen: dict[str, _History] = {}
-    now, start = journal.header.clock, journal.header.clock
+    now = start = journal.header.clock
     for number, record in enumerate(journal.records()):
         arrivals = [live.arrival for live in record.live] if isinstance(record, Keyframe) else ()
         for found in _named(arrivals, name):
             chosen.setdefault(found.request_id, _History())
         if not isinstance(record, Event):
             continue
+        for arrival in record.arrivals:
+            for found in _named([arrival], name):
+                chosen[found.request_id] = _History()
+                how = f"is refused: {record.failure.text}" if record.failure else "arrives"
+                place = _place(record.arrived(arrival, now) - start, number)
+                yield f"{place} {found.request_id} {how}, {_described(found)}"
         now = record.clock[-1] if record.clock else now
-        place = f"{now - start:10.6f} s  event {number:<6}"
-        for found in _named(record.arrivals, name):
-            chosen[found.request_id] = _History()
-            how = f"is refused: {record.failure.text}" if record.failure else "arrives"
-            yield f"{place} {found.request_id} {how}, {_described(found)}"
+        place = _place(now - start, number)
         for request_id, known in chosen.items():
             for line in known.lines(record, request_id):
                 yield f"{place} {request_id} {line}"
     if not chosen:
         raise JournalError(f"journal {str(journal.path)!r}: no request has the id {name!r}")
+
+
+def _place(seconds: float, number: int) -> str:
+    return f"{seconds:10.6f} s  event {number:<6}"
 
 
 def _named(arrivals: Sequence[Arrival], name: str) -> list[EngineCoreRequest]:

@@ -161,15 +161,23 @@ class RecordedCore(EngineCore):
         self._encoder = Encoder(inline_below=1 << 30)
         self._compact = Compact()
         self._num_events = 0
-        self._arrivals: dict[str, Arrival] = {}  # of live requests, for keyframes
+        self._arrivals: dict[str, Arrival] = {}  # of live requests, where keyframes have them
         self._changed: list[Event] = []  # the calls of the last live change
         self._changing: list[Event] = []
         self._plain_step, self.step = self.step, self._recorded_step
 
+    @property
+    def _is_off(self) -> bool:
+        """Whether a call is not recorded: another one makes it, or the journal is over."""
+        if self._writer.why_over:
+            self._arrivals.clear()  # no keyframe follows
+            return True
+        return self._recorder.event is not None
+
     @contextlib.contextmanager
     def _recorded(self, event: Event) -> Iterator[Event | None]:
         """Record a call; None within another one."""
-        if self._recorder.event is not None or self._writer.why_over:
+        if self._is_off:
             yield None
             return
         self._recorder.begin(event)
@@ -193,7 +201,7 @@ class RecordedCore(EngineCore):
         self, late_aborts: Callable[[], Sequence[str]] = tuple
     ) -> tuple[Outputs, bool]:
         """Run a step, and record it."""
-        if self._writer.why_over:
+        if self._is_off:
             return self._plain_step(late_aborts)
         if not self.has_requests():  # a step would change nothing, and polls would fill the file
             return {}, False
@@ -237,26 +245,34 @@ class RecordedCore(EngineCore):
         arrived: float | None = None,
     ) -> None:
         """Queue a request; see EngineCore."""
-        if self._recorder.event is not None:
+        if self._is_off:
             super().add_request(request, block_hashes, arrived)
             return
-        arrival = self._arrival(request, block_hashes, arrived)
-        with self._recorded(Event("add", arrivals=[arrival])):
+        arrivals = [self._arrival(request, block_hashes, arrived)]
+        with self._recorded(Event("add", arrivals=arrivals)):
             super().add_request(request, block_hashes, arrived)
-        self._arrivals[request.request_id] = arrival
+            self._keep(arrivals)
 
     def add_requests(self, requests: Sequence[QueuedRequest]) -> None:
         """Queue the requests of one call, or none; see EngineCore."""
+        if self._is_off:
+            super().add_requests(requests)
+            return
         arrivals = [self._arrival(*queued) for queued in requests]
         with self._recorded(Event("add_all", arrivals=arrivals)):
             super().add_requests(requests)
-        self._arrivals |= {arrival.request_id: arrival for arrival in arrivals}
+            self._keep(arrivals)
 
     def _arrival(
         self, request: EngineCoreRequest, hashes: list[bytes] | None, arrived: float | None
     ) -> Arrival:
         frames = [bytes(frame) for frame in self._encoder.encode(request)]
         return Arrival(request.request_id, frames, hashes is not None, arrived)
+
+    def _keep(self, arrivals: list[Arrival]) -> None:
+        """Keep requests that were added, for keyframes, the one after this event included."""
+        if self._writer.has_keyframes:
+            self._arrivals |= {arrival.request_id: arrival for arrival in arrivals}
 
     def abort_requests(self, request_ids: Iterable[str] | None) -> Outputs:
         """Abort requests; see EngineCore."""
@@ -293,7 +309,7 @@ class RecordedCore(EngineCore):
 
     def record_call(self, method: str, run: Callable[[], Any], arguments: Sequence[Any]) -> Any:
         """Run a control call, and record it."""
-        if self._recorder.event is not None or self._writer.why_over:
+        if self._is_off:
             return run()
         frames = [bytes(frame) for frame in self._encoder.encode(list(arguments))]
         with self._recorded(Event("call", method=method, arguments=frames)) as event:

@@ -219,6 +219,17 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
     ended: list[Ended] = []
     failure: Failure | None = None
 
+    def arrived(self, arrival: Arrival, before: float) -> float:
+        """Return when a request of the event came, in seconds on the engine's clock.
+
+        Args:
+            arrival: one of `arrivals`.
+            before: the last reading of the clock before the event.
+        """
+        if arrival.arrived is not None:
+            return arrival.arrived
+        return self.clock[0] if self.clock else before  # the call itself reads it first
+
 
 def is_poll(method: str, arguments: Sequence[Any]) -> bool:
     """Return whether a control call asks if what other threads or processes do is done.

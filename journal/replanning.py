@@ -84,8 +84,8 @@ def replan(
         anyway: whether to go on where control calls cannot be made.
 
     Raises:
-        JournalError: the journal is damaged, begins in the middle, or its engine had windows or a
-            KV connector.
+        JournalError: the journal is damaged, begins in the middle, is of another Hardpoint, or its
+            engine had windows or a KV connector.
         HardpointError: the policy cannot be built.
     """
     _check(journal)
@@ -105,11 +105,10 @@ def replan(
 
 
 def _check(journal: Journal) -> None:
-    config = journal.header.config
-    connector = config["kv_connector"]
+    connector = replay_config(journal.header).kv_connector
     reasons = {
         "it begins at a keyframe": not isinstance(next(journal.records(), None), Event),
-        "its engine moved blocks (kv_connector)": connector["use"] or connector["stores"],
+        "its engine moved blocks (kv_connector)": connector.use or connector.stores,
         "its model has windows": journal.header.windows,
     }
     for reason, is_so in reasons.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,8 +65,9 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
 
 def _early_end(journal: Journal) -> list[str]:
     """Return why a journal ends before its engine did, if it does."""
-    end = journal.end
-    if end is None:
+    if journal.end is None:  # the replay may have stopped before it
+        deque(journal.records(), maxlen=0)
+    if (end := journal.end) is None:
         return ["the journal has no end: its engine was killed, or is running"]
     if end.reason == CLOSED:
         return []
@@ -104,7 +106,8 @@ def mismatches(header: Header, outside: PlayedOutside) -> Iterator[str]:
 def _computing(entries: Iterator[PluginEntry]) -> Iterator[PluginEntry]:
     """Yield the plugins that tokens may depend on: not those of the frontend, nor publishers."""
     for entry in entries:
-        frontend = KINDS[entry.kind].processes == (Process.FRONTEND,)
+        kind = KINDS.get(entry.kind)  # None: a kind of another Hardpoint
+        frontend = kind is not None and kind.processes == (Process.FRONTEND,)
         if not frontend and entry.kind not in ("kv_event_publishers", "hooks"):
             yield entry
 

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from hardpoint import typed
 from hardpoint.core.build import build_engine
@@ -68,6 +69,16 @@ class ReplayReport:
         }
 
 
+class _CacheConfig(msgspec.Struct):
+    block_size: Annotated[int, Meta(ge=1)]
+
+
+class _Config(msgspec.Struct):
+    """Fields of a configuration that are read alone; another Hardpoint may have others."""
+
+    kv_cache: _CacheConfig
+
+
 class Journal:
     """A journal that is read from its file.
 
@@ -92,6 +103,17 @@ class Journal:
         self.header = first
         self.end: End | None = None
 
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of its engine's KV cache.
+
+        Raises:
+            JournalError: its configuration has none.
+        """
+        where = f"journal {str(self.path)!r}: config"
+        config = typed.convert(self.header.config, _Config, path=where, error=JournalError)
+        return config.kv_cache.block_size
+
     def records(self) -> Iterator[Record]:
         """Yield what follows the header, up to the end.
 
@@ -105,6 +127,18 @@ class Journal:
                 self.end = record
             else:
                 yield record
+
+    def events(self) -> Iterator[tuple[float, float, Event]]:
+        """Yield the events, each after the readings of the clock before it and at its end.
+
+        Raises:
+            JournalError: as for `records`.
+        """
+        now = self.header.clock
+        for record in self.records():
+            if isinstance(record, Event):
+                before, now = now, record.clock[-1] if record.clock else now
+                yield before, now, record
 
 
 def replay_config(header: Header) -> EngineConfig:
@@ -175,16 +209,12 @@ class Run:
         if isinstance(record, Keyframe):
             return True
         assert isinstance(record, Event)
-        if until is not None and any(plan.step > until for plan in record.plans):
-            report.notes.append(f"stopped before step {record.plans[0].step}")
-            return False
-        if record.failure is not None and record.failure.kind in _INTERRUPTS:
-            report.notes.append(f"{record.failure.kind} ended the engine in event {number}")
+        if self.ends_before(number, record, until):
             return False
         player.begin(number, record)
-        failure = self._failure(record)
+        failure = failure_of(functools.partial(self.call, record))
         player.end()
-        self._compare_failures(number, record, failure)
+        self.compare_failures(number, record, failure)
         report.difference = player.difference
         if report.difference is not None:
             return False
@@ -193,17 +223,21 @@ class Run:
         report.tokens += sum(map(_num_tokens, record.results))
         return True
 
-    def _failure(self, event: Event) -> BaseException | None:
-        """Make the call of an event; return what it raised."""
-        try:
-            self.call(event)
-        except JournalError:
-            raise
-        except Exception as error:
-            return error
-        return None
+    def ends_before(self, number: int, event: Event, until: int | None) -> bool:
+        """Return whether a replay ends before an event, and note why.
 
-    def _compare_failures(self, number: int, event: Event, failure: BaseException | None) -> None:
+        Its step is after the last one, or an interrupt ended it, which cannot be repeated.
+        """
+        if until is not None and any(plan.step > until for plan in event.plans):
+            self._report.notes.append(f"stopped before step {event.plans[0].step}")
+        elif event.failure is not None and event.failure.kind in _INTERRUPTS:
+            self._report.notes.append(f"{event.failure.kind} ended the engine in event {number}")
+        else:
+            return False
+        return True
+
+    def compare_failures(self, number: int, event: Event, failure: Exception | None) -> None:
+        """Compare what a call raised with what it raised when it was recorded."""
         recorded = None if event.failure is None else event.failure.kind
         own = None if failure is None else type(failure).__name__
         if recorded != own:
@@ -277,6 +311,21 @@ class Run:
                 f"{method}: it was done when it was recorded; here, after {_PATIENCE_S:g} s, it is "
                 f"not done by {missing}"
             )
+
+
+def failure_of(call: Callable[[], None]) -> Exception | None:
+    """Make a call; return what it raised.
+
+    Raises:
+        JournalError: the journal has something else than a call.
+    """
+    try:
+        call()
+    except JournalError:
+        raise
+    except Exception as error:
+        return error
+    return None
 
 
 def request_of(arrival: Arrival) -> EngineCoreRequest:

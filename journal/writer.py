@@ -34,6 +34,8 @@ class JournalWriter:
     A disk that is full or too slow ends the journal, never the engine.
     """
 
+    has_keyframes = is_due = False  # it begins at its begin
+
     def __init__(self, path: Path, most_bytes: int, header: Header) -> None:
         """Create the file; one that is there becomes `<name>.previous`.
 
@@ -57,11 +59,6 @@ class JournalWriter:
         self._thread.start()
         self._put(start_of_file())
         self.write(header)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a keyframe is to be written: never in a whole journal."""
-        return False
 
     def write(self, record: msgspec.Struct) -> None:
         """Write a record, unless the journal is over."""
@@ -142,6 +139,8 @@ class JournalWriter:
 
 class RingWriter:
     """Keeps the last part of a journal in memory, from a keyframe on; writes it when asked to."""
+
+    has_keyframes = True
 
     def __init__(self, path: Path, most_bytes: int, header: Header) -> None:
         """Keep at most `most_bytes` of memory; the file is created when it is written.

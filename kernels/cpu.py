@@ -38,7 +38,7 @@ __all__ = [
     "pack_codes",
 ]
 
-PATHS = ("avx512_bf16", "avx512", "avx2", "plain")
+PATHS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "plain")
 """Instruction sets, best first."""
 VARIABLE = "HARDPOINT_KERNELS"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -72,7 +72,7 @@ _ARGUMENTS = {
     "add_lora_float": "plplpllpllpplllll",
     "attention_block": "llll",
     "attention_plan": "pplplppllllpl",
-    "attend": "plplplplpplff",
+    "attend": "plplplplpplffp",
     "gather_rows": "plplp",
     "replay": "pl",
     "choose": "plppppll",

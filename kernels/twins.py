@@ -42,6 +42,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write keys and values to a cache, then attend causally, in float32.
 
@@ -52,6 +53,7 @@ def paged_attention(
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
         softcap: a scaled score s becomes softcap * tanh(s / softcap); None leaves it.
+        sinks: float32 [heads], a score of each that has no value; None is without.
 
     Returns:
         float32 [tokens, heads, head_size].
@@ -84,8 +86,11 @@ def paged_attention(
         hidden = (distance < 0) | (distance >= (window or length))
         # Not 0 * what is hidden, which may be NaN.
         oldest = 0 if window is None else max(int(span[0]) + 1 - window, 0)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        results.append(torch.einsum("hqk,khd->qhd", weights[..., oldest:], values[oldest:]))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(queries), 1)), -1)
+        weights = scores.softmax(-1)[..., oldest:length]
+        results.append(torch.einsum("hqk,khd->qhd", weights, values[oldest:]))
     return torch.cat(results)
 
 

@@ -1,4 +1,4 @@
-"""The live changes of an engine: in its own process, and in its workers."""
+"""The live changes of an engine, which has its workers make theirs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Protocol
 
 import msgspec
 
-from hardpoint.boundary.errors import error_of, kind_of
+from hardpoint.boundary.errors import error_of
+from hardpoint.boundary.parts.engine_parts import EngineParts
 from hardpoint.errors import ConfigError, HardpointError
 from hardpoint.plugins import Executor, Request, RequestError, Scheduler
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.scheduler import SchedulerLimits
-from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Action, Change, Changes, Prepared, Slot, Switch
+from .change import Action, Change, Changes, Prepared, Switch
+from .parts import PartChanges
 from .policy import PolicyChanges, PolicySlot
 from .settings import is_same
 
@@ -30,28 +31,49 @@ WorkerAnswer = tuple[str | None, str, bool]
 """Kind and text of the error that an action raised, and whether a change is prepared."""
 
 
+class ChangingParts(Protocol):
+    """The parts of an engine that live changes concern."""
+
+    @property
+    def policy(self) -> PolicySlot:
+        """The place of the scheduling policy."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, which has the requests."""
+
+    @property
+    def scheduler_label(self) -> str:
+        """Name of the scheduler in messages."""
+
+    @property
+    def executor(self) -> Executor:
+        """The executor, which has the workers."""
+
+    @property
+    def step_parts(self) -> EngineParts:
+        """The engine's halves of step parts."""
+
+
 class EngineChanges:
     """The live changes of an engine, one at a time."""
 
     def __init__(
         self,
-        policy: PolicySlot,
-        scheduler: Scheduler,
-        label: str,
-        executor: Executor,
+        parts: ChangingParts,
         end_requests: Callable[[list[str]], object],
     ) -> None:
         """Begin without a change.
 
         Args:
-            policy: has the policy of the scheduler.
-            scheduler: has the requests.
-            label: names the scheduler.
-            executor: has the workers.
+            parts: what changes concern.
             end_requests: ends requests by their ids, with outputs.
         """
-        self._changes = Changes([PolicyChanges(policy, scheduler), LimitsSlot(scheduler, label)])
-        self._executor, self._scheduler = executor, scheduler
+        policy, scheduler = parts.policy, parts.scheduler
+        halves, limits = parts.step_parts, LimitsSlot(scheduler, parts.scheduler_label)
+        self._parts = PartChanges(halves, halves.use, policy.plugins, lambda part: part.users)
+        self._changes = Changes([PolicyChanges(policy, scheduler), limits, self._parts])
+        self._executor, self._scheduler = parts.executor, scheduler
         self._policy, self._end_requests = policy, end_requests
         self._manifest: Manifest | None = None  # of the plugins now, once there was a change
 
@@ -97,12 +119,13 @@ class EngineChanges:
         except NotImplementedError:  # what its requests use stays open
             live, generation = [], before.generation
         if change.asked.running == "end":
-            ending = _ending(live, before, change.manifest)
-            self._end_requests(ending)
+            ending = _ending(live, before, change.manifest) | self._parts.users_of_replaced()
+            self._end_requests(sorted(ending))
             live = [one for one in live if one.request_id not in ending]
         oldest = min((one.source.generation for one in live), default=generation)
         if change.lingers:
             oldest = min(oldest, before.generation)
+        self._parts.release(oldest)
         self._call_workers("keep", str(oldest).encode())
 
     def _call_workers(self, action: Action, data: bytes = b"") -> dict[str, bool]:
@@ -118,73 +141,18 @@ class EngineChanges:
         return {f"worker {rank}": answer[2] for rank, answer in enumerate(answers)}
 
 
-def _ending(live: Sequence[Request], before: Manifest, after: Manifest) -> list[str]:
+def _ending(live: Sequence[Request], before: Manifest, after: Manifest) -> set[str]:
     """Return the ids of live requests that use a processor which a change replaces or disables."""
     gone = {
         entry.name
         for entry in before.entries
         if entry.kind == _PROCESSORS and not any(is_same(entry, one) for one in after.entries)
     }
-    return [
+    return {
         one.request_id
         for one in live
         if one.source.generation < after.generation and not gone.isdisjoint(one.source.plugin_args)
-    ]
-
-
-class WorkerSlot(Slot, Protocol):
-    """A slot of a worker."""
-
-    def release(self, oldest: int) -> None:
-        """Close what no request of a generation of the plugins from `oldest` on uses."""
-
-
-class WorkerChanges:
-    """The live changes of a worker; its errors are data, since each rank answers for itself.
-
-    Attributes:
-        slots: what changes concern; None while the worker has no model.
-    """
-
-    def __init__(self) -> None:
-        """Begin without a model."""
-        self.slots: list[WorkerSlot] | None = None
-        self._changes = Changes(())
-
-    def use(self, slots: list[WorkerSlot] | None) -> None:
-        """Let changes concern `slots` from now on."""
-        self._changes.undo()
-        self.slots, self._changes = slots, Changes(slots or ())
-
-    def run(self, action: str, data: bytes) -> WorkerAnswer:
-        """Do something about a change.
-
-        Args:
-            action: what to do.
-            data: the change for "prepare", the oldest generation that is in use for "keep".
-        """
-        is_prepared = True
-        try:
-            match action:
-                case "prepare":
-                    if self.slots is None:
-                        raise HardpointError("the engine is asleep: wake it up before a change")
-                    self._changes.prepare(msgspec.msgpack.decode(data, type=Change))
-                case "state":
-                    is_prepared = self._changes.is_prepared()
-                case "commit":
-                    self._changes.commit()
-                case "keep":
-                    self._changes.keep()
-                    for slot in self.slots or ():
-                        slot.release(int(data))
-                case "undo":
-                    self._changes.undo()
-        except BaseException as error:
-            raise_unless_fault(error)
-            text = str(error) if isinstance(error, HardpointError) else describe(error)
-            return kind_of(error), text, False
-        return None, "", is_prepared
+    }
 
 
 class LimitsSlot:

@@ -31,6 +31,7 @@ class Runner(Protocol):
 
 
 R = TypeVar("R", bound=Runner)
+T = TypeVar("T")
 
 
 class Pipeline(Protocol[R]):
@@ -122,14 +123,14 @@ def kept_names(before: Sequence[PluginEntry], after: Sequence[PluginEntry]) -> s
     return set(order) if order == [one.name for one in both] else set()
 
 
-def joined(before: Sequence[R], after: Sequence[R]) -> list[R]:
+def joined(before: Sequence[T], after: Sequence[T]) -> list[T]:
     """Return runners of several generations in one order, in which each generation has its own.
 
     Args:
         before: in the order of all earlier generations.
         after: in the order of the next one; those that are in both stand in the same order.
     """
-    result: list[R] = []
+    result: list[T] = []
     rest = list(before)
     for runner in after:
         if runner in rest:

@@ -45,8 +45,8 @@ class Settings:
         changes = dict(settings_of(type(config)))
         plain = {path: value_at(config, path) for path in changes}
         for name, table in config.plugin.items():
-            kinds = [e.kind for e in manifest.entries if name in (e.name, f"{e.kind}/{e.name}")]
-            is_live = all(KINDS[kind].changes_live for kind in kinds)
+            own = [e for e in manifest.entries if name in (e.name, f"{e.kind}/{e.name}")]
+            is_live = all(can_change(self.plugins, entry) for entry in own)
             for option, value in table.items():
                 path = f"{_OPTIONS}.{name}.{option}"
                 changes[path], plain[path] = "live" if is_live else "restart", value
@@ -373,7 +373,7 @@ def _named(plugins: PluginSet, name: str, path: str) -> _NamedEntry:
     entries = plugins.manifest.entries
     found = [e for e in entries if name in (e.name, f"{e.kind}/{e.name}", e.value)]
     if not found:
-        known = [entry.name for entry in entries if KINDS[entry.kind].changes_live]
+        known = [entry.name for entry in entries if can_change(plugins, entry)]
         raise PluginNotFoundError(
             f"{path}: no component {shown(name)} is enabled{suggest(name, known)}"
         )
@@ -415,17 +415,30 @@ def _resolved(before: Settings, config: EngineConfig, sources: ConfigSources) ->
     old = before.plugins
     fresh = resolve_plugins(config, sources, old.found)
     was, now = ({(e.kind, e.name): e for e in one.manifest.entries} for one in (old, fresh))
+    sets = ((old, was), (fresh, now))
     changed: set[str] = set()
     for key in sorted(was.keys() | now.keys()):
         if not is_same(was.get(key), now.get(key)):
             kind, name = key
-            if not KINDS[kind].changes_live:
+            if (why := KINDS[kind].restart) is not None:
                 raise ConfigError(
                     f"plugins: {kind}/{name}: components of kind {kind} cannot be changed while "
-                    f"the engine runs; restart it with the new configuration"
+                    f"the engine runs: {why}; restart it with the new configuration"
                 )
+            for plugins, entries in sets:
+                if (entry := entries.get(key)) is not None and not can_change(plugins, entry):
+                    raise ConfigError(
+                        f"plugins: {entry.source}: it cannot be changed while the engine runs: its "
+                        f"class does not say changes_live = True; restart it with the new "
+                        f"configuration"
+                    )
             changed.add(kind)
     return Settings(config, sources, old.successor(fresh, changed))
+
+
+def can_change(plugins: PluginSet, entry: PluginEntry) -> bool:
+    """Return whether the component of an entry can be changed while an engine runs."""
+    return KINDS[entry.kind].can_change(plugins.loaded(entry))
 
 
 def is_same(first: PluginEntry | None, second: PluginEntry | None) -> bool:

@@ -66,7 +66,7 @@ from .logits import (
 from .logits_ops import LogitsOps, Op
 from .markers import ReasoningMarkers, ReasoningPosition, ReasoningTracker
 from .model import ForwardBatch, Model, ModelContext
-from .ops import Ops, OpsContext, Recorded
+from .ops import ClampedSwiGLU, Ops, OpsContext, Recorded
 from .output_parser import OutputParser, OutputParserContext, ParserRequest
 from .parallel import Communicator, CommunicatorContext
 from .params import RepetitionDetection, RequestOutputKind, SamplingParams
@@ -246,6 +246,7 @@ __all__ = [  # noqa: RUF022 - in groups by kind, which the reference shows
     "ModelConfig",
     "ModelContext",
     "ModelFiles",
+    "ClampedSwiGLU",
     "Ops",
     "OpsContext",
     "Quantization",

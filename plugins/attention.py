@@ -31,8 +31,8 @@ __all__ = [
 class KVSpec:
     """One attention layer.
 
-    Layers whose specs differ in their windows alone have caches of one shape: layers of several
-    windows may share a cache, of which each uses other blocks.
+    Layers whose specs differ in windows and sinks alone have caches of one shape: layers of several
+    windows may share a cache, of which each uses other blocks. Specs are compared without sinks.
 
     Attributes:
         num_heads: query heads.
@@ -42,6 +42,14 @@ class KVSpec:
         window: sliding window in tokens, the token itself included; None is unlimited.
         softcap: a score s, scaled, becomes softcap * tanh(s / softcap) before it is masked; None
             leaves it. Backends whose `softcaps` is False cannot run such a layer.
+        sinks: float32 [num_heads] on the device, weights of the model: a score per head of a key
+            that every query sees and whose value is 0, neither scaled nor capped (attention
+            sinks, arXiv:2309.17453, as gpt-oss learns them). The tensor stays where it is; its
+            elements come with the weights, and may change with them. None is without. Backends
+            whose `has_sinks` is False cannot run such a layer.
+        value_size: values are the last so many elements of the keys, as in multi-head latent
+            attention (arXiv:2405.04434): `attend` gets the keys as values too, and each head of its
+            result has so many elements. None: values are of their own, of `head_size`.
     """
 
     num_heads: int
@@ -50,6 +58,8 @@ class KVSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    value_size: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +154,8 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
     """Device types that it runs on."""
     softcaps: ClassVar[bool] = False
     """Whether `attend` computes `KVSpec.softcap`; otherwise models that have it are refused."""
+    has_sinks: ClassVar[bool] = False
+    """Whether `attend` computes `KVSpec.sinks`; otherwise models that have them are refused."""
     sees_ahead: ClassVar[bool] = False
     """Whether it computes `AttentionStep.sees`; otherwise models that need it are refused."""
     rotates: ClassVar[bool] = False
@@ -196,6 +208,15 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
         """
         reason = self.context.reason
         return f"{self.name} ({reason})" if reason else self.name
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether it knows `KVSpec.value_size`: values that are part of the keys are stored once.
+
+        Others get such a layer without it: they store the keys twice, and of what they attend, the
+        last elements are taken.
+        """
+        return False
 
     @property
     def replayable(self) -> bool:
@@ -262,11 +283,11 @@ class AttentionBackend(Component, Generic[CacheT, PlanT]):
             plan: what `plan` returned for this step.
             q: [tokens, num_heads, head_size].
             k: [tokens, num_kv_heads, head_size].
-            v: like k. All three may be parts of one wider tensor: heads are contiguous, tokens
-                need not be.
+            v: like k; k itself where `spec` has a `value_size`. All three may be parts of one wider
+                tensor: heads are contiguous, tokens need not be.
 
         Returns:
-            [tokens, num_heads, head_size].
+            [tokens, num_heads, head_size]; `value_size` where `spec` has it.
         """
 
     def rotate_and_attend(

@@ -188,6 +188,11 @@ class ModelReport:
         limit: what sets that.
         longest: the longest request that fits; 0 if none does.
         problem: why the model does not fit into memory; empty if it does.
+        implementation: name of the `models` plugin that computes it: the architecture's own, or
+            "transformers".
+        heads: heads, heads of keys and values, and size of a head, by attention layer.
+        token_bytes: bytes of a token in the KV caches of all layers that see it.
+        num_state_layers: layers that keep a state in place of keys and values.
     """
 
     model: str
@@ -217,6 +222,10 @@ class ModelReport:
     limit: str
     longest: int
     problem: str = ""
+    implementation: str = ""
+    heads: Sequence[tuple[int, int, int]] = ()
+    token_bytes: int = 0
+    num_state_layers: int = 0
 
 
 class PluginCatalog(Protocol):

@@ -69,6 +69,10 @@ class NoOptions(typed.Options):
     """The options of a component without any."""
 
 
+MAX_STATE_BYTES = 4096
+"""Size of what `Component.dump_state` returns as JSON, at most."""
+
+
 class Component(ABC):
     """Base of every interface in the contract.
 

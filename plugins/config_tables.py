@@ -130,7 +130,8 @@ class KVCacheConfig(Strict):
         dtype: how keys and values are stored: "auto" is the model's dtype; "int8" and "fp8"
             (float8 e4m3) are codes of 8 bits with a scale for each token and head, which take
             about half the memory of 16 bits.
-        num_blocks: size of the cache in blocks; None derives it from `memory_bytes`.
+        num_blocks: size of the cache in blocks, those for states of layers included; None derives
+            it from `memory_bytes`.
         memory_bytes: size of each rank's cache in bytes, at most; None is what `max_num_seqs`
             requests of full length need, at most `memory_fraction`.
         memory_fraction: maximum share of the available memory for the cache, if neither of the

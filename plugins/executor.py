@@ -50,12 +50,15 @@ class WorkerInfo:
     """Memory figures of a worker that has loaded its model.
 
     Attributes:
-        bytes_per_block: size of a block of the KV cache, all layers together that have one table.
+        bytes_per_block: size of a block of the KV cache, all layers together that have one table;
+            without states.
         available_bytes: memory that weights and the largest step leave free, if measured.
         cache_share: share of it for the KV cache, unless configured.
         sleep_levels: levels of `Worker.sleep` that the worker supports.
         windows: sliding window in tokens of each KV cache group, None is unlimited; plans have a
             block table for each. All ranks have the same.
+        has_states: whether the last of these groups keeps states, see `KVCacheGroup.has_states`.
+        bytes_per_state: size of a state, all layers together.
         records_decode_steps: the same as `idle_method="record_decode_step"`, of workers that were
             written before there was `Worker.idle`.
         idle_method: name of the worker's method that is to be called while the engine has nothing
@@ -69,6 +72,13 @@ class WorkerInfo:
     windows: tuple[int | None, ...] = (None,)
     records_decode_steps: bool = False
     idle_method: str | None = None
+    has_states: bool = False
+    bytes_per_state: int = 0
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether blocks of the KV cache take memory."""
+        return bool(self.bytes_per_block or self.bytes_per_state)
 
     def __post_init__(self) -> None:
         """Give earlier workers a name of the method that they have."""
@@ -88,6 +98,9 @@ class Worker(Protocol):
 
     def load_model(self) -> WorkerInfo:
         """Load the weights. Returns once all ranks have loaded theirs."""
+
+    def set_num_states(self, num_states: int) -> None:
+        """Learn how many of the blocks are states, before `initialize_cache`; 0 otherwise."""
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""

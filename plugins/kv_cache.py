@@ -34,6 +34,9 @@ __all__ = [
     "RetainedBlocks",
 ]
 
+STATE_WINDOW = 2
+"""Window of a group whose layers keep states: a token needs the state after the one before it."""
+
 BlockIds = Sequence[Sequence[int]]
 """Block ids of a request, one sequence per group; empty if the request has none."""
 
@@ -45,10 +48,15 @@ class KVCacheGroup:
     Attributes:
         window: sliding attention window in tokens, the token itself included; None is unlimited.
         layers: indices of the layers that a rank has of it; empty where they do not matter.
+        has_states: whether its layers keep states instead of keys and values. A block is then the
+            state after the last token that was computed of the block's tokens. A step writes that
+            at its end, and that where the block of its last token begins; other blocks that it
+            adds are the null block. Its window is `STATE_WINDOW`.
     """
 
     window: int | None = None
     layers: tuple[int, ...] = ()
+    has_states: bool = False
 
     def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int | None) -> int:
         """Return the most blocks that a request of `num_tokens` tokens holds in this group at once.
@@ -61,6 +69,8 @@ class KVCacheGroup:
             max_step_tokens: most tokens of a request in a step; None is all of them.
         """
         every = -(-num_tokens // block_size)
+        if self.has_states:
+            return min(every, 3)  # one to continue from, and two that a step writes
         if self.window is None or max_step_tokens is None:
             return every
         held = self.window - 1 + max_step_tokens  # tokens, from the first that is seen
@@ -91,16 +101,29 @@ class BlockNeeds:
         size, step = self.block_size, self.max_step_tokens
         return sum([group.max_blocks(num_tokens, size, step) for group in self.groups])
 
-    def longest(self, num_blocks: int, max_tokens: int) -> int:
+    def states_of(self, num_tokens: int) -> int:
+        """Return how many of the blocks of `of` are states."""
+        size, step = self.block_size, self.max_step_tokens
+        states = [group for group in self.groups if group.has_states]
+        return sum([group.max_blocks(num_tokens, size, step) for group in states])
+
+    def longest(self, num_blocks: int, max_tokens: int, num_states: int = 0) -> int:
         """Return the length of the longest request that `num_blocks` have room for.
 
         Args:
             num_blocks: the null block included.
             max_tokens: the most to return. Below that, it is a multiple of the block size.
+            num_states: how many of the blocks are states.
         """
-        size, usable = self.block_size, num_blocks - self.num_null_blocks
+        keys = num_blocks - num_states - self.num_null_blocks
+
+        def lacking(num_tokens: int) -> int:
+            states = self.states_of(num_tokens)
+            return max(self.of(num_tokens) - states - keys, states - num_states)
+
+        size = self.block_size
         lengths = range(0, max_tokens + size, size)
-        return min(lengths[max(bisect_right(lengths, usable, key=self.of), 1) - 1], max_tokens)
+        return min(lengths[max(bisect_right(lengths, 0, key=lacking), 1) - 1], max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +142,8 @@ class CachedPrefix:
 class KVCacheManager(Protocol):
     """Allocates cache blocks. A block is free, or referenced by one or more requests.
 
-    Every group has its own block table; all blocks have one size and come from one pool. A block
+    Every group has its own block table. All blocks come from one pool, whose last ones are kept for
+    states if a group has such; the others are for keys and values, and have one size. A block
     whose tokens are all computed can be found by other requests until it is evicted, also while no
     request references it.
     """
@@ -134,6 +158,10 @@ class KVCacheManager(Protocol):
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request references, those with cached content included."""
+
+    @property
+    def num_free_states(self) -> int | None:
+        """How many of the free blocks are for states; None if no group has states."""
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Return the maximum number of blocks of a request of this length, all groups together."""

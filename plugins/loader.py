@@ -47,7 +47,8 @@ class ModelConfig:
         architecture: for example "LlamaForCausalLM"; the name of a `models` plugin.
         hf: fields of a Hugging Face `config.json`, possibly translated from another format.
         vocab_size: width of a row of logits.
-        max_position_embeddings: maximum context length that the model was trained for.
+        max_position_embeddings: maximum context length that the model was trained for, or to which
+                its scaling of RoPE extends it.
         eos_token_ids: end-of-sequence tokens that the model's files name.
         dtype: dtype of the weights on disk, "bfloat16" for example; None if mixed or unknown.
         quantization: name of the scheme (kind `quantizations`) without which weights cannot be
@@ -78,7 +79,7 @@ class WeightFormat:
 
     Attributes:
         name: name of a `quantizations` component, "q4_k" for example; else a dtype, "bfloat16",
-            or what the format calls numbers that the loader itself dequantises, "q2_k".
+            or what the format calls numbers that the loader itself dequantises, "iq1_s".
         num_bytes: in the files.
         is_quantized: whether the name is that of a scheme.
         stored: what the scheme is to read, without content: tensors on torch's device "meta". None
@@ -121,6 +122,13 @@ class WeightLoader(Component):
             ModelError: if the files do not state it.
         """
         return None
+
+    def remark(self) -> str:
+        """Return an addition to the error for an architecture that no plugin computes.
+
+        It follows the architecture's name in the message; empty, the default, adds nothing.
+        """
+        return ""
 
     @abstractmethod
     def config(self) -> ModelConfig:

@@ -26,6 +26,9 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
         content_prefix: the tokens from there to the text of an answer, such as the header of a
             message. A grammar begins after both; what the prompt ends with of them is not
             repeated.
+        calls: special tokens that begin a call, and so the answer, inside reasoning too, where the
+            request has tools. They are the answer's first; a request with a grammar gets none of
+            them inside reasoning.
     """
 
     start: tuple[tuple[int, ...], ...] = ()
@@ -33,6 +36,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
     begins_open: bool = False
     message_prefix: tuple[int, ...] = ()
     content_prefix: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Return whether an output after this prompt begins inside reasoning."""
@@ -42,12 +46,16 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
         """Return whether the last marker in a prompt ends the reasoning."""
         return not self.is_open(prompt) and _last(self.end, prompt)[0] > 0
 
+    @property
+    def _ends(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.end, *((token,) for token in self.calls))
+
     def thinking_since(self, prompt: Sequence[int]) -> int | None:
         """Return the index after the start marker that a prompt leaves open; None without one.
 
         A prompt may contain several markers; the last one decides.
         """
-        opened, closed = _last(self.start, prompt), _last(self.end, prompt)
+        opened, closed = _last(self.start, prompt), _last(self._ends, prompt)
         return opened[0] if opened > closed else None
 
 
@@ -100,7 +108,7 @@ class ReasoningTracker:
     def __init__(self, markers: ReasoningMarkers) -> None:
         """Build the automaton: a node for every beginning of a marker."""
         self.markers = markers
-        kinds = dict.fromkeys(filter(None, markers.end), False)
+        kinds = dict.fromkeys(filter(None, markers._ends), False)
         kinds |= dict.fromkeys(filter(None, markers.start), True)
         self._longest = max(map(len, kinds), default=0)
         self._paths: list[tuple[int, ...]] = [()]  # by node: the beginning that it stands for

@@ -15,20 +15,24 @@ from .parallel import Cut, Parallel
 from .quantization import QuantizedMatrix
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from .loader import ModelFiles
 from .attention import KVSpec
 from .loader import ModelConfig
+from .logits import TensorSpec
 from .media_format import MediaFormat
 
 __all__ = [
+    "Advance",
     "Attend",
     "ForwardBatch",
     "LayerHooks",
     "LinearMatrix",
     "Model",
     "ModelContext",
+    "Recur",
 ]
 
 
@@ -49,10 +53,57 @@ class Attend(Protocol):
             layer: index in `Model.kv_specs`.
             q: queries.
             k: keys [tokens, num_kv_heads, head_size].
-            v: values, like k.
+            v: values, like k. Of a layer with a `KVSpec.value_size` they are k, whose last elements
+                are the values, and heads of the result have so many elements.
             angles: float32 [tokens, size], as for `Ops.rotate`. With them, the first `size`
                 elements of the heads of q and k are rotated first, perhaps in place.
         """
+
+
+class Advance(Protocol):
+    """Moves the state of a layer over the tokens of sequences, for `ForwardBatch.recur`."""
+
+    def __call__(
+        self,
+        states: Sequence[torch.Tensor],
+        starts: np.ndarray[Any, np.dtype[np.int64]],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return outputs [tokens, ...], and the states after the last token of each sequence.
+
+        How the tokens of a sequence are divided into calls changes no result, but for rounding.
+
+        Args:
+            states: one tensor [seqs, ...] per `TensorSpec`, before the first token of each
+                sequence. They are copies, which may be changed and returned.
+            starts: int [seqs + 1]; tokens of sequence i are starts[i]:starts[i+1], at least one.
+            inputs: those of the call, [tokens, ...].
+        """
+
+
+class Recur(Protocol):
+    """Recurrence of a layer that keeps a state, as `ForwardBatch.recur`."""
+
+    def __call__(self, layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of `advance`, for all tokens of the step.
+
+        It is called for some of the sequences at a time, with parts of their tokens: a state is
+        kept where a block of the KV cache ends, too, so that other requests find it there.
+
+        Args:
+            layer: index in `Model.state_specs`.
+            advance: computes outputs and the states that follow.
+            inputs: tensors [tokens, ...] of all tokens of the step.
+        """
+
+
+def no_states(layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    """Refuse a call of `ForwardBatch.recur`; that of batches of models without states.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(f"recur: expected a layer of state_specs(), which has none, got {layer}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +122,7 @@ class ForwardBatch:
             the experts of each token here, in the layers of its stage. None if no request does.
         token_types: int64 [tokens]; 1 for tokens of the second of two texts, 0 for others. None if
             all are 0, and for models without `token_types`.
+        recur: recurrence of a layer of `Model.state_specs`: `recur(layer, advance, x)`.
     """
 
     token_ids: torch.Tensor
@@ -79,6 +131,7 @@ class ForwardBatch:
     hidden: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     token_types: torch.Tensor | None = None
+    recur: Recur = field(default=no_states, repr=False)
 
 
 @dataclass(frozen=True)
@@ -170,7 +223,18 @@ def _is_spec(spec: Any) -> bool:
         and isinstance(spec.scale, int | float)
         and math.isfinite(spec.scale)
         and (spec.softcap is None or _is_positive(spec.softcap))
+        and (spec.value_size is None or _is_size(spec.value_size, spec.head_size))
+        and (spec.sinks is None or _are_sinks(spec.sinks, spec.num_heads))
     )
+
+
+def _is_size(value: Any, at_most: int) -> bool:
+    return type(value) is int and 1 <= value <= at_most
+
+
+def _are_sinks(sinks: Any, heads: int) -> bool:
+    found = getattr(sinks, "shape", None), str(getattr(sinks, "dtype", None))
+    return found == ((heads,), "torch.float32")
 
 
 def _is_positive(value: Any) -> bool:
@@ -189,9 +253,37 @@ CUTS = fitting(
 )
 NAMES = fitting("names", lambda found: isinstance(found, Iterable) and not isinstance(found, str))
 SPECS = fitting(
-    "a list of KVSpec of whole numbers >= 1, a finite scale and a softcap > 0, where num_kv_heads "
-    "divides num_heads",
+    "a list of KVSpec of whole numbers >= 1, a finite scale, a softcap > 0 and sinks float32 "
+    "[num_heads], where num_kv_heads divides num_heads and value_size is at most head_size",
     lambda found: isinstance(found, list) and all(map(_is_spec, found)),
+)
+_STATE_DTYPES = (
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "int64",
+    "int32",
+    "int8",
+    "uint8",
+    "bool",
+)
+
+
+def _is_state(tensors: Any) -> bool:
+    return (
+        isinstance(tensors, tuple)
+        and len(tensors) > 0
+        and all(
+            isinstance(one, TensorSpec) and is_shape(one.shape) and one.dtype in _STATE_DTYPES
+            for one in tensors
+        )
+    )
+
+
+STATES = fitting(
+    "a list with a tuple of TensorSpec per layer, at least one in each",
+    lambda found: isinstance(found, list) and all(map(_is_state, found)),
 )
 EXPERTS = fitting(
     "layers and experts per token, or None",
@@ -220,6 +312,9 @@ class Model(Component):
 
     sees_ahead: ClassVar[bool] = False
     """Whether tokens of an image see those after them, by `AttentionStep.sees`."""
+
+    is_architecture: ClassVar[bool] = True
+    """Whether the plugin's name is that of the architecture which it computes."""
 
     context: ModelContext
 
@@ -348,12 +443,22 @@ class Model(Component):
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per attention layer of this stage, with the heads of this rank."""
 
+    @returns(STATES)
+    def state_specs(self) -> list[tuple[TensorSpec, ...]]:
+        """Return the tensors of each layer of this stage that keeps a state; by default none.
+
+        A state replaces the keys and values of all tokens before: `forward` calls `batch.recur`
+        for such a layer. Speculation and KV connectors are refused for a model that has one.
+        """
+        return []
+
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden states [tokens, hidden]; of a stage but the last, what the next one needs.
 
         Calls `batch.attend` once for each layer of `kv_specs`, with tensors of the context's dtype
-        and device. A step of two tokens is tried when the weights have been loaded.
+        and device, and `batch.recur` once for each layer of `state_specs`. A step of two tokens is
+        tried when the weights have been loaded.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from .quantization import AffineCodes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ops", "OpsContext", "Recorded"]
+__all__ = ["ClampedSwiGLU", "Ops", "OpsContext", "Recorded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,37 @@ class OpsContext(Context["Ops"]):
 
     device: torch.device
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss's experts: gate * sigmoid(alpha * gate) * (up + 1), both clamped.
+
+    The gate is at most `limit`, up from -limit to limit.
+
+    Attributes:
+        alpha: factor within the sigmoid.
+        limit: limit of both.
+    """
+
+    alpha: float
+    limit: float
+
+    def apply(
+        self, x: torch.Tensor, silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the activation [rows, size] of x [rows, 2 * size], gate before up.
+
+        It is silu(alpha * gate) * ((up + 1) / alpha).
+
+        Args:
+            x: is changed.
+            silu_and_mul: `Ops.silu_and_mul`.
+        """
+        gate, up = x.chunk(2, -1)
+        gate.clamp_(max=self.limit).mul_(self.alpha)
+        up.clamp_(-self.limit, self.limit).add_(1.0).div_(self.alpha)
+        return silu_and_mul(x)
 
 
 class Recorded(Protocol):
@@ -118,7 +149,8 @@ class Ops(Component, LogitsOps):
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Return W in the layout that `linear` takes; by default W itself.
 
-        Called once per matrix while weights are loaded. The caller may free `weight` afterwards.
+        Called once per matrix while weights are loaded, and before for one row, which shows whether
+        packed matrices take memory of their own. The caller may free `weight` afterwards.
         With a `layout`, the result is a contiguous tensor.
         """
         return weight
@@ -262,6 +294,9 @@ class Ops(Component, LogitsOps):
         gate_up: Sequence[torch.Tensor],
         down: Sequence[torch.Tensor],
         shape: tuple[int, int],
+        *,
+        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        clamped: ClampedSwiGLU | None = None,
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return the function (x, chosen, weights) -> the weighted sum of experts, as x.
 
@@ -269,6 +304,9 @@ class Ops(Component, LogitsOps):
         but for its own result: those of a row are summed in float32, times their weights, from the
         lowest expert to the highest, and rounded once. Rows are computed together by expert, so
         that each matrix is read once. Called once per layer.
+
+        `biases` and `clamped` are passed to models that have them alone; an `experts` of a class
+        that does not take them is refused together with these.
 
         The function's arguments are x [rows, hidden]; int64 [rows, k], the experts of each row, all
         different, where a number that is not in 0..experts - 1 stands for none; and their weights,
@@ -278,12 +316,27 @@ class Ops(Component, LogitsOps):
             gate_up: for each expert, what `pack` returned for [2 * width, hidden], gate before up.
             down: the same for [hidden, width].
             shape: (hidden, width).
+            biases: for each expert, what is added to gate_up[e] x, [2 * width], and to its result,
+                [hidden]; None is without.
+            clamped: takes the place of `silu_and_mul`.
         """
         import torch  # noqa: PLC0415 - the contract is imported without it
 
         hidden, width = shape
-        enter = [self.linear(packed, (2 * width, hidden)) for packed in gate_up]
-        leave = [self.linear(packed, shape, out_dtype=torch.float32) for packed in down]
+        none: Sequence[torch.Tensor | None] = [None] * len(gate_up)
+        into, out_of = biases or (none, none)
+        enter = [
+            self.linear(packed, (2 * width, hidden), bias)
+            for packed, bias in zip(gate_up, into, strict=True)
+        ]
+        leave = [
+            self.linear(packed, shape, bias, out_dtype=torch.float32)
+            for packed, bias in zip(down, out_of, strict=True)
+        ]
+
+        def activate(inner: torch.Tensor) -> torch.Tensor:
+            own = self.silu_and_mul
+            return own(inner) if clamped is None else clamped.apply(inner, own)
 
         def run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -291,7 +344,7 @@ class Ops(Component, LogitsOps):
                 if not 0 <= expert < len(enter):
                     continue
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
-                result = leave[expert](self.silu_and_mul(enter[expert](x[rows])))
+                result = leave[expert](activate(enter[expert](x[rows])))
                 total[rows] += result * weights[rows, places].unsqueeze(1)
             return total.to(x.dtype)
 

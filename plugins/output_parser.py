@@ -138,7 +138,8 @@ class ParserRequest:
     Attributes:
         roles: what is to be found; the text of anything else is content.
         reasoning_open: whether the output begins inside reasoning, by the markers and the prompt.
-        tools: JSON schemas of arguments, by the name of the tool.
+        tools: JSON schemas of arguments, by the name of the tool; a parser of reasoning gets them,
+            too: without any, no call ends the reasoning.
     """
 
     roles: tuple[Role, ...] = ("reasoning", "tools")
@@ -179,6 +180,7 @@ def _markers(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Reasoni
         begins_open=bool(value.begins_open),
         message_prefix=ids(value.message_prefix),
         content_prefix=ids(value.content_prefix),
+        calls=ids(value.calls),
     )
 
 
@@ -220,12 +222,15 @@ class OutputParser(ComponentWithArguments):
         template_marks: texts that the chat templates of its models have, all of them: where the
             configuration is "auto", the parser with the most of them is chosen. Without any, it
             never is.
+        other_names: names that it has elsewhere, which the configuration and requests may use for
+            it where no parser of that kind has them.
         any_model: whether a grammar makes any model write its calls. Where the chat template shows
             no other format, requests that require a call use the first such parser.
     """
 
     roles: ClassVar[tuple[Role, ...]]
     template_marks: ClassVar[tuple[str, ...]] = ()
+    other_names: ClassVar[tuple[str, ...]] = ()
     any_model: ClassVar[bool] = False
     context: OutputParserContext
 

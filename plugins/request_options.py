@@ -68,6 +68,8 @@ class ChatOptions(TypedDict, total=False):
             default, is unless the last message is continued.
         continue_final_message: the model goes on with the last message, of the assistant; by
             default false.
+        chat_template: name of one of the model's chat templates; by default `tool_use` where there
+            are tools and such a template, else `default`.
         chat_template_kwargs: variables of the template that the operator allows, such as
             `{"enable_thinking": False}`.
     """
@@ -77,6 +79,7 @@ class ChatOptions(TypedDict, total=False):
     parallel_tool_calls: bool
     add_generation_prompt: bool | None
     continue_final_message: bool
+    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -244,7 +244,11 @@ class AsyncGenerator(Protocol):
         """End requests by their ids; unknown ids are ignored."""
 
     async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+        self,
+        use: str | type[SchedulingPolicy],
+        options: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "set_policy()",
     ) -> None:
         """Replace the scheduling policy; no request is lost."""
 

@@ -413,9 +413,13 @@ class StepPart(ComponentWithArguments):
         fault_scope: what a fault of a half ends: the requests of the plan that use the part, its
             work in this step, or the engine.
         before, after: names of parts whose methods are called after, and before, those of this one.
+        changes_live: whether it may be enabled, replaced and disabled while an engine runs; its
+            requests finish with the part, and the options, that they were admitted with. A half
+            that takes part in the start of an engine or of its workers can not be changed.
     """
 
     context: StepPartContext
+    changes_live: ClassVar[bool] = False
     fault_scope: ClassVar[Literal["request", "step", "engine"]] = "request"
     before: ClassVar[Sequence[str]] = ()
     after: ClassVar[Sequence[str]] = ()

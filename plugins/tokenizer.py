@@ -117,6 +117,14 @@ def _special_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> 
     return tokens
 
 
+def _texts_by_name(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> dict[str, str]:  # noqa: ARG001
+    texts = dict(value)
+    for name, text in texts.items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise unusable(name, f": {shown(text)}, expected a text by its name", LONG)
+    return texts
+
+
 def _end_tokens(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> list[int]:
     # A tokenizer may know more special tokens than the model.
     return within(TOKEN_IDS.check(value, handed, given), 1 << 31)
@@ -149,6 +157,7 @@ def _pair(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> EncodedPai
 
 
 END_TOKENS = Returned("token ids", _end_tokens)
+TEXTS_BY_NAME = Returned("texts by their names", _texts_by_name)
 SPECIAL_TOKENS = Returned("token ids by their texts", _special_tokens)
 PAIR = Returned("an `EncodedPair`, whose texts follow one another", _pair)
 VOCABULARY = Returned("a `Vocabulary`: bytes, and ids of some of them", _vocabulary)
@@ -200,6 +209,15 @@ class Tokenizer(Component):
     def chat_template(self) -> str | None:
         """The source of the chat template, if there is one; it shows which formats it is for."""
         return None
+
+    @property
+    @returns(TEXTS_BY_NAME)
+    def chat_templates(self) -> Mapping[str, str]:
+        """The sources of all chat templates by name, of which requests may choose one.
+
+        By default there is `chat_template` alone, as `default`.
+        """
+        return {} if self.chat_template is None else {"default": self.chat_template}
 
     @property
     @returns(END_TOKENS)

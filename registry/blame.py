@@ -1,19 +1,27 @@
-"""Which exceptions are the fault of the plugin that raised them, and how messages describe one."""
+"""Which exceptions are the fault of the plugin that raised them, and how messages describe one
+and the state of the plugin.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dis
 import functools
+import logging
 import signal
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+import msgspec
+
 from hardpoint.errors import HardpointError
-from hardpoint.plugins.component import Component
+from hardpoint.plugins.component import MAX_STATE_BYTES, Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.system.forks import FORKS, end_copy
+
+_log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
 
@@ -183,3 +191,45 @@ def _handlers() -> Iterator[CodeType]:
         function = handler if hasattr(handler, "__code__") else type(handler).__call__
         if (code := getattr(function, "__code__", None)) is not None:
             yield code
+
+
+def state_of(component: Component) -> dict[str, Any] | None:
+    """Return the state of a component, of one that failed why, as `error`; None if it has none."""
+    own: Component = vars(component).get("wrapped", component)  # of a guarded one
+    if getattr(type(own), "dump_state", Component.dump_state) is Component.dump_state:
+        return None
+    try:
+        return _checked(own.dump_state())
+    except BaseException as cause:
+        raise_unless_fault(cause)
+        return {"error": f"its dump_state failed: {describe(cause)}"}
+
+
+def _checked(state: object) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"expected a mapping, got {type(state).__name__}")
+    encoded = msgspec.json.encode(dict(state))
+    if len(encoded) > MAX_STATE_BYTES:
+        raise ValueError(f"expected at most {MAX_STATE_BYTES} bytes as JSON, got {len(encoded)}")
+    plain: dict[str, Any] = msgspec.json.decode(encoded)
+    return plain
+
+
+class StateAtFault:
+    """Logs the state of a component once: at its first fault."""
+
+    def __init__(self, component: Component | None, source: Source) -> None:
+        """Log that of `component`, which `source` names; without one, nothing.
+
+        A component often holds this object: a reference back would keep it, and the device memory
+        of models, until Python's collector runs.
+        """
+        self._component = None if component is None else weakref.ref(component)
+        self._source = source
+
+    def log(self) -> None:
+        """Log it, if the component has one and this is the first call."""
+        component = None if self._component is None else self._component()
+        self._component = None
+        if component is not None and (state := state_of(component)) is not None:
+            _log.warning("%s: its state at its first fault: %s", self._source, state)

@@ -100,8 +100,8 @@ class Kind:
             default is not imported at the start, since it has no work.
         named_by: the configuration path that names one of the enabled components, of
             Number.BY_NAME; an FQCN there enables it.
-        changes_live: whether its components can be enabled, disabled and replaced while an engine
-            runs.
+        restart: why its components cannot be enabled, disabled and replaced while an engine runs;
+            None if they can, unless their class states otherwise.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Kind:
     stability: Stability = Stability.PROVISIONAL
     chosen_by: str | None = None
     named_by: str | None = None
-    changes_live: bool = False
+    restart: str | None = None
     idle_at: tuple[str, Any] | None = None
     role: Role | None = None
     forms: tuple[type[Component], ...] = ()
@@ -129,6 +129,15 @@ class Kind:
     def scope_can_be_raised(self) -> bool:
         """Whether `plugins.on_error` may let faults of its components end the engine."""
         return self.name == "logits_processors" or self.fault_scope is FaultScope.STEP
+
+    @property
+    def changes_live(self) -> bool:
+        """Whether its components can be changed while an engine runs."""
+        return self.restart is None
+
+    def can_change(self, cls: Any) -> bool:
+        """Return whether a component can be changed while an engine runs; None is any class."""
+        return self.changes_live and bool(getattr(cls, "changes_live", True))
 
     @property
     def takes_arguments(self) -> bool:
@@ -162,7 +171,6 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind(
             name="logits_processors",
-            changes_live=True,
             stability=Stability.STABLE,
             interface=LogitsPlugin,
             forms=(LogitsProcessor, SparseLogitsProcessor, BatchLogitsProcessor),
@@ -174,6 +182,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="samplers",
+            restart="its noise is that of requests which have begun",
             interface=Sampler,
             number=Number.ONE,
             processes=(Process.WORKER,),
@@ -184,6 +193,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="schedulers",
+            restart="it has the live requests and their blocks; its policy and limits change live",
             interface=Scheduler,
             number=Number.ONE,
             processes=(Process.ENGINE,),
@@ -195,6 +205,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="speculators",
+            restart="workers leave room for drafts when they start",
             interface=Speculator,
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.WORKER),
@@ -205,6 +216,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="poolers",
+            restart="the tasks of a model are known when it starts",
             interface=Pooler,
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.WORKER),
@@ -214,6 +226,8 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="activation_taps",
+            restart="the layers and keys of cached blocks that it asks for are read when the "
+            "model is loaded",
             interface=ActivationTap,
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.ENGINE, Process.WORKER),
@@ -232,7 +246,6 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="scheduling_policies",
-            changes_live=True,
             stability=Stability.STABLE,
             interface=SchedulingPolicy,
             number=Number.ONE,
@@ -244,6 +257,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="eviction_policies",
+            restart="it keeps the order of all cached blocks",
             stability=Stability.STABLE,
             interface=EvictionPolicy,
             number=Number.ONE,
@@ -256,6 +270,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="kv_event_publishers",
+            restart="its subscribers follow the cache from the start",
             interface=KVEventPublisher,
             number=Number.MANY,
             processes=(Process.ENGINE,),
@@ -266,6 +281,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="kv_connectors",
+            restart="it has the KV cache from when it is allocated",
             interface=KVConnector,
             number=Number.ONE,
             processes=(Process.ENGINE, Process.WORKER),
@@ -276,6 +292,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="kv_stores",
+            restart="a tier holds blocks that requests may be loading",
             interface=KVStore,
             number=Number.MANY,
             processes=(Process.WORKER,),
@@ -286,6 +303,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="executors",
+            restart="it has the workers",
             interface=Executor,
             number=Number.ONE,
             processes=(Process.ENGINE,),
@@ -297,6 +315,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="communicators",
+            restart="the workers meet by it when they start",
             interface=Communicator,
             number=Number.ONE,
             processes=(Process.WORKER,),
@@ -307,6 +326,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="models",
+            restart="it has the weights",
             interface=Model,
             number=Number.BY_NAME,
             processes=(Process.WORKER,),
@@ -316,6 +336,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="loaders",
+            restart="it has read the weights",
             interface=WeightLoader,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND, Process.WORKER),
@@ -326,6 +347,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="quantizations",
+            restart="the weights are stored in its form",
             interface=Quantization,
             number=Number.BY_NAME,
             processes=(Process.WORKER,),
@@ -336,6 +358,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="attention_backends",
+            restart="the KV cache has its layout",
             interface=AttentionBackend,
             number=Number.ONE,
             processes=(Process.WORKER,),
@@ -346,6 +369,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="ops",
+            restart="the model is built of it",
             interface=Ops,
             number=Number.ONE,
             processes=(Process.WORKER,),
@@ -356,6 +380,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="tokenizers",
+            restart="live requests have its token ids",
             interface=Tokenizer,
             number=Number.ONE,
             processes=(Process.FRONTEND,),
@@ -366,6 +391,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="grammars",
+            restart="compiled grammars of live requests are its own",
             interface=GrammarBackend,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND, Process.ENGINE),
@@ -376,7 +402,6 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="reasoning_parsers",
-            changes_live=True,
             interface=OutputParser,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
@@ -389,7 +414,6 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="tool_parsers",
-            changes_live=True,
             interface=OutputParser,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
@@ -402,6 +426,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="adapter_resolvers",
+            restart="adapters that it has found stay loaded by its name",
             interface=AdapterResolver,
             number=Number.MANY,
             processes=(Process.FRONTEND,),
@@ -412,6 +437,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="io_processors",
+            restart="prompts and outputs of a request have to be of the same one",
             interface=IOProcessor,
             number=Number.BY_NAME,
             processes=(Process.FRONTEND,),
@@ -421,7 +447,6 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="balancers",
-            changes_live=True,
             interface=LoadBalancer,
             number=Number.ONE,
             processes=(Process.FRONTEND,),
@@ -433,7 +458,6 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="stat_sinks",
-            changes_live=True,
             stability=Stability.STABLE,
             interface=StatSink,
             number=Number.MANY,
@@ -445,6 +469,8 @@ KINDS: dict[str, Kind] = {
         ),
         Kind(
             name="hooks",
+            restart="each process binds their calls, a server its routes and commands, when "
+            "it starts",
             interface=None,
             number=Number.MANY,
             processes=(Process.FRONTEND, Process.ENGINE),

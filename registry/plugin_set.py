@@ -109,10 +109,14 @@ class PluginSet:
         )
 
     def find(self, kind: str, name: str) -> PluginEntry | None:
-        """Return the entry of a name or FQCN; None if it is not enabled."""
+        """Return the entry of a name, FQCN or one of its `other_names`; None if not enabled."""
         if ":" in name:
             return next((e for e in self.entries(kind) if e.value == name), None)
-        return self._entries.get((kind, name))
+        if found := self._entries.get((kind, name)):
+            return found
+        if not hasattr(getattr(KINDS.get(kind), "interface", None), "other_names"):
+            return None
+        return next((e for e in self.entries(kind) if name in self.target(e).other_names), None)
 
     def hint(self, name: str, kind: str) -> str:
         """Return how to get a component of that name that is not enabled, else nothing."""

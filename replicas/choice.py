@@ -9,6 +9,7 @@ from typing import Any
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import guard
+from hardpoint.boundary.parts.states import States, states_of
 from hardpoint.live.change import Change, Prepared, Switch
 from hardpoint.live.settings import is_same
 from hardpoint.plugins import (
@@ -95,6 +96,10 @@ class EngineChoice:
     def slow(self) -> dict[str, StepFault]:
         """Return the decisions that took too long, by the balancer's name."""
         return self._faults.slow()
+
+    def states(self) -> States:
+        """Return the state of the balancer by its name, if it has one."""
+        return states_of([self._balancer])
 
     def close(self) -> None:
         """Close the balancer."""

@@ -176,6 +176,8 @@ class JointCalls:
                 return lambda answers: merge([*answers.values(), self._choice.faults()])
             case "slow_plugins":
                 return lambda answers: merge([*answers.values(), self._choice.slow()])
+            case "plugin_states":
+                return lambda answers: merge([*answers.values()]) | self._choice.states()
             case "scheduler_stats":
                 return lambda answers: self._stats(replicas, answers)
             case "plugin_report":

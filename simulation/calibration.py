@@ -29,13 +29,14 @@ from hardpoint.plugins.config_tables import PluginUse
 from hardpoint.plugins.step_record import StepRecord
 from hardpoint.registry.discovery import installed_version
 
-from .step_costs import CostFile, TimedStep, fit_cost
+from .step_costs import CostFile, TimedStep, batch_sizes, fit_cost, powers
 
 _NAME = "calibration"
 _LONGEST = 2048  # tokens of a prompt; what is beyond is extrapolated
 _SMALLEST = 16
 _BATCH_TOKENS = 2048  # tokens of the prompts of a batch
-_OUTPUTS = 24  # tokens of each request of a batch of many
+_LATE = (16, 64, 256, 32, 128, 24, 96, 48)  # tokens of the prompts that begin while others decode
+_OUTPUTS = 24  # tokens after the first one of the longest request of a batch
 _WARM_UP = 2  # batches that are not counted
 _MOST_SECONDS = 86_400
 
@@ -78,11 +79,14 @@ class _Line(msgspec.Struct, array_like=True):
 
 
 class _Batch(NamedTuple):
-    """Requests that are sent together."""
+    """Requests that are sent together: the lengths of their prompts and of each one's output.
 
-    size: int
+    After those come others with prompts of the lengths `late`, which begin while they decode.
+    """
+
     prompt: int
-    output: int
+    outputs: list[int]
+    late: tuple[int, ...] = ()
 
 
 def calibrate(
@@ -166,7 +170,7 @@ def _run_batches(model: Generator, seconds: float, chance: random.Random) -> Ite
     config = model.config
     longest = config.max_model_len
     assert isinstance(longest, int), "an engine that runs has a length"
-    batches = _batches(config.scheduler.max_num_seqs, longest - _OUTPUTS)
+    batches = _batches(config.scheduler.max_num_seqs, longest - 1 - _OUTPUTS)
     for batch in itertools.islice(itertools.cycle(batches), _WARM_UP):
         _run(model, batch, chance)
         yield
@@ -184,31 +188,35 @@ def _run_batches(model: Generator, seconds: float, chance: random.Random) -> Ite
 def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
     """Return the batches, from one request to the most, and from short prompts to long ones."""
     longest = max(1, min(longest, _LONGEST))
-    counts = [*_powers(1, max_num_seqs), max_num_seqs]
+    counts = [*powers(1, max_num_seqs), max_num_seqs]
     found = []
     for count in dict.fromkeys(counts):
-        found.append(_Batch(count, min(_SMALLEST, longest), _OUTPUTS))
+        outputs = _falling(count)
+        found.append(_Batch(min(_SMALLEST, longest), outputs))
         if (longer := min(_BATCH_TOKENS // count, longest)) > 2 * _SMALLEST:
-            found.append(_Batch(count, longer, _OUTPUTS))
-    for length in dict.fromkeys([*_powers(_SMALLEST, longest), longest]):
-        found += [_Batch(1, length, 2), _Batch(1, max(1, 3 * length // 4), 2)]
+            found.append(_Batch(longer, outputs))
+    outputs = [1 + number % _OUTPUTS for number in range(2, 2 * max_num_seqs + 2, 2)]
+    late = tuple(min(length, longest) for length in _LATE)
+    found.append(_Batch(min(_SMALLEST, longest), outputs, late))
+    for length in dict.fromkeys([*powers(_SMALLEST, longest), longest]):
+        found += [_Batch(length, [2]), _Batch(max(1, 3 * length // 4), [2])]
     return found
 
 
-def _powers(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
+def _falling(count: int) -> list[int]:
+    """Return lengths of outputs with which so many requests become half as many, size by size."""
+    sizes = {size for size in [*batch_sizes(count), count] if 2 * size > count}
+    steps = max(1, _OUTPUTS // len(sizes))
+    return [1 + steps * sum(size > number for size in sizes) for number in range(count)]
 
 
 def _run(model: Generator, batch: _Batch, chance: random.Random) -> None:
-    """Run requests of one length, whose outputs end one after the other."""
+    """Run the requests of a batch, those that are late after the others."""
 
     def requests() -> Iterable[tuple[Any, SamplingParams]]:
-        for number in range(batch.size):
-            # Other ends than all at once: otherwise no step has a number between powers of two.
-            output = max(2, batch.output - number % max(1, batch.output // 2))
-            prompt = [chance.randrange(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(batch.prompt)]
+        sizes = [(batch.prompt, output) for output in batch.outputs]
+        for length, output in [*sizes, *((length, 2) for length in batch.late)]:
+            prompt = [chance.randrange(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(length)]
             params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
             yield {"prompt_token_ids": prompt}, params
 

@@ -45,6 +45,7 @@ class Measures:
         self.last_output = 0.0
         self._at, self._ttft, self._tpot, self._e2e = (array("d") for _ in range(4))
         self._tenant, self._session = array("l"), array("l")
+        self._refused_sessions = array("l")
         self._tenants: dict[str | None, int] = {None: 0}
         self._sessions: dict[str | None, int] = {None: 0}
         self._decisions = array("d")
@@ -97,6 +98,7 @@ class Measures:
             self.refused += 1
             kind = output.error_kind or str(output.finish_reason)
             self.refusals.setdefault(kind, output.error or "")
+            self._refused_sessions.append(progress.session)
             return
         self.finished += 1
         ttft, further = progress.first - progress.at, progress.num_outputs - 1
@@ -112,6 +114,7 @@ class Measures:
     @property
     def ended(self) -> Ended:
         """Times of the finished requests."""
+        unfinished = [progress.session for progress in self._live.values()]
         return Ended(
             at=np.array(self._at),
             ttft=np.array(self._ttft),
@@ -119,6 +122,7 @@ class Measures:
             e2e=np.array(self._e2e),
             tenant=np.array(self._tenant),
             session=np.array(self._session),
+            failed=np.array([*self._refused_sessions, *unfinished], dtype=np.int64),
             tenants=list(self._tenants),
             sessions=list(self._sessions),
             objective=self.objective,

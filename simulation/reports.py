@@ -87,8 +87,8 @@ class ConversationsReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         count: number of conversations.
         turns: requests of each, in the mean.
-        seconds: from the first request to the last output.
-        waited: sum of the times to the first token.
+        seconds: from the first request to the last output, of those that finished.
+        waited: sum of the times to the first token, of those that finished.
         goodput_share: share of the conversations of which all requests met the objective.
         longest: those that waited the longest, at most ten.
     """
@@ -185,6 +185,7 @@ class Ended:
         ttft, e2e: seconds to the first token, and to the last.
         tpot: mean seconds per further token; NaN without any.
         tenant, session: places in `tenants` and `sessions`.
+        failed: place in `sessions` of each request that failed, or has not ended.
         tenants, sessions: names; the first one is None, for requests without.
         objective: the objective.
     """
@@ -195,6 +196,7 @@ class Ended:
     e2e: Vector
     tenant: Vector
     session: Vector
+    failed: Vector
     tenants: Sequence[str | None]
     sessions: Sequence[str | None]
     objective: Objective
@@ -229,8 +231,9 @@ class Ended:
 
     def conversations(self) -> ConversationsReport | None:
         """Return the report of the conversations, None without any."""
-        with_one = np.flatnonzero(self.session)
-        if not len(with_one):
+        with_one, failed = np.flatnonzero(self.session), self.failed[self.failed > 0]
+        num_requests = len(with_one) + len(failed)
+        if not num_requests:
             return None
         order = with_one[np.argsort(self.session[with_one], kind="stable")]
         session = self.session[order].astype(np.int64)
@@ -241,13 +244,15 @@ class Ended:
         waited = np.add.reduceat(self.ttft[order], starts)
         longest = np.maximum.reduceat(self.ttft[order], starts)
         good = np.logical_and.reduceat(self.is_good[order], starts)
+        good &= ~np.isin(session[starts], failed)
+        count = len(np.union1d(session[starts], failed))
         worst = np.argsort(-waited, kind="stable")[:_MOST_SHOWN]
         return ConversationsReport(
-            count=len(starts),
-            turns=float(turns.mean()),
+            count=count,
+            turns=num_requests / count,
             seconds=Percentiles.of(seconds),
             waited=Percentiles.of(waited),
-            goodput_share=float(good.mean()),
+            goodput_share=int(good.sum()) / count,
             longest=[
                 Conversation(
                     session=str(self.sessions[session[starts[place]]]),

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from hardpoint.typed import Strict
 
 _MAX_BYTES = 16 << 20
 _NEAR = 1.15  # times the fastest step of a size, for the first fit
-_TOLERANCE = 0.25  # relative error of a fit of the steps that count for the next one
+_TOLERANCE = 0.5  # relative error of a fit of the steps that count for the next one
 _ROUNDS = 4  # of the fit
 _SWEEPS = 4000
 
@@ -91,8 +91,8 @@ class CostFile(Strict):
         tokens: milliseconds of a step without the terms below, by the tokens that it computes.
         single_query, context_token, prompt, prompt_pair: terms, as of `StepCost`.
         step_cost: a fit without points, which schedulers get.
-        disturbed: share of the measured steps that took a quarter more or less than the fit,
-            for other programs ran, or for another reason; they do not count.
+        disturbed: share of the measured steps that took half more or less than the fit, for other
+            programs ran, or for another reason; they do not count.
         residuals: errors of the fit: "decode" of steps without prompts, "prompts" of the others,
             and "step_cost" of the other fit over all.
     """
@@ -268,14 +268,32 @@ def residuals_of(cost: CostFile | StepCost, steps: Sequence[TimedStep]) -> Resid
     return Residuals(steps=len(steps), p50=float(p50), p95=float(p95), bias=bias)
 
 
-def _knots(counts: Sequence[int]) -> list[int]:
-    """Return the powers of two near which steps were measured; the first and last points are both
-    ends.
+def batch_sizes(limit: int) -> list[int]:
+    """Return the numbers of tokens whose cost is measured: all up to 8, then four per doubling.
+
+    Products of matrices take blocks of rows: one of 7 may take as long as one of 8, or longer.
     """
+    steps = [power * quarters // 4 for power in powers(8, limit) for quarters in range(4, 8)]
+    return [size for size in [*range(1, 8), *steps] if size <= limit]
+
+
+def powers(first: int, last: int) -> Iterator[int]:
+    """Yield `first`, twice that, and so on, up to `last`."""
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def _knots(counts: Sequence[int]) -> list[int]:
+    """Return the sizes near which steps were measured; the first and last points are both ends."""
     low, high = min(counts), max(counts)
-    inner = [2**n for n in range(40) if low < 2**n < high]
-    near = [k for k in inner if any(0.7 * k <= count <= 1.4 * k for count in counts)]
-    if high > low and near and high < 1.2 * near[-1]:
+    found = set(counts)
+    near = [
+        size
+        for size in batch_sizes(high)
+        if size > low and not found.isdisjoint(range(math.ceil(0.94 * size), int(1.06 * size) + 1))
+    ]
+    if high > low and near and high < 1.1 * near[-1]:
         near.pop()
     return [low, *near, high] if high > low else [low]
 
@@ -335,8 +353,14 @@ def _undisturbed(steps: Sequence[TimedStep]) -> tuple[Sequence[bool], _Fitted]:
 
 
 def _fit(features: Vector, times: Vector) -> Vector:
-    """Return coefficients of at least 0: least squares of the relative error."""
-    return _not_negative(features / times[:, None], np.ones_like(times))
+    """Return coefficients of at least 0: least squares of the error relative to the fitted times.
+
+    Relative to the times themselves, with which it begins, slow steps would count less than fast
+    ones, and the sum of all would be too small.
+    """
+    found = _not_negative(features / times[:, None], np.ones_like(times))
+    expected = np.maximum(features @ found, times / 2)
+    return _not_negative(features / expected[:, None], times / expected)
 
 
 def _not_negative(rows: Vector, targets: Vector) -> Vector:

@@ -10,6 +10,7 @@ from bisect import bisect
 from collections.abc import Iterator
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 from hardpoint.typed import Strict, convert
@@ -44,6 +45,10 @@ class SyntheticLoad(Strict):
     the one before with its answer and a further text of its own. It comes some time after the one
     before, whether or not that has its answer, so that the load does not depend on the fleet.
 
+    The load is a piece of one that has gone on for ever: conversations are open when it begins, of
+    which the load has the later turns alone, and others are open when it ends. So its rate is the
+    stated one from the first second on, however long conversations last.
+
     Attributes:
         requests: number of requests.
         rate: requests per second, in the mean.
@@ -53,7 +58,8 @@ class SyntheticLoad(Strict):
         hot_tokens: length of each of them.
         hot_share: share of the conversations that begin with one.
         zipf: the i-th of them is chosen with a probability proportional to 1 / i ** zipf.
-        turns: requests of a conversation, in the mean of a geometric distribution.
+        turns: requests of a conversation, in the mean of a geometric distribution; as many requests
+            there are for each conversation that begins.
         think_seconds: time between two turns, in the mean of an exponential distribution.
         sessions: whether requests of several turns name their conversation.
         tenants: number of tenants, named in the tag `tenant` of conversations; 0 for no tag.
@@ -89,59 +95,107 @@ class SyntheticLoad(Strict):
 
     def _turns(self) -> Iterator[SimulatedRequest]:
         """Yield requests without end."""
-        chance, own = random.Random(self.seed), itertools.count(_OWN_IDS)
-        sums = _zipf_sums(self.hot_prefixes, self.zipf)
-        owners = self._owners()
+        conversations = _Conversations(self)
         later: list[tuple[float, int, SimulatedRequest]] = []  # turns, by time
-        started, at = 0, 0.0
-        while True:
-            at += chance.expovariate(self.rate / self.turns)
-            while later and later[0][0] <= at:
-                turn = heapq.heappop(later)[2]
-                self._plan_next(chance, own, turn, later)
-                yield turn
-            prefix: tuple[Segment, ...] = ()
-            if sums and chance.random() < self.hot_share:
-                prefix = (Segment(_draw(sums, chance), self.hot_tokens),)
-            first = SimulatedRequest(
-                at=at,
-                prompt=(*prefix, Segment(next(own), self.prompt.draw(chance))),
-                output=Segment(next(own), self.output.draw(chance)),
-                session=f"s{started}" if self.sessions and self.turns > 1 else None,
-                **next(owners),
-            )
-            started += 1
-            self._plan_next(chance, own, first, later)
-            yield first
 
-    def _owners(self) -> Iterator[dict[str, Any]]:
+        def sent(turn: SimulatedRequest) -> SimulatedRequest:
+            """Return a turn, once the one after it is in `later`."""
+            if not turn.is_last:
+                pause = conversations.chance.expovariate(1 / self.think_seconds)
+                following = conversations.go_on(turn, turn.at + pause)
+                heapq.heappush(later, (following.at, following.output.id, following))
+            return turn
+
+        for at, is_new in heapq.merge(conversations.beginnings(), conversations.open_ones()):
+            while later and later[0][0] <= at:
+                yield sent(heapq.heappop(later)[2])
+            yield sent(conversations.begin(at) if is_new else conversations.take_up(at))
+
+
+class _Conversations:
+    """Draws the turns of conversations, and when those come that no earlier one leads to.
+
+    Attributes:
+        chance: source of all draws but tenants and priorities.
+    """
+
+    def __init__(self, load: SyntheticLoad) -> None:
+        self._load = load
+        self.chance = random.Random(load.seed)
+        self._ids, self._started = itertools.count(_OWN_IDS), itertools.count()
+        self._prefixes = _zipf_sums(load.hot_prefixes, load.zipf)
+        self._owners = self._drawn_owners()
+
+    def beginnings(self) -> Iterator[tuple[float, bool]]:
+        """Yield when conversations begin, and True, without end."""
+        at = 0.0
+        while True:
+            at += self.chance.expovariate(self._load.rate / self._load.turns)
+            yield at, True
+
+    def open_ones(self) -> Iterator[tuple[float, bool]]:
+        """Yield when conversations that are open at time 0 go on, and False.
+
+        Their number is that of a queue with a server for each, in equilibrium: Poisson. The time to
+        the next turn has no memory, so that the times are those of a process whose rate falls
+        exponentially; `passed` has the rate 1.
+        """
+        load = self._load
+        if mean := load.rate * (1 - 1 / load.turns) * load.think_seconds:
+            passed = self.chance.expovariate(1.0)
+            while passed < mean:
+                yield -load.think_seconds * math.log1p(-passed / mean), False
+                passed += self.chance.expovariate(1.0)
+
+    def begin(self, at: float) -> SimulatedRequest:
+        """Return the first turn of a conversation."""
+        load, chance = self._load, self.chance
+        prefix: tuple[Segment, ...] = ()
+        if self._prefixes and chance.random() < load.hot_share:
+            prefix = (Segment(_draw(self._prefixes, chance), load.hot_tokens),)
+        number = next(self._started)
+        return SimulatedRequest(
+            at=at,
+            prompt=(*prefix, Segment(next(self._ids), load.prompt.draw(chance))),
+            output=Segment(next(self._ids), load.output.draw(chance)),
+            session=f"s{number}" if load.sessions and load.turns > 1 else None,
+            is_last=self._is_last(),
+            **next(self._owners),
+        )
+
+    def go_on(self, turn: SimulatedRequest, at: float) -> SimulatedRequest:
+        """Return the turn after one."""
+        load, chance = self._load, self.chance
+        text = Segment(next(self._ids), load.prompt.draw(chance))
+        return msgspec.structs.replace(
+            turn,
+            at=at,
+            prompt=(*turn.prompt, turn.output, text),
+            output=Segment(next(self._ids), load.output.draw(chance)),
+            is_last=self._is_last(),
+        )
+
+    def take_up(self, at: float) -> SimulatedRequest:
+        """Return the next turn of a conversation that was open at time 0.
+
+        The turns that it has had are distributed as those of a whole conversation.
+        """
+        turn = self.begin(at)
+        while not turn.is_last:
+            turn = self.go_on(turn, at)
+        return self.go_on(turn, at)
+
+    def _is_last(self) -> bool:
+        return self._load.turns == 1 or self.chance.random() < 1 / self._load.turns
+
+    def _drawn_owners(self) -> Iterator[dict[str, Any]]:
         """Yield tags and priority of each conversation."""
-        chance = random.Random(f"{self.seed} tenants")  # so that these change nothing else
-        sums = _zipf_sums(self.tenants, self.tenant_zipf)
+        load = self._load
+        chance = random.Random(f"{load.seed} tenants")  # so that these change nothing else
+        sums = _zipf_sums(load.tenants, load.tenant_zipf)
         while True:
             tags = {TENANT: f"t{_draw(sums, chance)}"} if sums else {}
-            yield {"tags": tags, "priority": chance.randrange(self.priorities)}
-
-    def _plan_next(
-        self,
-        chance: random.Random,
-        own: Iterator[int],
-        turn: SimulatedRequest,
-        later: list[tuple[float, int, SimulatedRequest]],
-    ) -> None:
-        """Add the turn after one to `later`, if there is one."""
-        if self.turns == 1 or chance.random() < 1 / self.turns:
-            return
-        text = Segment(next(own), self.prompt.draw(chance))
-        following = SimulatedRequest(
-            at=turn.at + chance.expovariate(1 / self.think_seconds),
-            prompt=(*turn.prompt, turn.output, text),
-            output=Segment(next(own), self.output.draw(chance)),
-            session=turn.session,
-            tags=turn.tags,
-            priority=turn.priority,
-        )
-        heapq.heappush(later, (following.at, text.id, following))
+            yield {"tags": tags, "priority": chance.randrange(load.priorities)}
 
 
 def _zipf_sums(count: int, exponent: float) -> list[float]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -14,8 +13,12 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.errors import HardpointError
 from hardpoint.journal.frames import MARK
+from hardpoint.plugins import EngineCoreRequest
 
 from .workload import Segment, SimulatedRequest, cut
+
+if TYPE_CHECKING:
+    from hardpoint.journal.run import Journal
 
 _HEAD = 4096
 _OWN_IDS = 2**31  # of segments that no id of a trace names
@@ -35,7 +38,7 @@ class MooncakeLine(msgspec.Struct):
     Source: kvcache-ai/Mooncake, FAST25-release/traces.
 
     Attributes:
-        timestamp: milliseconds since the start.
+        timestamp: milliseconds, from any time on.
         input_length: tokens of the prompt.
         output_length: tokens that were generated.
         hash_ids: one per block of the prompt; equal ones are equal blocks after equal ones.
@@ -55,7 +58,7 @@ class BailianLine(msgspec.Struct):
     Attributes:
         chat_id: identity of the request.
         parent_chat_id: identity of the turn before it; -1 for the first one.
-        timestamp: seconds since the start.
+        timestamp: seconds, from any time on.
         input_length, output_length: tokens.
         hash_ids: one per block of the prompt, as Mooncake's; without them, a prompt begins with
             that of the turn before it and its answer.
@@ -120,16 +123,17 @@ Reader = Callable[[Path, int | None], list[SimulatedRequest]]
 def read_trace(
     path: Path | str, form: str = "auto", *, block_size: int | None = None
 ) -> list[SimulatedRequest]:
-    """Return the requests of a trace, in the order of their times.
+    """Return the requests of a trace, in the order of their times, which count from the first one.
 
     Args:
         path: the file.
         form: a key of `FORMS`; "auto" finds it by the first line.
         block_size: tokens that each of `hash_ids` stands for; None is 512 in Mooncake's form and
-            16 in Bailian's.
+            16 in Bailian's, and for forms without them.
 
     Raises:
-        TraceError: the form is not known, or a line is wrong; names file, line and field.
+        TraceError: the form is not known, has no `hash_ids`, or a line is wrong; names file, line
+            and field.
     """
     file = Path(path)
     try:
@@ -137,6 +141,11 @@ def read_trace(
             form = _form_of(file)
         if form not in FORMS:
             raise TraceError(f"form: expected one of auto, {', '.join(FORMS)}, got {form!r}")
+        if block_size is not None and form not in _WITH_HASH_IDS:
+            raise TraceError(
+                f"{path}: block_size (--hash-tokens): expected none, because the form {form!r} has "
+                f"no hash_ids, got {block_size}"
+            )
         requests = FORMS[form](file, block_size)
     except OSError as error:
         raise TraceError(f"{path}: the trace cannot be read: {error.strerror}") from None
@@ -155,7 +164,7 @@ def _form_of(path: Path) -> str:
         rest = file.read(_HEAD)
     try:
         plain = msgspec.json.decode(first)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         # guidellm's reports are one object over many lines.
         plain = {"benchmarks": []} if first.lstrip().startswith("{") and '":' in rest else None
     fields = plain.keys() if isinstance(plain, dict) else ()
@@ -194,23 +203,80 @@ def read_minimal(path: Path | str) -> list[SimulatedRequest]:
 def read_journal(path: Path | str) -> list[SimulatedRequest]:
     """Return the requests of a journal of an engine that have outputs, in the order of arrival.
 
+    Times count from the first one. Prompts share what the engine's cache could have found: whole
+    blocks of `kv_cache.block_size` tokens, of earlier prompts and of their outputs. Requests have
+    their tags, priorities and sessions (`retention`).
+
     Args:
         path: a file that `engine.journal` has named.
 
     Raises:
-        TraceError: the journal is damaged.
+        TraceError: the journal is damaged, or has no size of blocks.
         OSError: the file cannot be read.
     """
-    from hardpoint.journal.replay import JournalFile  # noqa: PLC0415 - only journals need it
+    from hardpoint.journal.run import Journal  # noqa: PLC0415 - only journals need it
 
     try:
-        lines = list(JournalFile(Path(path)).export("mooncake"))
+        return _from_zero(_journal_requests(Journal(path)))
     except HardpointError as error:
         raise TraceError(str(error)) from error
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".jsonl") as file:
-        file.write("\n".join(lines))
-        file.flush()
-        return read_mooncake(file.name)
+
+
+def _journal_requests(journal: Journal) -> Iterator[SimulatedRequest]:
+    """Yield the requests of a journal that have outputs, in the order of arrival."""
+    from hardpoint.core.kv_cache import BlockHashes  # noqa: PLC0415 - as above
+    from hardpoint.journal.forcing import recorded_tokens  # noqa: PLC0415 - as above
+
+    size = journal.block_size
+    hashes = BlockHashes(size, part_keys=_key_of_embeddings)
+    own = itertools.count()
+    holders: dict[bytes, SimulatedRequest] = {}  # the first with a block and all before it
+    outputs = recorded_tokens(journal)
+    for at, source in _arrivals(journal):
+        # What another engine had generated of it is computed here as a prompt is.
+        given = [] if source.resumed is None else list(source.resumed.output_token_ids)
+        prompt = [*source.prompt_token_ids, *given]
+        found = sorted(outputs.get(source.request_id, {}).items())
+        output = [token for position, token in found if position >= len(given)]
+        if not output:
+            continue
+        tokens = [*prompt, *output]
+        whole = msgspec.structs.replace(source, prompt_token_ids=tokens, resumed=None)
+        blocks = hashes.of_prompt(whole)
+        known = list(itertools.takewhile(holders.__contains__, blocks[: len(prompt) // size]))
+        text: tuple[Segment, ...] = ()
+        if known:
+            holder = holders[known[-1]]
+            text = cut((*holder.prompt, holder.output), len(known) * size)
+        if rest := len(prompt) - len(known) * size:
+            text = (*text, Segment(next(own), rest))
+        request = SimulatedRequest(
+            at=at,
+            prompt=text,
+            output=Segment(next(own), len(output)),
+            session=None if source.retention is None else source.retention.session,
+            tags=source.tags,
+            priority=source.priority,
+        )
+        for block in blocks:
+            holders.setdefault(block, request)
+        yield request
+
+
+def _arrivals(journal: Journal) -> list[tuple[float, EngineCoreRequest]]:
+    """Return the requests of a journal and when they came, on its clock, in that order."""
+    from hardpoint.journal.run import request_of  # noqa: PLC0415 - as above
+
+    found: dict[str, tuple[float, EngineCoreRequest]] = {}
+    for before, _, event in journal.events():
+        for arrival in event.arrivals if event.failure is None else ():
+            found[arrival.request_id] = event.arrived(arrival, before), request_of(arrival)
+    return sorted(found.values(), key=lambda arrival: arrival[0])
+
+
+def _key_of_embeddings(source: EngineCoreRequest, span: range) -> bytes:  # noqa: ARG001
+    """Return the key of a prompt with embeddings, which shares no block; empty without any."""
+    return b"" if source.prompt_embeds is None else source.request_id.encode()
 
 
 def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
@@ -229,7 +295,7 @@ def read_guidellm(path: Path | str) -> list[SimulatedRequest]:
     """
     try:
         plain = msgspec.json.decode(Path(path).read_bytes())
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}: expected a JSON object, {error}") from None
     benchmarks = plain.get("benchmarks") if isinstance(plain, dict) else None
     if not isinstance(benchmarks, list):
@@ -274,6 +340,8 @@ def _guidellm_turns(found: list[GuidellmRequest]) -> list[SimulatedRequest]:
 def read_mooncake(path: Path | str, *, block_size: int = 512) -> list[SimulatedRequest]:
     """Return the requests of a trace in Mooncake's form, in the order of their times.
 
+    Times count from the first one.
+
     Args:
         path: a file of JSON lines, see `MooncakeLine`.
         block_size: tokens that each of `hash_ids` stands for.
@@ -287,14 +355,14 @@ def read_mooncake(path: Path | str, *, block_size: int = 512) -> list[SimulatedR
         prompt = _blocks(where, line.hash_ids, line.input_length, block_size, own)
         output = Segment(next(own), line.output_length)
         requests.append(SimulatedRequest(at=line.timestamp / 1e3, prompt=prompt, output=output))
-    return sorted(requests, key=_time)
+    return _from_zero(requests)
 
 
 def read_bailian(path: Path | str, *, block_size: int = 16) -> list[SimulatedRequest]:
     """Return the requests of a trace in Bailian's form, in the order of their times.
 
-    Each conversation is a session. One whose first turns are not in the file begins with the first
-    that is.
+    Times count from the first one. Each conversation is a session. One whose first turns are not in
+    the file begins with the first that is.
 
     Args:
         path: a file of JSON lines, see `BailianLine`.
@@ -320,7 +388,7 @@ def read_bailian(path: Path | str, *, block_size: int = 16) -> list[SimulatedReq
             output=Segment(next(own), line.output_length),
             session=str(line.chat_id) if before is None else before.session,
         )
-    return sorted(turns.values(), key=_time)
+    return _from_zero(turns.values())
 
 
 Line = TypeVar("Line", MooncakeLine, BailianLine, MinimalLine)
@@ -335,7 +403,7 @@ def _lines(path: Path | str, form: type[Line]) -> Iterator[tuple[str, Line]]:
             where = f"{path}:{number}"
             try:
                 plain = msgspec.json.decode(text)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise TraceError(f"{where}: expected a JSON object, {error}") from None
             if not isinstance(plain, dict):
                 raise TraceError(f"{where}: expected a JSON object, got {typed.shown(plain)}")
@@ -372,14 +440,19 @@ def _after(before: SimulatedRequest | None, length: int, own: Iterator[int]) -> 
 
 
 def _from_zero(requests: Iterable[SimulatedRequest]) -> list[SimulatedRequest]:
-    """Return requests in the order of their times, the first of which is 0."""
-    found = sorted(requests, key=_time)
+    """Return requests in the order of their times, the first of which is 0.
+
+    Those that end their conversations are marked as its last.
+    """
+    found = sorted(requests, key=lambda request: request.at)
     start = found[0].at if found else 0.0
-    return [msgspec.structs.replace(one, at=one.at - start) for one in found]
-
-
-def _time(request: SimulatedRequest) -> float:
-    return request.at
+    last = {request.session: place for place, request in enumerate(found)}
+    return [
+        msgspec.structs.replace(
+            one, at=one.at - start, is_last=one.session is not None and last[one.session] == place
+        )
+        for place, one in enumerate(found)
+    ]
 
 
 FORMS: dict[str, Reader] = {
@@ -390,6 +463,8 @@ FORMS: dict[str, Reader] = {
     "journal": lambda path, _: read_journal(path),
 }
 """Readers by form."""
+
+_WITH_HASH_IDS = ("mooncake", "bailian")
 
 _FORM_OF_FIELD = {
     "chat_id": "bailian",

@@ -41,6 +41,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
         session: name of its conversation, for balancers; None without one.
         tags: labels such as {"tenant": "acme"}, for policies.
         priority: smaller is more important, for policies.
+        is_last: whether no later request of the load is of its conversation.
     """
 
     at: float
@@ -49,6 +50,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
     tags: dict[str, str] = {}
     priority: int = 0
+    is_last: bool = False
 
     @property
     def prompt_length(self) -> int:

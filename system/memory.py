@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +14,7 @@ import torch
 
 from hardpoint.errors import size_text
 from hardpoint.plugins import EngineConfig, Model, ModelError, WorkerInfo
-from hardpoint.plugins.executor import max_step_tokens
-from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
+from hardpoint.plugins.cache_memory import CacheMemory
 from hardpoint.plugins.loader import WeightFormat
 
 from .control_groups import PROC, control_groups, read_control
@@ -136,31 +135,6 @@ class HeldWeight:
 
 
 @dataclass(frozen=True)
-class RequestMemory:
-    """The needs of one request of the KV cache.
-
-    Attributes:
-        needs: in blocks.
-        bytes_per_block: size of a block of all caches.
-        max_model_len: the longest request.
-    """
-
-    needs: BlockNeeds
-    bytes_per_block: int
-    max_model_len: int
-
-    def of(self, num_tokens: int) -> int:
-        """Return the bytes that a request of `num_tokens` tokens needs."""
-        return (self.needs.of(num_tokens) + self.needs.num_null_blocks) * self.bytes_per_block
-
-    def longest(self, num_bytes: int) -> int:
-        """Return the length of the longest request that so many bytes have room for."""
-        if not self.bytes_per_block:
-            return self.max_model_len
-        return self.needs.longest(num_bytes // self.bytes_per_block, self.max_model_len)
-
-
-@dataclass(frozen=True)
 class MemoryEstimate:
     """The memory that a model needs, in bytes, and that it may use.
 
@@ -182,7 +156,7 @@ class MemoryEstimate:
     step: int
     limit: MemoryLimit
     share: float
-    request: RequestMemory
+    request: CacheMemory
     is_configured: bool = False
     parts: Mapping[str, int] = field(default_factory=dict)
 
@@ -197,8 +171,8 @@ class MemoryEstimate:
         if self.room < 0 or self.loading > self.limit.available - self.weights:
             return 0
         if not self.is_configured:
-            return self.request.longest(self.room)
-        return self.request.longest(self.cache) if self.cache <= self.room else 0
+            return self.request.longest_in(self.room)
+        return self.request.longest_in(self.cache) if self.cache <= self.room else 0
 
     def __str__(self) -> str:
         """Return the figures for a message."""
@@ -231,7 +205,7 @@ class MemoryEstimate:
         elif self.is_configured:
             fits = f"a kv_cache of {size_text(room)} would fit"
         else:
-            length = self.request.longest(room)
+            length = self.request.longest_in(room)
             fits = f"with {self.share:.0%} of the rest for the cache, "
             fits += (
                 f"a max_model_len of {length} would fit" if length else "not even one block fits"
@@ -243,8 +217,7 @@ def estimate_memory(
     model: Model,
     config: EngineConfig,
     weights: Mapping[str, HeldWeight],
-    bytes_per_block: int,
-    groups: Sequence[KVCacheGroup],
+    request: CacheMemory,
     limit: MemoryLimit,
 ) -> MemoryEstimate:
     """Estimate what a rank of a model needs, before any weight is read.
@@ -253,13 +226,14 @@ def estimate_memory(
         model: without weights.
         config: the engine's.
         weights: those that this rank has, by name.
-        bytes_per_block: size of a block of the KV cache, all layers together that have one table.
-        groups: layer groups of the KV cache.
+        request: what requests need of the KV cache.
         limit: what may be allocated.
     """
     context, cache, scheduler = model.context, config.kv_cache, config.scheduler
     size, vocab = context.dtype.itemsize, context.config.vocab_size
-    width = max((w.shape[0] for w in weights.values() if not w.is_vocabulary), default=0)
+    width = max(
+        (w.shape[0] for w in weights.values() if w.shape and not w.is_vocabulary), default=0
+    )
     tokens = min(scheduler.max_num_batched_tokens, context.max_model_len)
     specs = model.kv_specs()
     rotary = max((spec.head_size for spec in specs), default=0)
@@ -268,12 +242,11 @@ def estimate_memory(
     # A few arrays of the widest layer, logits and their float32 copy, angles of all positions.
     step = _ARRAYS * tokens * width * size + scheduler.max_num_seqs * vocab * 2 * _FLOAT
     step += context.max_model_len * rotary * _FLOAT
-    needs = BlockNeeds(groups, cache.block_size, max_step_tokens(config))
-    request, share = RequestMemory(needs, bytes_per_block, context.max_model_len), 1.0
+    has_cache, share = request.of(1) > 0, 1.0
     is_configured = cache.num_blocks is not None or cache.memory_bytes is not None
     if cache.num_blocks is not None:
-        cache_bytes = cache.num_blocks * bytes_per_block
-    elif cache.memory_bytes is not None and bytes_per_block:
+        cache_bytes = request.size(cache.num_blocks)
+    elif cache.memory_bytes is not None and has_cache:
         cache_bytes = cache.memory_bytes
     else:
         length = cache.block_size if config.max_model_len == "auto" else context.max_model_len
@@ -287,7 +260,7 @@ def estimate_memory(
         limit=limit,
         share=share,
         request=request,
-        is_configured=is_configured and bool(bytes_per_block),
+        is_configured=is_configured and has_cache,
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator, Mapping
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 from hardpoint import typed
 from hardpoint.errors import PluginContractError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
-from hardpoint.plugins.component import Context
+from hardpoint.plugins.component import MAX_STATE_BYTES, Component, Context
 
 from .engine_access import check_plugin_class, plugin_name, prepare_request_arguments, with_creator
 from .suite import (
@@ -29,10 +32,20 @@ from .suite import (
     reject_replaced_tests,
     short_repr,
 )
+from .threads import until
 
 ClassT = TypeVar("ClassT")
 
 OPTIONS = Rule("options: those of the suite are valid", "set them as an operator would")
+
+
+LIVE = Rule(
+    "live changes: a second instance begins and ends next to the first, which goes on",
+    "keep what it knows in the instance, and end in close() the threads that it has begun; or say "
+    "`changes_live = False`",
+)
+
+_THREADS_END_S = 1.0
 
 
 def first_device(cls: Any, name: str | None) -> torch.device:
@@ -183,3 +196,90 @@ class ComponentSuite(ConformanceSuite):
                 f"pickle and as {short_repr(converted)} from plain data",
                 "let Options hold plain data only",
             )
+
+
+class LiveComponentSuite(ComponentSuite):
+    """Base class of the suites of kinds whose components change while an engine runs."""
+
+    @checks(LIVE)
+    def test_live_change(self) -> None:
+        """A second instance is built and closed next to the first, as a live change does: nothing
+        of module and class changes, no thread of the first ends, and none is left at the end.
+        """
+        cls = self._component()
+        if not getattr(cls, "changes_live", True):
+            pytest.skip("the class does not say `changes_live = True`: it changes with a restart")
+        check_live_change(cls, self._make)
+
+
+def check_live_change(cls: type, make: Callable[[], Any]) -> None:
+    """Check that an instance can be built and closed next to another one.
+
+    Args:
+        cls: class of the component.
+        make: returns a new instance, or what has and closes it.
+
+    Raises:
+        Violation: the instances share something.
+    """
+    at_start = set(threading.enumerate())
+    first = make()
+    begun, held = set(threading.enumerate()) - at_start, _held(cls)
+    make().close()
+    for name, before in held.items():
+        if (after := _held(cls).get(name)) != before:
+            raise LIVE.violation(f"{name} was {before}, and {after} once a second one had ended")
+    if ended := [thread.name for thread in begun if not thread.is_alive()]:
+        raise LIVE.violation(f"the end of a second one ended the thread {ended[0]!r} of the first")
+    if isinstance(first, Component):
+        check_state(first)
+    first.close()
+
+    def left() -> list[str]:
+        return [one.name for one in set(threading.enumerate()) - at_start if one.is_alive()]
+
+    if not until(lambda: not left(), _THREADS_END_S):
+        raise LIVE.violation(f"the thread {left()[0]!r} runs on after close()")
+
+
+def check_state(component: Component) -> None:
+    """Check what `dump_state` returns.
+
+    Raises:
+        Violation: it is no plain data, or too much.
+    """
+    state = component.dump_state()
+    try:
+        size = len(msgspec.json.encode(state)) if isinstance(state, Mapping) else None
+    except Exception as cause:
+        raise LIVE.violation(f"dump_state() cannot be JSON: {cause}", "return plain data") from None
+    if size is None or size > MAX_STATE_BYTES:
+        raise LIVE.violation(
+            f"dump_state() returned {short_repr(state)}",
+            f"return a mapping of at most {MAX_STATE_BYTES} bytes as JSON",
+        )
+
+
+def _held(cls: type) -> dict[str, str]:
+    """Return descriptions of what an author's classes and their modules hold, by name."""
+    own = [one for one in cls.__mro__ if not one.__module__.startswith(_CONTRACT)]
+    spaces: dict[str, Mapping[str, Any]] = {
+        f"{one.__module__}.{one.__qualname__}": vars(one) for one in own
+    }
+    spaces |= {name: vars(sys.modules[name]) for name in {one.__module__ for one in own}}
+    return {
+        f"{space}.{name}": _described(value)
+        for space, values in spaces.items()
+        for name, value in values.items()
+        if not name.startswith("__")
+    }
+
+
+_CONTRACT = ("hardpoint.plugins", "builtins", "abc", "typing")
+_CONTAINERS = (dict, list, set, deque)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, _CONTAINERS):
+        return f"a {type(value).__name__} of {len(value)}"
+    return short_repr(value) if isinstance(value, (int, str, bytes)) else f"object {id(value)}"

@@ -6,6 +6,7 @@ import pickle
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -52,7 +53,7 @@ def _snapshot(value: Any, parents: set[int]) -> Any:
     if isinstance(value, (*_PLAIN, *_CODE)):
         return (type(value).__name__, repr(value))
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous()
+        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return ("tensor", str(value.dtype), tuple(value.shape), plain.numpy().tobytes())
     if isinstance(value, np.ndarray):
         return ("array", str(value.dtype), value.shape, value.tobytes())
@@ -77,7 +78,8 @@ def _snapshot(value: Any, parents: set[int]) -> Any:
 def _parts(value: Any) -> Iterable[Any]:
     """Return the contents of an object: items, fields, slots and attributes."""
     if isinstance(value, Mapping):
-        return [part for pair in value.items() for part in pair]
+        with suppress(NotImplementedError):  # one for several threads may not be iterated
+            return [part for pair in value.items() for part in pair]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value)
     if isinstance(value, msgspec.Struct):

@@ -14,13 +14,16 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky, HypothesisException
+from hypothesis.errors import Flaky, HypothesisException, Unsatisfiable
 
 from .pace import EVIDENCE
 from .pytest_hooks import examples_scale, replay_line, search_seed
 
 _MAX_REPR_LENGTH = 600
 _SHRINKING_SECONDS = 2.0
+
+NOTHING_DRAWN = "nothing to check was drawn"
+"""Begins the observation of a test whose strategies gave nothing that concerns the component."""
 
 
 class Violation(Exception):  # noqa: N818 - it is a finding
@@ -235,7 +238,10 @@ class ConformanceSuite:
         check: Callable[..., None],
         **strategies: st.SearchStrategy[Any],
     ) -> None:
-        """Run a check on drawn cases; fail the test with the smallest failing case."""
+        """Run a check on drawn cases; fail the test with the smallest failing case.
+
+        It fails, too, if no case could be drawn that the component takes.
+        """
         count = max(1, round(examples * self.examples * examples_scale()))
         search = Search(count, self.replay_seed)
 
@@ -243,9 +249,19 @@ class ConformanceSuite:
             with self._exception_guard():
                 check(**drawn)
 
-        found = search.run(guarded, **strategies)
+        try:
+            found = search.run(guarded, **strategies)
+        except Unsatisfiable:
+            self._fail(rule, self._nothing_drawn())
         if found is not None:
             self._fail(rule, found.violation, found.report())
+
+    def _nothing_drawn(self) -> Violation:
+        """Return the violation of a search that left out every case."""
+        return Violation(
+            f"{NOTHING_DRAWN}: the component refused each case",
+            "let the strategies of the suite draw what the component takes",
+        )
 
     def _fail(self, rule: str, violation: Violation, case: str = "") -> NoReturn:
         """Fail the running test: name the class, the rule, the observation and the fix."""

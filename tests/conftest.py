@@ -39,6 +39,19 @@ MANY_OBJECTS = 100_000
 """As many as a collection of garbage visits in about 40 milliseconds."""
 
 
+class NamesOfFailures:
+    """Prints the name of a test at once when it fails: a run that is cut has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            reporter = self._config.pluginmanager.getplugin("terminalreporter")
+            reporter.ensure_newline()
+            reporter.write_line(f"FAILED {report.nodeid} ({report.when})")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run what takes long, too")
     parser.addoption("--durations-file", type=Path, help="write the seconds of each test there")
@@ -50,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hardpoint-tests-")
         if path := config.getoption("durations_file"):
             config.pluginmanager.register(Durations(path))
+            config.pluginmanager.register(NamesOfFailures(config))
     # What other programs make does not look as if a test had left it behind. The last folders of
     # pytest itself stay.
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
@@ -100,6 +114,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 # Folders in which the wheels of the packages in examples/ are installed.
 acme = package_fixture("acme_sampling")
+acme_affinity = package_fixture("acme_affinity")
 acme_attention = package_fixture("acme_attention")
 acme_beams = package_fixture("acme_beams")
 acme_caching = package_fixture("acme_caching")

@@ -24,26 +24,22 @@ SETTINGS = {
 
 
 @pytest.fixture
-def beam_search(acme_beams, monkeypatch):
+def beams(acme_beams, monkeypatch):
     monkeypatch.syspath_prepend(acme_beams)
-    yield __import__("acme_beams").beam_search
+    yield __import__("acme_beams")
     for name in [name for name in sys.modules if name.partition(".")[0] == "acme_beams"]:
         del sys.modules[name]
 
 
-def check(beam_search, cases, settings) -> None:
+def check(beams, cases, settings) -> None:
     async def search() -> None:
         config = {"device": "cpu", **settings}
         async with AsyncLLM("smollm2", dtype="float32", max_model_len=96, config=config) as llm:
             for case in cases:
-                found = await beam_search(
-                    llm,
-                    case["prompt"],
-                    SamplingParams(max_tokens=case["max_tokens"]),
-                    case["num_beams"],
-                    length_penalty=case["length_penalty"],
-                    early_stopping=case["early_stopping"],
-                )
+                params = SamplingParams(max_tokens=case["max_tokens"])
+                names = ("num_beams", "length_penalty", "early_stopping")
+                search = beams.BeamSearch(**{name: case[name] for name in names})
+                found = await beams.beam_search(llm, case["prompt"], params, search)
                 assert [beam.token_ids for beam in found] == case["tokens"]
                 scores = [beam.score for beam in found]
                 assert scores == pytest.approx(case["scores"], abs=1e-3)
@@ -55,14 +51,14 @@ def check(beam_search, cases, settings) -> None:
     asyncio.run(search())
 
 
-def test_beams_are_those_of_transformers(beam_search):
-    check(beam_search, SHORT, {})
+def test_beams_are_those_of_transformers(beams):
+    check(beams, SHORT, {})
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SETTINGS)
-def test_beams_do_not_depend_on_the_engine(beam_search, name):
-    check(beam_search, CASES, SETTINGS[name])
+def test_beams_do_not_depend_on_the_engine(beams, name):
+    check(beams, CASES, SETTINGS[name])
 
 
 def test_an_abort_ends_a_request_and_its_forks(scripted):

@@ -139,10 +139,16 @@ def test_frozen_wheels_of_every_kind_run_together(program, tmp_path):
 QUICK = ("reasoning_parsers/compat_brackets",)
 """Frozen plugins whose suites run in each run of the tests; those of the others, with --all."""
 
-NARROW = ("grammars/compat_digits",)
-"""Those that are made for the programs here: it compiles no regex of the suite."""
+NARROW = (
+    "grammars/compat_digits",
+    "kv_event_publishers/compat_publisher",
+    "logits_processors/compat_dense",
+    "logits_processors/compat_sparse",
+)
+"""Those that are made for the programs here: they assert that they get what these send."""
 
 GIVEN = {
+    "kv_connectors/layered_files": ("--option", 'path="{folder}"'),
     "executors/timed": ("--option", 'log="steps.log"'),
     "kv_event_publishers/compat_publisher": ("--option", 'path="events"'),
     "kv_stores/sqlite": ("--option", 'path="store.db"'),
@@ -150,8 +156,12 @@ GIVEN = {
 }
 """Options that have no default."""
 
-SLOW = {"eviction_policies/compat_eviction": ["test_speed"]}
-"""Checks that a frozen plugin does not pass since it was built: this one sorts all candidates."""
+FAILED = {
+    "eviction_policies/compat_eviction": ["test_speed"],  # it sorts all candidates
+    "samplers/top_n_sigma": ["test_frequencies"],  # of the probabilities that it truncates
+    "stat_sinks/compat_sink": ["test_close"],  # it cannot report after it
+}
+"""Checks that a frozen plugin has not passed since it was built."""
 
 
 def frozen_plugins():
@@ -177,7 +187,7 @@ def test_a_frozen_plugin_passes_its_suite(name, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     failed = [r["check"] for r in records if r["record"] == "check" and r["outcome"] == "failed"]
-    assert failed == SLOW.get(name, []), done.stdout + done.stderr
+    assert failed == FAILED.get(name, []), done.stdout + done.stderr
     assert records[-1]["record"] == "result", done.stderr
     assert done.returncode == (1 if failed else 0), records[-1]
     (plugin,) = [record for record in records if record["record"] == "plugin"]

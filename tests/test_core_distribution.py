@@ -36,6 +36,7 @@ LEFT_OUT = {
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
     "models": {"transformers"},
+    "quantizations": {"iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs"},
     "stat_sinks": {"prometheus"},
     "tokenizers": {"transformers"},
 }
@@ -56,6 +57,7 @@ WHOLE = (
 )
 # What core, contract, registry and kit import in functions that components call which are left out.
 ON_USE = {
+    ("hardpoint.toolkit.hf_config", "transformers"),  # without it, nothing may be left out
     ("hardpoint.toolkit.layers.rotary", "transformers"),  # reports what to install
     ("hardpoint.core.weights.updated_weights", "safetensors"),
     ("hardpoint.toolkit.images.decode_program", "PIL"),

@@ -175,6 +175,7 @@ def test_every_built_in_output_parser_has_a_page_that_is_true(name):
     cls, text = PARSERS[name], (DOCS / "builtins" / f"{name}.md").read_text()
     table = dict(re.findall(r"^\| ([\w ]+) \| (.*) \|$", text, re.MULTILINE))
     assert table["Finds"] == ", ".join(cls.roles)
+    assert table.get("Also called", "") == ", ".join(f"`{other}`" for other in cls.other_names)
     needs = table["Special tokens it needs"]
     assert (needs == "none") == (not cls.required_tokens)
     assert needs == "all of them" or all(f"`{t}`" in needs for t in cls.required_tokens)

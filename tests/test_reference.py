@@ -1,7 +1,9 @@
 """The reference pages are as the code generates them."""
 
+import json
 import os
 import re
+import runpy
 import subprocess
 from unittest.mock import Mock
 
@@ -141,10 +143,40 @@ def test_every_field_of_a_request_to_the_server_is_described(pages):
 
 
 def test_the_gallery_has_all_plugins_of_the_repository(pages):
-    rows = re.findall(
-        r"^\| `([\w-]+)` \| (.+?) \| (.+?) \| (\d+) \|$", pages["gallery.md"], re.MULTILINE
-    )
+    rows = gallery_rows(pages)
     assert len(rows) > 150
-    assert [name for name, text, _, _ in rows if not text.strip()] == []
-    names = {(name, where.split("]")[0].strip("[")) for name, _, where, _ in rows}
+    assert [row for row in rows if not row[1].strip() or not row[3].isdecimal()] == []
+    names = {(name.strip("`"), where.split("]")[0].strip("[")) for name, _, where, *_ in rows}
     assert {("min_p", "built in"), ("watermark", "acme_watermark"), ("steer", "acme_taps")} <= names
+
+
+def gallery_rows(pages) -> list[list[str]]:
+    lines = [line for line in pages["gallery.md"].splitlines() if line.startswith("| `")]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_the_gallery_names_costs_and_proofs(pages):
+    rows = {row[0].strip("`"): row for row in gallery_rows(pages)}
+    assert all(re.fullmatch(r"-|(< )?[125]0*", cost) for row in rows.values() for cost in row[4:6])
+    assert "-" not in rows["min_p"][4:6]
+    assert rows["min_p"][6].startswith("[test_builtins_conform](")
+    assert rows["dry"][6].endswith("(../../examples/acme_sampling/tests/test_conformance.py)")
+    assert [row for row in rows.values() if row[6] == "-"] == []
+    measured = json.loads((ROOT / "docs" / "reference" / "gallery-costs.json").read_text())
+    assert f"on {measured['machine']}, in steps of" in " ".join(pages["gallery.md"].split())
+    names = {name.partition("/")[2] for name in measured["microseconds"]}
+    assert names <= rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "up", "text"),
+    [
+        (0.4, False, "< 1"),
+        (6.6, False, "5"),
+        (7.1, False, "10"),
+        (149, False, "200"),
+        (35, True, "50"),
+    ],
+)
+def test_costs_are_rounded_to_what_can_be_told(value, up, text):
+    assert runpy.run_path(str(ROOT / "scripts" / "gallery-costs"))["about"](value, up=up) == text

@@ -9,6 +9,7 @@ import pytest
 from support.processes import ROOT, run
 
 PACKAGES = {
+    "acme_affinity": 0.1,
     "acme_beams": 0.1,
     "acme_choice_grammar": 0.1,
     "acme_communicators": 0.1,

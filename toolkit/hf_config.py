@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hardpoint.errors import ModelError, RequestError
 from hardpoint.plugins import ModelConfig
@@ -100,6 +101,14 @@ class ConfigFields:
             raise self.error(name, f"expected a table, got {short(value)}")
         return dict(value)
 
+    def rope_parameters(self) -> dict[str, Any]:
+        """Return the RoPE parameters: `rope_scaling`, else `rope_parameters`, as transformers does.
+
+        Raises:
+            ModelError: they are no table.
+        """
+        return self.table("rope_scaling") or self.table("rope_parameters")
+
     def error(self, name: str, message: str) -> ModelError:
         """Return an error about a field."""
         return ModelError(f"{self._source}: {name}: {message}")
@@ -135,15 +144,23 @@ def architecture(hf: Mapping[str, Any], source: str) -> str:
     return architectures[0]
 
 
-_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072},
-}
-"""What a `text_config` may leave out, by its `model_type`; as in transformers."""
-
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "max_seq_len")
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "max_seq_len"),
+    *("model_max_length", "max_target_positions", "seq_length", "max_seq_length", "context_length"),
+)
 """Names of the longest context."""
 
-_PADDED_POSITIONS = ("camembert", "roberta", "xlm-roberta")
+_UNLIMITED = 1 << 20
+"""Longest context of models that have none: biases by distance and states end nowhere."""
+
+_FULL = "full_attention"
+_STATES_EXTENDED = "gemma3"
+"""In the type of models whose config states the context that `rope_scaling` has extended."""
+
+_PADDED_POSITIONS = (
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 """Types of models whose positions begin after that of padding."""
 
 
@@ -165,25 +182,62 @@ def model_config(
         sampling: recommended values of fields of SamplingParams.
 
     Raises:
-        ModelError: `architectures`, `vocab_size` or `max_position_embeddings` is invalid.
+        ModelError: `architectures`, `vocab_size` or the longest context is invalid.
     """
     text = hf.get("text_config")
-    if isinstance(text, Mapping):
-        hf = {**_TEXT_DEFAULTS.get(str(text.get("model_type")), {}), **text, **hf}
+    hf = {**text, **hf} if isinstance(text, Mapping) else hf
+    hf = {**hf, **_left_out(hf, text if isinstance(text, Mapping) else hf)}
     fields = ConfigFields(hf, source)
     length = next((name for name in _LENGTHS if hf.get(name) is not None), _LENGTHS[0])
-    positions = fields.whole(length)
+    is_known = importlib.util.find_spec("transformers") is not None  # what is left out
+    positions = fields.whole(length, _UNLIMITED if is_known else None)
     if hf.get("model_type") in _PADDED_POSITIONS:
         positions -= fields.whole("pad_token_id", 1) + 1
     return ModelConfig(
         architecture=architecture(hf, source),
         hf=dict(hf),
         vocab_size=fields.whole("vocab_size"),
-        max_position_embeddings=positions,
+        max_position_embeddings=_extended(hf, positions),
         eos_token_ids=tuple(eos_token_ids),
         dtype=dtype,
         default_sampling=sampling or {},
     )
+
+
+def _extended(hf: Mapping[str, Any], positions: int) -> int:
+    """Return the longest context, to which a scaling of RoPE may extend that of the config.
+
+    Parameters that are wrong extend nothing here: the model refuses them.
+    """
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = rope.get(_FULL, rope) if isinstance(rope, Mapping) else {}
+    if not isinstance(rope, Mapping) or _STATES_EXTENDED in str(hf.get("model_type")):
+        return positions
+    kind, factor = rope.get("rope_type") or rope.get("type"), cast("Any", rope.get("factor"))
+    is_scaled = kind == "linear" or (kind == "yarn" and "long_factor" not in rope)
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not (is_scaled and is_number and 1 < factor <= LARGEST_FLOAT):
+        return positions
+    stated = (table.get("original_max_position_embeddings") for table in (hf, rope))
+    original = next((value for value in stated if type(value) is int), positions)
+    return max(positions, min(int((original if kind == "yarn" else positions) * factor), _LARGEST))
+
+
+def _left_out(hf: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that a config leaves out, which are those of transformers' class for it."""
+    has_length = any(hf.get(name) is not None for name in _LENGTHS)
+    if has_length and hf.get("vocab_size") is not None:
+        return {}
+    try:
+        from transformers import CONFIG_MAPPING  # noqa: PLC0415 - rare, and takes a second
+
+        usual = CONFIG_MAPPING[text.get("model_type")]()
+    except Exception:  # there is none of that type, it has fields without defaults, or no library
+        return {}
+    lengths = () if has_length else (name for name in _LENGTHS if hasattr(usual, name))
+    names = [*[*lengths][:1], "vocab_size"]
+    found = {name: getattr(usual, name, None) for name in names if hf.get(name) is None}
+    return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
 
 
 def default_sampling(generation: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -1,38 +1,21 @@
-"""Forks in AsyncLLM: copies of a request that go on with other outputs."""
+"""Forks: copies of a request that go on with other outputs."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-import itertools
-import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import msgspec
-
-from hardpoint import typed
-from hardpoint.core.frontend.async_engine import AsyncEngine
+from hardpoint.core.frontend.async_engine import AsyncEngine, Opened
+from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS
 from hardpoint.plugins import EngineCoreRequest, RequestError, RequestOutput
-from hardpoint.plugins.resumed import ResumedOutputs
+from hardpoint.requests import OpenCalls
 
-__all__ = ["AsyncForkCalls"]
+from .streams import Family, OutputStream, open_stream
 
-
-class _Family(msgspec.Struct):
-    """The open streams of one request id.
-
-    Attributes:
-        request: the one that was opened first; its forks are copies of it.
-        since: when that was.
-        indices: numbers of the completions to come.
-        num_open: how many are open.
-    """
-
-    request: EngineCoreRequest
-    since: float
-    indices: Iterator[int]
-    num_open: int = 0
+__all__ = ["AsyncForkCalls", "SyncForkCalls"]
 
 
 class OpenRequests:
@@ -41,48 +24,75 @@ class OpenRequests:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Know none."""
         self._clock = clock
-        self._open: dict[str, _Family] = {}
+        self._families: dict[str, Family] = {}
+        self._num_open = collections.Counter[str]()
+
+    def opener(self, params: object) -> Callable[[str, EngineCoreRequest], Opened]:
+        """Return `opened` of a request with these parameters."""
+        return functools.partial(self.opened, params)
 
     @contextlib.contextmanager
-    def opened(self, request_id: str, request: EngineCoreRequest) -> Iterator[None]:
-        """Let a request be forked while its stream, or that of a fork, is open."""
-        if (family := self._open.get(request_id)) is None:
-            family = _Family(request, self._clock(), itertools.count(request.params.n))
-            self._open[request_id] = family
-        family.num_open += 1
+    def opened(self, params: object, request_id: str, request: EngineCoreRequest) -> Iterator[None]:
+        """Let a request be forked while its stream, or that of a fork, is open.
+
+        Args:
+            params: its parameters as they were given.
+            request_id: the user's.
+            request: as it was sent.
+        """
+        if request_id not in self._families:
+            self._families[request_id] = Family(request, params, self._clock)
+        self._num_open[request_id] += 1
         try:
             yield
         finally:
-            family.num_open -= 1
-            if not family.num_open:
-                del self._open[request_id]
+            self._num_open[request_id] -= 1
+            if not self._num_open[request_id]:
+                del self._num_open[request_id]
+                self._families.pop(request_id, None)
+
+    def aborted(self, request_ids: Iterable[str]) -> None:
+        """Let requests have no further forks."""
+        for request_id in request_ids:
+            self._families.pop(request_id, None)
 
     def fork(self, request_id: str, token_ids: Sequence[int]) -> EngineCoreRequest:
         """Return a copy of an open request with an index of its own, which has these outputs.
 
         Raises:
-            RequestError: no request of that id is open, or it pools.
+            RequestError: no request of that id is open, or the tokens are no list of numbers.
         """
-        if (family := self._open.get(request_id)) is None:
+        if (family := self._families.get(request_id)) is None:
             raise RequestError(f"request_id: {request_id!r} is not the id of an open request")
-        request = family.request
-        outputs = typed.convert(token_ids, list[int], path="token_ids", error=RequestError)
-        left = None
-        if request.timeout is not None:
-            left = max(request.timeout - (self._clock() - family.since), math.ulp(0.0))
-        scored = request.params.prompt_logprobs is not None
-        return msgspec.structs.replace(
-            request,
-            params=msgspec.structs.replace(request.params, n=1),
-            child_index=next(family.indices),
-            resumed=ResumedOutputs(
-                outputs, num_prompt_logprobs=len(request.prompt_token_ids) if scored else 0
-            ),
-            timeout=left,
-            arrival_time=0.0,
-            kv_transfer_params=None,  # what it names was for the source alone
-            external_req_id=None,
-            reasoning_markers=None,
+        return family.fork(token_ids)
+
+
+class SyncForkCalls:
+    """The call for forks of a program without an event loop."""
+
+    _calls: OpenCalls
+
+    def fork(self, stream: OutputStream, token_ids: Sequence[int]) -> OutputStream:
+        """Go on with other outputs in a copy of a request of `stream`; iterate over the copy's.
+
+        It is one more completion of the same prompt, as those of `n`: with the same parameters and
+        a number of its own, `outputs[0].index`. Logits processors and grammars get `token_ids` as
+        if they had been sampled; full blocks that the source has computed of them are shared by the
+        prefix cache. Closing either stream ends its own request alone.
+
+        Args:
+            stream: outputs of `stream`, `stream_chat` or `fork`; it may have ended.
+            token_ids: all output tokens before those to come. May be empty.
+
+        Raises:
+            RequestError: the stream is of something else; tokens are wrong, or end the request; a
+                logits processor cannot go on after outputs.
+            OverloadedError, EngineDeadError, EngineClosedError: as `stream`.
+        """
+        if not isinstance(stream, OutputStream):
+            raise RequestError(f"stream: expected that of `stream`, got {type(stream).__name__}")
+        return open_stream(
+            self._calls, (stream.family.fork(token_ids), None, NO_EXTRAS), stream.family
         )
 
 
@@ -101,10 +111,11 @@ class AsyncForkCalls:
         """Go on with other outputs in a copy of a request; yield the copy's outputs as they come.
 
         It is one more completion of the same prompt, as those of `n`: with the same parameters, a
-        number of its own, `outputs[0].index`, and the same request id, by which `abort` ends all.
-        Logits processors and grammars get `token_ids` as if they had been sampled; full blocks that
-        the source has computed of them are shared by the prefix cache. Otherwise it is a request as
-        any other, which waits for its turn. Closing its stream ends it, and nothing else.
+        number of its own, `outputs[0].index`, and the same request id, by which `abort` ends all;
+        there are no forks after it. Logits processors and grammars get `token_ids` as if they had
+        been sampled; full blocks that the source has computed of them are shared by the prefix
+        cache. Otherwise it is a request as any other, which waits for its turn. Closing its stream
+        ends it, and nothing else.
 
         Args:
             request_id: as `generate` was called with. Its stream has begun and is not closed: it
@@ -118,4 +129,6 @@ class AsyncForkCalls:
             OverloadedError, EngineDeadError, EngineClosedError: as `generate`.
         """
         fork: Any = self._open_requests.fork(request_id, token_ids)
-        return self._engine.generate(fork, None, request_id, opened=self._open_requests.opened)
+        return self._engine.generate(
+            fork, None, request_id, opened=self._open_requests.opener(None)
+        )

@@ -117,20 +117,25 @@ class AsyncLiveChanges:
         return await self._change(_asked(changes, config, running, origin))
 
     async def set_policy(
-        self, use: str | type[SchedulingPolicy], options: Mapping[str, Any] | None = None
+        self,
+        use: str | type[SchedulingPolicy],
+        options: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "set_policy()",
     ) -> None:
         """Replace the scheduling policy; no request is lost.
 
         Args:
             use: entry-point name, FQCN or class.
             options: options of the policy.
+            origin: who replaces it, for logs and `settings`.
 
         Raises:
             ConfigError, PluginError: the policy cannot be built; the old one stays.
         """
         policy = {"use": use, "options": {} if options is None else options}
         async with self._policies:  # several follow one another
-            await self._change(Asked.of("set_policy()", policy=policy))
+            await self._change(Asked.of(origin, policy=policy))
 
     @functools.cached_property
     def _policies(self) -> asyncio.Lock:

@@ -17,9 +17,10 @@ from collections.abc import (
 from types import TracebackType
 from typing import Any
 
+from hardpoint.calls.streams import OutputStream
 from hardpoint.core.frontend.requests.prompts import Prompt
 from hardpoint.plugins import RequestError, RequestOutput, RequestOutputKind, SamplingParams
-from hardpoint.requests import OutputStream, check_generates, with_output_kind
+from hardpoint.requests import check_generates, with_output_kind
 
 from .parts import PromptPart, read_part
 from .states import ConversationState, History

@@ -28,7 +28,7 @@ from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.plugins.workers import WorkerPlan
 from hardpoint.replicas.relay.frontends import asked_of
-from hardpoint.replicas.relay.messages import Notice
+from hardpoint.replicas.relay.messages import SEPARATOR, Notice
 from hardpoint.replicas.relay.owner import Link, SharedEngines
 from hardpoint.replicas.restarts import RestartBudget
 
@@ -58,8 +58,9 @@ class OwnerLLM(AsyncLLM):
             open_client=open_client,
             companions=(*COMPANIONS, SharedFaults),
         )
-        health = llm._engine.parts.companion(SharedFaults).health
-        health.notify = lambda *fault: llm.shared.notify(Notice("fault", fault))
+        faults = llm._engine.parts.companion(SharedFaults)
+        faults.health.notify = lambda *fault: llm.shared.notify(Notice("fault", fault), keep=False)
+        llm.shared.faults = faults.notices
         return llm
 
     async def change(self, asked: Asked) -> Manifest:
@@ -93,8 +94,11 @@ class OwnerLLM(AsyncLLM):
 
     def add_fault(self, link: Link, plugin: str, message: str, request_id: str | None) -> None:
         """Record a fault that a frontend has noticed, and notify the others."""
-        self._engine.parts.companion(SharedFaults).health.add(plugin, message, request_id)
-        self.shared.notify(Notice("fault", [plugin, message, request_id]), but=link)
+        if request_id is not None:  # ids of two frontends may be equal
+            request_id = f"{link.token}{SEPARATOR}{request_id}"
+        fault = plugin, message, request_id
+        self._engine.parts.companion(SharedFaults).health.add(*fault)
+        self.shared.notify(Notice("fault", fault), but=link, keep=False)
 
     def add_figures(self, stats: IterationStats) -> None:
         """Pass figures of a frontend to the sinks."""

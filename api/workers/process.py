@@ -92,6 +92,16 @@ class SharedFaults(Companion):
         assert self._health is not None, "a frontend calls report_to"
         return self._health
 
+    def notices(self) -> list[Notice]:
+        """Return the faults so far, as notices for a frontend that knows none of them."""
+        health = self.health
+        deadly = [[*fault, None] for fault in list(health.deadly.items())]
+        ended = [
+            [name, health.first[name], health.newest[name][-1], count]
+            for name, count in list(health.ended.items())
+        ]
+        return [Notice("fault", fault) for fault in (*deadly, *ended)]
+
 
 class WorkerLLM(AsyncLLM):
     """The model of a worker: its own frontend, and the engines of the process that started it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from hardpoint.plugins import (
     EngineConfig,
     EngineHalf,
     FrontendHalf,
+    ModelRunnerOutput,
     RequestFault,
     SchedulerOutput,
     StepPart,
@@ -23,7 +24,13 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.step_part import REQUEST_FIELDS
-from hardpoint.registry.blame import close_if_failed, describe, faults_as, raise_unless_fault
+from hardpoint.registry.blame import (
+    StateAtFault,
+    close_if_failed,
+    describe,
+    faults_as,
+    raise_unless_fault,
+)
 from hardpoint.registry.loading import keeping_torch
 from hardpoint.registry.plugin_set import PluginSet
 
@@ -44,21 +51,51 @@ class BoundHalf(Generic[HalfT]):
         half: the half.
         source: names the part in messages.
         moves_blocks: see `StepPart.moves_blocks`.
+        part: the part.
+        state: its state, for the log.
+        key: names the half among those of all generations of the plugins: of one that a live change
+            has brought, its name with the generation.
+        since: the generation from which on requests use it; 0 without a live change.
+        until: the generation from which on requests do not use it; None if they do.
     """
 
     interface: ClassVar[type]
     maker: ClassVar[str]
     """Name of the part's method that returns the half."""
+    at_start: ClassVar[Mapping[str, str]] = {}
+    """Why a half that has a method, or sets an attribute, can not be changed live, by its name."""
 
     def __init__(self, part: StepPart, half: HalfT, calls: PluginCalls) -> None:
         """Call the half by `calls`; the part is closed with it."""
         self.half: HalfT = half
         self.name, self.source = part.name, calls.source
         self.moves_blocks = part.moves_blocks
-        self._part, self._calls = part, calls
+        self.part, self._calls = part, calls
+        self.state = StateAtFault(part, calls.source)
+        self.key, self.since = part.name, 0
+        self.until: int | None = None
         cls, base = type(half), self.interface
         own = (name for name in dir(base) if getattr(cls, name) is not getattr(base, name))
         self._overridden = frozenset(own)
+
+    def begin_with(self, generation: int) -> None:
+        """Serve the requests of a generation of the plugins, and later ones."""
+        self.key, self.since = f"{self.name}@{generation}", generation
+
+    def serves(self, generation: int) -> bool:
+        """Return whether requests of a generation of the plugins use the part; 0 is the latest."""
+        if generation == 0:
+            return self.until is None
+        return self.since <= generation and (self.until is None or generation < self.until)
+
+    @property
+    def why_fixed(self) -> str | None:
+        """Why the half can not be changed while the engine runs; None if it can."""
+        for name, why in self.at_start.items():
+            own, default = getattr(self.half, name), getattr(self.interface, name)
+            if name in self._overridden or (not callable(default) and own and own != default):
+                return f"its {self.maker} has {name}, {why}"
+        return None
 
     def overrides(self, method: str) -> bool:
         """Return whether the half has a method of its own."""
@@ -71,11 +108,14 @@ class BoundHalf(Generic[HalfT]):
     def close(self) -> None:
         """Close the half and the part."""
         with ExitStack() as stack:
-            stack.callback(close_named, self.source, self._part.close)
+            stack.callback(close_named, self.source, self.part.close)
             stack.callback(close_named, self.source, self.half.close)
 
 
 BoundT = TypeVar("BoundT", bound=BoundHalf[Any])
+
+OpenHalves = Callable[[PluginSet, Sequence[PluginEntry], EngineConfig], list[BoundT]]
+"""Opens halves of parts for a live change, of which these are the plugins and the configuration."""
 
 
 def open_halves(
@@ -162,6 +202,14 @@ class BoundPart(BoundHalf[EngineHalf]):
     """
 
     interface, maker = EngineHalf, "engine_half"
+    at_start = {
+        "block_key": "on which the keys of cached blocks depend",
+        "get_num_new_matched_tokens": "which moves blocks of the KV cache",
+        "encoder_cache": "of which the scheduler asks for room",
+        "num_draft_tokens": "for which the engine makes room when it starts",
+        "tasks": "which say what the engine can do",
+        "workers_started": "which gives workers what they need when they start",
+    }
 
     def __init__(
         self, part: StepPart, half: EngineHalf, source: Source, faults: StepFaults
@@ -187,6 +235,13 @@ class BoundPart(BoundHalf[EngineHalf]):
             return None
         return [name for name in plan.num_scheduled_tokens if name in self.users]
 
+    def own_reports(self, result: ModelRunnerOutput) -> dict[str, dict[int, bytes]]:
+        """Return the reports of a result, with those of its own worker halves under its name."""
+        reports = result.part_reports
+        if self.key == self.name:
+            return reports
+        return {**reports, self.name: reports.get(self.key, {})}
+
     def fault(self, message: str, cause: BaseException | None = None) -> RequestFault | None:
         """Return the fault of the requests that use the part; None where the step goes on.
 
@@ -203,6 +258,7 @@ class BoundPart(BoundHalf[EngineHalf]):
         if self._scope == "engine":
             raise PluginFaultError(message) from cause
         goes_on = self._scope == "step"
+        self.state.log()
         self._faults.note(self.source.name, message, cause, _SKIPPED if goes_on else _ENDED)
         return None if goes_on else RequestFault(message, self.name)
 
@@ -228,6 +284,18 @@ class BoundWorkerHalf(BoundHalf[WorkerHalf]):
     """The worker half of one part."""
 
     interface, maker = WorkerHalf, "worker_half"
+    at_start = {
+        "memory": "for which workers leave room when they start",
+        "around_model": "which replaces the model's forward pass",
+        "cache_allocated": "which needs the KV cache when it is allocated",
+        "block_memory": "which belongs to the blocks of the KV cache",
+        "embedded": "of which the model's trial step shows whether it is called",
+        "linear": "of which the model's trial step shows whether it is called",
+        "added": "of which the model's trial step shows whether it is called",
+        "idle": "which workers are asked for when they start",
+        "packs": "for which inputs are laid out when the model is loaded",
+        "encodes": "for which the model gets its encoder",
+    }
 
     @property
     def is_in_layers(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hardpoint.boundary.errors import error_of
 from hardpoint.errors import HardpointError, PluginFaultError, RequestError
+from hardpoint.plugins import StepPart
 from hardpoint.registry.blame import faults_as
 
 from .bound_half import BoundPart
@@ -21,24 +22,26 @@ class PartCalls:
     def __init__(self) -> None:
         """Know no parts yet, and no workers, which start after the parts."""
         self._parts: Sequence[BoundPart] = ()
+        self._keys: dict[int, str] = {}  # of their worker halves, by the identity of the part
         self._call_workers: CallWorkers | None = None
 
     def answer_by(self, parts: Sequence[BoundPart]) -> None:
-        """Let these parts answer calls."""
-        self._parts = [part for part in parts if part.overrides("call")]
+        """Let these parts answer calls; of several generations, the latest ones."""
+        self._parts = [part for part in parts if part.overrides("call") and part.until is None]
+        self._keys = {id(part.part): part.key for part in parts}
 
     def use(self, call_workers: CallWorkers) -> None:
         """Call workers by this function."""
         self._call_workers = call_workers
 
-    def to_workers(self, name: str, message: bytes) -> Sequence[bytes]:
+    def to_workers(self, part: StepPart, message: bytes) -> Sequence[bytes]:
         """Return the answers of the worker halves of a part, in rank order.
 
         Raises:
             HardpointError: the first one of them.
         """
         assert self._call_workers is not None, "the engine is being built"
-        answers = self._call_workers("call_part", (name, message))
+        answers = self._call_workers("call_part", (self._keys.get(id(part), part.name), message))
         for kind, answer in answers:
             if kind is not None:
                 raise error_of(kind, answer.decode())

@@ -41,6 +41,10 @@ class Components:
         """Take those of another generation of the plugins."""
         self._plugins = plugins
 
+    def of(self, plugins: PluginSet) -> Components:
+        """Return the components of another generation of the plugins."""
+        return Components(plugins, self._calls)
+
     def find(self, kind: str, name: str) -> type[Component] | None:
         """Return the class of a component; None if it is not enabled."""
         entry = self._plugins.find(kind, name)

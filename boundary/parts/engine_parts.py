@@ -29,7 +29,7 @@ from hardpoint.plugins.step_record import WaitReason
 from hardpoint.registry.blame import faults_as
 
 from . import returns
-from .bound_half import BoundPart, call_for
+from .bound_half import BoundPart, OpenHalves, call_for
 from .calls import PartCalls
 from .gates import PartGates, part_encoder_cache, part_transfers, without_data
 
@@ -41,6 +41,7 @@ class EngineParts:
         num_draft_tokens: most drafts of a request and a step.
         calls: those that the parts answer and make.
         tasks: tasks of requests besides generating.
+        open: opens the halves of further parts.
         encoder_cache: cache of the part that encodes features; None if there is none.
         max_encoder_tokens: tokens of features that a step may encode.
     """
@@ -57,6 +58,8 @@ class EngineParts:
             PluginConflictError: several parts load blocks, or encode features.
         """
         self._parts, self._vocab_size = tuple(parts), vocab_size
+        self._is_mixed = False  # whether there may be parts of several generations
+        self.open: OpenHalves[BoundPart] | None = None
         self.calls = calls or PartCalls()
         self.calls.answer_by(self._parts)
         self.num_draft_tokens = max((part.num_draft_tokens for part in self._parts), default=0)
@@ -64,12 +67,29 @@ class EngineParts:
         self.encoder_cache, self.max_encoder_tokens = part_encoder_cache(self._parts)
         self._active: list[BoundPart] = []  # with users
         self._by_request: dict[str, list[BoundPart]] = {}
-        self._asked: dict[str, list[BoundPart]] = {}  # for figures of requests
+        self._asked: dict[str, dict[BoundPart, returns.ArrayForms]] = {}  # for figures
         self._again: set[str] = set()  # ids of ended requests that others have now
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
         self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
         self._find_active()
+
+    @property
+    def halves(self) -> Sequence[BoundPart]:
+        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        return self._parts
+
+    def use(self, halves: Sequence[BoundPart]) -> None:
+        """Call these halves from now on."""
+        self._parts, self._is_mixed = tuple(halves), True
+        self.calls.answer_by(self._parts)
+        self._find_active()
+
+    def _of_generation(self, generation: int) -> Sequence[BoundPart]:
+        """Return the parts that requests of a generation of the plugins may use."""
+        if not self._is_mixed:
+            return self._parts
+        return [part for part in self._parts if part.serves(generation)]
 
     def weights_changed(self) -> None:
         """Notify the parts that workers have other weights; a fault of one is raised."""
@@ -165,29 +185,33 @@ class EngineParts:
         """Return the parts that a live request uses."""
         return self._by_request.get(request_id, ())
 
-    def add(self, request: EngineCoreRequest) -> None:
-        """Let the parts check a new request, and remember which it uses; take data off media.
+    def add(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """Let the parts check a new request, and remember which it uses.
+
+        Returns:
+            The request without the data of its media, which the caller's keeps.
 
         Raises:
             RequestError: it is refused; no part knows it then.
         """
         if not self._parts and not request.params.include:
-            return
+            return request
         users: list[BoundPart] = []
+        serving = self._of_generation(request.generation)
         if (name := request.request_id) in self._by_request:  # of one that no plan has reported
             self._end(name)
             self._again.add(name)
         try:
-            for part in self._may_use(request):
+            included = request.params.include
+            for part in [p for p in serving if not p.only_included or p.name in included]:
                 if call_for(part, "uses", request) if part.overrides("uses") else True:
                     users.append(part)
                     if part.overrides("check"):
                         call_for(part, "check", request)
-            asked = returns.asked_for_figures(request, users, self._parts)
+            asked = returns.asked_for_figures(request, users, serving)
         except BaseException:
             self._refuse(request.request_id, users)
             raise
-        request.features = request.features and without_data(request.features)
         if users:
             self._by_request[request.request_id] = users
             if asked:
@@ -195,11 +219,7 @@ class EngineParts:
             for part in users:
                 part.users.add(request.request_id)
             self._find_active()
-
-    def _may_use(self, request: EngineCoreRequest) -> Sequence[BoundPart]:
-        """Return the parts that are asked whether a request uses them."""
-        included = request.params.include
-        return [p for p in self._parts if not p.only_included or p.name in included]
+        return without_data(request)
 
     def refused(self, request_id: str) -> None:
         """Notify the parts that a request was not added after all."""
@@ -232,7 +252,7 @@ class EngineParts:
                 if made is not None and not isinstance(made, bytes):
                     self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
                 elif made is not None:
-                    data[part.name] = PartData(made, part.users_of(plan))
+                    data[part.key] = PartData(made, part.users_of(plan))
         return data
 
     def needs_results(self, plan: SchedulerOutput) -> dict[str, str]:
@@ -260,7 +280,7 @@ class EngineParts:
                 else:
                     masks.append((part, mask))
         if masks:
-            by_source = {part.source: mask for part, mask in masks}
+            by_source = returns.by_source(masks)
             for part in self._active:
                 if part.overrides("masked"):
                     self._for_plan(part, "masked", plan, by_source)
@@ -290,12 +310,14 @@ class EngineParts:
         """
         ended: dict[str, RequestFault] = {}
         for part in self._active:
-            if (failed := result.part_faults.get(part.name)) is not None:
+            if (failed := result.part_faults.get(part.key)) is not None:
                 later = under_way if result.is_cache_uncertain else ()
                 self._blame(part, plan, failed, later=later)
             if not part.overrides("result"):
                 continue
+            reports, result.part_reports = result.part_reports, part.own_reports(result)
             found = self._for_plan(part, "result", plan, result) or {}
+            result.part_reports = reports
             if not isinstance(found, Mapping):
                 self._blame(part, plan, f"its result() gave {shown(found)}, expected a mapping")
                 continue
@@ -314,11 +336,11 @@ class EngineParts:
         if not self._asked:
             return
         for output in (output for message in outputs.values() for output in message.outputs):
-            for part in self._asked.get(name := output.request_id, ()):
+            for part, forms in self._asked.get(name := output.request_id, {}).items():
                 figures = self._checked(part, plan, "figures", returns.figures_defect, name)
                 if figures:
                     output.part_figures = {**(output.part_figures or {}), part.name: dict(figures)}
-                if arrays := self._checked(part, plan, "arrays", returns.arrays_defect, name):
+                if arrays := self._checked(part, plan, "arrays", forms.defect, name):
                     new = {key: [array] for key, array in arrays.items()}
                     output.part_arrays = {**(output.part_arrays or {}), part.name: new}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,7 @@ from hardpoint.errors import (
     RequestError,
     shown,
 )
-from hardpoint.plugins import EngineCoreRequest, ReasoningMarkers, StepPart
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, ReasoningMarkers, StepPart
 from hardpoint.plugins.frontend_half import (
     FrontendHalf,
     FrontendHalfContext,
@@ -26,21 +27,23 @@ from hardpoint.plugins.frontend_half import (
     ToolCalls,
 )
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.step_part import REQUEST_FIELDS
 from hardpoint.registry.blame import describe, raise_unless_fault
 from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import BoundHalf, open_halves
+from .bound_half import BoundHalf, OpenHalves, open_halves
 from .components import Components
 
 Record = Callable[[str, str, str], None]
+Validator = functools.partial[str | None]
 
 
 class BoundFrontendHalf(BoundHalf[FrontendHalf]):
     """The frontend half of one part."""
 
     interface, maker = FrontendHalf, "frontend_half"
+    at_start = {"media_tokens": "by which prompts are read", "read_media": "by which they are read"}
 
     def fault(self, method: str, cause: BaseException) -> str:
         """Return the message of a fault of the half.
@@ -51,6 +54,7 @@ class BoundFrontendHalf(BoundHalf[FrontendHalf]):
         raise_unless_fault(cause)
         if isinstance(cause, PluginFaultError):  # of a component that the part asks
             return str(cause)
+        self.state.log()
         return f"{self.source}: its {method}() failed: {describe(cause)}"
 
 
@@ -59,6 +63,7 @@ class FrontendParts:
 
     Attributes:
         media_tokens: those of all halves, see `FrontendHalf`.
+        open: opens the halves of further parts.
     """
 
     def __init__(
@@ -69,17 +74,34 @@ class FrontendParts:
         Raises:
             PluginConflictError: several read prompts with the same key.
         """
-        self._halves, self._components = halves, components
-        self._calling = [half for half in halves if half.overrides("prepare_calls")]
-        self._preparing = [half for half in halves if half.overrides("prepare")]
-        self._readers = _readers(halves)
+        self._components = components
+        self._validators = weakref.WeakSet[Validator]()
+        self.open: OpenHalves[BoundFrontendHalf] | None = None
+        self.use_halves(halves)
         self._media = {modality: half for half in halves for modality in half.half.media_tokens}
         self.media_tokens: Mapping[str, Sequence[int]] = {
             modality: tuple(half.half.media_tokens[modality])
             for modality, half in self._media.items()
         }
-        self._validating = [half for half in halves if half.overrides("validate")]
         self._record: Record = _record_nowhere
+
+    @property
+    def halves(self) -> Sequence[BoundFrontendHalf]:
+        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        return self._halves
+
+    def use_halves(self, halves: Sequence[BoundFrontendHalf]) -> None:
+        """Call the latest of these halves from now on, those before for answers of their requests.
+
+        Raises:
+            PluginConflictError: several read prompts with the same key.
+        """
+        latest = [half for half in halves if half.until is None]
+        self._readers = _readers(latest)
+        self._halves = halves
+        self._calling = [half for half in latest if half.overrides("prepare_calls")]
+        self._preparing = [half for half in latest if half.overrides("prepare")]
+        self._validating = [half for half in halves if half.overrides("validate")]
 
     def report_to(self, record: Record) -> None:
         """Report each fault with the part's name, the id of the request and a message."""
@@ -198,19 +220,27 @@ class FrontendParts:
             except BaseException as cause:
                 raise self._refusal(half, "prepare_calls", request.request_id, cause) from cause
 
-    def reads_answer(self, request: EngineCoreRequest) -> bool:
-        """Return whether a half validates the answer of a request.
+    def validator_of(self, request: EngineCoreRequest) -> Validator | None:
+        """Return the validator of the answer of a request, for as long as the request is live.
 
         Raises:
-            RequestError: one failed.
+            RequestError: a half failed.
         """
         for half in self._validating:
             try:
-                if half.half.reads_answer(request):
-                    return True
+                reads = half.serves(request.generation) and half.half.reads_answer(request)
             except BaseException as cause:
                 raise self._refusal(half, "reads_answer", request.request_id, cause) from cause
-        return False
+            if reads:
+                validator = functools.partial(self.validate, request)
+                self._validators.add(validator)
+                return validator
+        return None
+
+    def users_of(self, half: BoundFrontendHalf) -> list[str]:
+        """Return the ids of live requests whose answers a half may validate."""
+        requests = [validator.args[0] for validator in list(self._validators)]
+        return [one.request_id for one in requests if half.serves(one.generation)]
 
     def _refusal(
         self, half: BoundFrontendHalf, method: str, request_id: str, cause: BaseException
@@ -224,7 +254,7 @@ class FrontendParts:
         """Return the first flaw that a half finds in an answer; a fault of a half is one."""
         for half in self._validating:
             try:
-                if not half.half.reads_answer(request):
+                if not half.serves(request.generation) or not half.half.reads_answer(request):
                     continue
                 found: str | None = half.half.validate(request, answer)
                 flaw = checked(found, FrontendHalf, "validate()", half.source)
@@ -288,19 +318,26 @@ def frontend_parts(
     context = FrontendHalfContext(
         components=components, vocabulary=vocabulary, vocab_size=vocab_size, encode=encode
     )
-    entries = [
-        entry
-        for entry in plugins.entries("step_parts")
-        if plugins.target(entry).frontend_half is not StepPart.frontend_half
-    ]
+
+    def open_new(
+        plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
+    ) -> list[BoundFrontendHalf]:
+        own = [
+            entry
+            for entry in entries
+            if plugins.target(entry).frontend_half is not StepPart.frontend_half
+        ]
+        fields, cls = {**about, "config": config}, BoundFrontendHalf
+        return open_halves(plugins, own, fields, lambda _part: context, cls, bind)
 
     def bind(part: StepPart, half: FrontendHalf, source: Source) -> BoundFrontendHalf:
         return BoundFrontendHalf(part, half, PluginCalls(UNWATCHED, "step_parts", source))
 
-    halves = open_halves(plugins, entries, about, lambda _part: context, BoundFrontendHalf, bind)
+    halves = open_new(plugins, plugins.entries("step_parts"), about["config"])
     with ExitStack() as undo:
         for half in halves:
             undo.callback(half.close)
         parts = FrontendParts(halves, components)
+        parts.open = open_new
         undo.pop_all()
     return parts

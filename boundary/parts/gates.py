@@ -15,6 +15,7 @@ import msgspec
 from hardpoint.errors import PluginConflictError, RequestError
 from hardpoint.plugins import (
     BlockIds,
+    EngineCoreRequest,
     Request,
     RequestFault,
     SchedulerOutput,
@@ -22,7 +23,6 @@ from hardpoint.plugins import (
     WaitReason,
 )
 from hardpoint.plugins.kv_connector import KVConnectorScheduler
-from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.plugins.scheduler import EncoderCache
 
 from .bound_half import BoundPart, call_for
@@ -62,7 +62,7 @@ class PartGates:
     def lacks(self, request: Request) -> WaitReason | None:
         """Return which resource has no room for a request; None if all have."""
         for part, cost in self._cost_of(request):
-            used = self._used.get(part.name, Counter())
+            used = self._used.get(part.key, Counter())
             for name, amount in cost.items():
                 room = part.capacity.get(name, 0) - used[name]
                 if amount > room:
@@ -80,12 +80,12 @@ class PartGates:
         if costs := self._cost_of(request):
             self._costs[request.request_id] = costs
             for part, cost in costs:
-                self._used.setdefault(part.name, Counter()).update(cost)
+                self._used.setdefault(part.key, Counter()).update(cost)
 
     def release(self, request: Request) -> None:
         """Release the resources of a request that no longer runs."""
         for part, cost in self._costs.pop(request.request_id, ()):
-            self._used[part.name].subtract(cost)
+            self._used[part.key].subtract(cost)
 
     def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
         return [
@@ -189,9 +189,12 @@ def part_transfers(
     return None if found is None else PartTransfers(found, faults)
 
 
-def without_data(features: Sequence[MultiModalFeature]) -> Sequence[MultiModalFeature]:
-    """Return features without what the encoder gets, as schedulers and workers have them."""
-    return [msgspec.structs.replace(feature, data=None) for feature in features]
+def without_data(request: EngineCoreRequest) -> EngineCoreRequest:
+    """Return a request without what the encoder gets, as schedulers and workers have it."""
+    if not request.features:
+        return request
+    features = [msgspec.structs.replace(feature, data=None) for feature in request.features]
+    return msgspec.structs.replace(request, features=features)
 
 
 def part_encoder_cache(parts: Sequence[BoundPart]) -> tuple[EncoderCache | None, int]:

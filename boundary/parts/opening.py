@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import WorkerHalf
-from hardpoint.plugins.manifest import Source
+from hardpoint.plugins import EngineConfig, WorkerHalf
+from hardpoint.plugins.frontend_half import FrontendHalfContext
+from hardpoint.plugins.manifest import PluginEntry, Source
 from hardpoint.plugins.step_part import EngineHalf, EngineHalfContext, StepPart
 from hardpoint.plugins.step_record import WaitReason
 from hardpoint.plugins.worker_half import WorkerHalfContext
 from hardpoint.registry.plugin_set import PluginSet
 
-from .bound_half import BoundPart, BoundWorkerHalf, open_halves
+from .bound_half import BoundPart, BoundT, BoundWorkerHalf, OpenHalves, open_halves
 from .calls import PartCalls
 from .engine_parts import EngineParts
 from .returns import limit_defect
 from .worker_parts import WorkerParts
+
+ContextT = TypeVar("ContextT", FrontendHalfContext, EngineHalfContext, WorkerHalfContext)
 
 
 def open_parts(
@@ -44,9 +47,12 @@ def open_parts(
     def why_waiting(request_id: str) -> WaitReason | None:
         return opened[0].why_waiting(request_id)
 
-    def context_of(part: StepPart) -> EngineHalfContext:
-        call = functools.partial(calls.to_workers, part.name)
-        return dataclasses.replace(context, call_workers=call, why_waiting=why_waiting)
+    def context_of(context: EngineHalfContext) -> Callable[[StepPart], EngineHalfContext]:
+        def own(part: StepPart) -> EngineHalfContext:
+            call = functools.partial(calls.to_workers, part)
+            return dataclasses.replace(context, call_workers=call, why_waiting=why_waiting)
+
+        return own
 
     def bind(part: StepPart, half: EngineHalf, source: Source) -> BoundPart:
         if (defect := limit_defect(half.num_draft_tokens)) is not None:
@@ -54,8 +60,9 @@ def open_parts(
         return BoundPart(part, half, source, faults)
 
     entries = plugins.entries("step_parts")
-    parts = open_halves(plugins, entries, about, context_of, BoundPart, bind)
+    parts = open_halves(plugins, entries, about, context_of(context), BoundPart, bind)
     opened.append(EngineParts(parts, context.vocab_size, calls))
+    opened[0].open = opening(about, context, context_of, BoundPart, bind)
     return opened[0]
 
 
@@ -85,4 +92,34 @@ def open_worker_parts(
 
     entries = plugins.entries("step_parts")
     halves = open_halves(plugins, entries, about, lambda _part: context, BoundWorkerHalf, bind)
-    return WorkerParts(halves, rank=context.rank, samples=samples)
+    parts = WorkerParts(halves, rank=context.rank, samples=samples)
+    parts.open = opening(about, context, lambda new: lambda _part: new, BoundWorkerHalf, bind)
+    return parts
+
+
+def opening(
+    about: Mapping[str, Any],
+    context: ContextT,
+    context_of: Callable[[ContextT], Callable[[StepPart], ContextT]],
+    cls: type[BoundT],
+    bind: Callable[[StepPart, Any, Source], BoundT],
+) -> OpenHalves[BoundT]:
+    """Return the function that opens halves for a live change, as those of the start were.
+
+    Args:
+        about: fields of the context of the parts.
+        context: context of the halves, which gets the components of the change.
+        context_of: returns, for a context, the function that returns the one of a part's half.
+        cls: class that calls a half.
+        bind: see `open_halves`.
+    """
+
+    def open_new(
+        plugins: PluginSet, entries: Sequence[PluginEntry], config: EngineConfig
+    ) -> list[BoundT]:
+        components: Any = context.components
+        new = dataclasses.replace(context, components=components.of(plugins))
+        own = {**about, "config": config}
+        return open_halves(plugins, entries, own, context_of(new), cls, bind)
+
+    return open_new

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     WaitingFor,
     WaitReason,
 )
+from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.requests import PartArray
 
 from .bound_half import BoundPart
@@ -153,7 +154,7 @@ def has_figures(part: BoundPart) -> bool:
 
 def asked_for_figures(
     request: EngineCoreRequest, users: Sequence[BoundPart], parts: Sequence[BoundPart]
-) -> list[BoundPart]:
+) -> dict[BoundPart, ArrayForms]:
     """Return the parts that a request includes figures of.
 
     Args:
@@ -162,10 +163,12 @@ def asked_for_figures(
         parts: all parts.
 
     Raises:
-        RequestError: it uses no such part.
+        RequestError: it uses no such part, or has arguments of one that it would have to include.
     """
+    if request.plugin_args:
+        _check_arguments(request, parts)
     if not request.params.include:
-        return []
+        return {}
     having = {part.name: part for part in users if has_figures(part)}
     for name in request.params.include:
         if name not in having:
@@ -173,7 +176,23 @@ def asked_for_figures(
             found = " or ".join(sorted(map(repr, {*having, *could})))
             found = found or "none, as no part has any of it"
             raise RequestError(f"include: expected {found}, got {name!r}")
-    return [having[name] for name in dict.fromkeys(request.params.include)]
+    return {having[name]: ArrayForms() for name in request.params.include}
+
+
+def _check_arguments(request: EngineCoreRequest, parts: Sequence[BoundPart]) -> None:
+    """Check that a request includes the parts whose arguments would have no effect otherwise.
+
+    Raises:
+        RequestError: it does not.
+    """
+    included = request.params.include
+    for part in parts:
+        is_given = part.only_included and f"step_parts/{part.name}" in request.plugin_args
+        if is_given and part.name not in included:
+            raise RequestError(
+                f"plugin_args.{part.name}: expected none without include = [{part.name!r}], as "
+                f"only requests that include it use it, got include = {list(included)}"
+            )
 
 
 def faults_defect(faults: Any, users: Collection[str]) -> str | None:
@@ -212,27 +231,44 @@ def figures_defect(figures: Any) -> str | None:
     return f"gave {shown(figures)}, expected numbers, lists of numbers, or texts, by name"
 
 
-def arrays_defect(arrays: Any) -> str | None:
-    """Return the defect of arrays of a request, as the end of a sentence; None if they have none.
+class ArrayForms:
+    """The forms of the arrays that a part gives of a request: those of a name are joined."""
 
-    Args:
-        arrays: what arrays() returned.
-    """
+    def __init__(self) -> None:
+        """Know none yet."""
+        self._forms: dict[str, tuple[Any, ...]] = {}  # by name: dtype, shape of a row
 
-    def fits(found: Any) -> bool:
-        if not isinstance(found, PartArray):
-            return False
-        positions, values = found.positions, found.values
-        both = isinstance(positions, np.ndarray) and isinstance(values, np.ndarray)
-        if not both or positions.dtype != np.int64 or positions.ndim != 1 or not values.ndim:
-            return False
-        return len(positions) == len(values) and bool((np.diff(positions) > 0).all())
+    def defect(self, arrays: Any) -> str | None:
+        """Return the defect of further arrays, as the end of a sentence; None if they have none.
 
-    if isinstance(arrays, Mapping) and all(
-        isinstance(name, str) and fits(array) for name, array in arrays.items()
-    ):
+        Args:
+            arrays: what arrays() returned.
+        """
+        if not isinstance(arrays, Mapping) or not all(
+            isinstance(name, str) and _is_array(array) for name, array in arrays.items()
+        ):
+            return (
+                f"gave {shown(arrays)}, expected arrays with a row per position, ascending, by name"
+            )
+        for name, array in arrays.items():
+            form = array.values.dtype, array.values.shape[1:]
+            first = self._forms.setdefault(name, form)
+            if form != first:
+                return (
+                    f"gave rows of {form[0]} {list(form[1])} as {name!r}, expected "
+                    f"{first[0]} {list(first[1])}, as it gave before"
+                )
         return None
-    return f"gave {shown(arrays)}, expected arrays with a row per position, ascending, by name"
+
+
+def _is_array(found: Any) -> bool:
+    if not isinstance(found, PartArray):
+        return False
+    positions, values = found.positions, found.values
+    both = isinstance(positions, np.ndarray) and isinstance(values, np.ndarray)
+    if not both or positions.dtype != np.int64 or positions.ndim != 1 or not values.ndim:
+        return False
+    return len(positions) == len(values) and bool((np.diff(positions) > 0).all())
 
 
 def reason_defect(reason: Any) -> str | None:
@@ -251,6 +287,17 @@ def shown_reason(part: str, reason: WaitReason | str | None) -> WaitReason | Non
     if isinstance(reason, str):
         return WaitReason(WaitingFor.PART, f"{part}: {reason}")
     return reason
+
+
+def by_source(masks: Sequence[tuple[BoundPart, GrammarBitmask]]) -> dict[Source, GrammarBitmask]:
+    """Return masks by the identity of the part, of which two generations may have made one each."""
+    found: dict[Source, list[tuple[BoundPart, GrammarBitmask]]] = {}
+    for part, mask in masks:
+        found.setdefault(part.source, []).append((part, mask))
+    return {
+        source: own[0][1] if len(own) == 1 else combined_masks(own)[0]
+        for source, own in found.items()
+    }
 
 
 def combined_masks(

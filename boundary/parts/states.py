@@ -1,42 +1,47 @@
-"""The states of components, for operators and reports of faults."""
+"""The states of the components of a process, for operators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
-
-import msgspec
+from typing import Any, Protocol
 
 from hardpoint.plugins.component import Component
-from hardpoint.registry.blame import describe, raise_unless_fault
-
-MAX_BYTES = 4096
-"""Size of the state of a component as JSON, at most."""
+from hardpoint.registry.blame import state_of
 
 States = dict[str, dict[str, Any]]
-"""The states of components by their names; of one that failed, why, as `error`."""
+"""The states of components by their names; of one that failed, why, as `error`. That of a step part
+is by process: "frontend", "engine" and "worker", in each of which there is an instance.
+"""
+
+
+class Half(Protocol):
+    """The half of a step part."""
+
+    @property
+    def part(self) -> Component:
+        """The part."""
+
+    @property
+    def until(self) -> int | None:
+        """The generation from which on requests do not use it; None if they do."""
 
 
 def states_of(components: Iterable[Component]) -> States:
     """Return the states of those components that have one. Never raises."""
     found: States = {}
     for component in components:
-        own: Component = vars(component).get("wrapped", component)  # of a guarded one
-        if type(own).dump_state is Component.dump_state:
-            continue
-        try:
-            found[own.name] = _checked(own.dump_state())
-        except BaseException as cause:
-            raise_unless_fault(cause)
-            found[own.name] = {"error": f"its dump_state failed: {describe(cause)}"}
+        if (state := state_of(component)) is not None:
+            found[component.name] = state
     return found
 
 
-def _checked(state: object) -> dict[str, Any]:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"expected a mapping, got {type(state).__name__}")
-    encoded = msgspec.json.encode(dict(state))
-    if len(encoded) > MAX_BYTES:
-        raise ValueError(f"expected at most {MAX_BYTES} bytes as JSON, got {len(encoded)}")
-    plain: dict[str, Any] = msgspec.json.decode(encoded)
-    return plain
+def states_of_parts(halves: Iterable[Half], process: str) -> States:
+    """Return the states of step parts in this process, of the latest generation."""
+    latest = states_of(half.part for half in halves if half.until is None)
+    return {name: {process: state} for name, state in latest.items()}
+
+
+def joined_states(first: Mapping[str, Any], second: Mapping[str, Any]) -> States:
+    """Return the states of several processes; those of a step part stand side by side."""
+    names = dict.fromkeys((*first, *second))
+    return {name: {**first.get(name, {}), **second.get(name, {})} for name in names}

@@ -32,7 +32,7 @@ from hardpoint.plugins.worker_half import (
 )
 from hardpoint.registry.blame import describe, faults_as, raise_unless_fault
 
-from .bound_half import IN_LAYERS, BoundWorkerHalf, form_of
+from .bound_half import IN_LAYERS, BoundWorkerHalf, OpenHalves, form_of
 from .layer_calls import LayerCalls
 
 LogitsObserver = Callable[[LogitsStage, torch.Tensor, Sequence[LogitsRequest]], None]
@@ -69,6 +69,7 @@ class WorkerParts:
         packs: whether a half needs packed inputs.
         encodes: whether a half encodes features.
         work_when_idle: whether a half has `idle`.
+        open: opens the halves of further parts.
         observer: shows the logits of this step to halves that read them; None without such ones.
     """
 
@@ -82,11 +83,10 @@ class WorkerParts:
             rank: rank of the worker.
             samples: whether the result of a step is that of this rank.
         """
-        self._halves = tuple(halves)
+        self.open: OpenHalves[BoundWorkerHalf] | None = None
+        self.use(halves)
         self._moving = [half for half in halves if half.moves_blocks]
         self._rank, self._samples = rank, samples
-        self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
-        self._follow = [half for half in halves if half.overrides("finished")]
         self._idle = [half for half in halves if half.overrides("idle")]
         self.packs = any(half.half.packs for half in halves)
         self.encodes = any(half.half.encodes for half in halves)
@@ -97,6 +97,17 @@ class WorkerParts:
         self._faults: dict[str, str] = {}
         self._failed_in_layers = False  # in this step
         self.observer: LogitsObserver | None = None
+
+    @property
+    def halves(self) -> Sequence[BoundWorkerHalf]:
+        """Those of all generations of the plugins that are in use, in the order of their calls."""
+        return self._halves
+
+    def use(self, halves: Sequence[BoundWorkerHalf]) -> None:
+        """Call these halves from the next step on."""
+        self._halves = tuple(halves)
+        self._in_steps = tuple(half for half in halves if any(map(half.overrides, _IN_STEPS)))
+        self._follow = [half for half in halves if half.overrides("finished")]
 
     def __bool__(self) -> bool:
         """Return whether halves take part in this step, or have failed in it."""
@@ -184,8 +195,11 @@ class WorkerParts:
             half.checked("finished", request_ids)
 
     def call(self, name: str, message: bytes) -> tuple[str | None, bytes]:
-        """Return None and the answer of a part's half, or kind and text of an error."""
-        return next(half for half in self._halves if half.name == name).answer(message)
+        """Return None and the answer of a half, by its key; or kind and text of an error."""
+        for half in self._halves:
+            if half.key == name:
+                return half.answer(message)
+        return "HardpointError", f"the part {name!r} has no half in worker {self._rank}".encode()
 
     def idle(self) -> bool | None:
         """Let the halves do work ahead, until one of them has more to do.
@@ -252,11 +266,11 @@ class WorkerParts:
         """Begin a step: the halves for which a plan has data take it."""
         self._forget_step()
         for half in self._in_steps:
-            part = plan.part_data.get(half.name)
+            part = plan.part_data.get(half.key)
             if part is not None:
                 self._active.append(half)
                 users = part.request_ids
-                self._users[half.name] = None if users is None else frozenset(users)
+                self._users[half.key] = None if users is None else frozenset(users)
                 if half.overrides("processed"):
                     self.observer = self._processed
                 if half.overrides("begin"):
@@ -358,7 +372,7 @@ class WorkerParts:
                     self._run(half, "processed", stage, logits[own], [requests[i] for i in own])
 
     def _is_user(self, half: BoundWorkerHalf, request_id: str) -> bool:
-        users = self._users[half.name]
+        users = self._users[half.key]
         return users is None or request_id in users
 
     def _changed(
@@ -409,7 +423,7 @@ class WorkerParts:
                 if report is not None and not isinstance(report, bytes):
                     self._leave_out(half, "report", f"gave {shown(report)}, expected bytes")
                 elif report is not None:
-                    output.part_reports.setdefault(half.name, {})[self._rank] = report
+                    output.part_reports.setdefault(half.key, {})[self._rank] = report
         output.part_faults.update(self._faults)
         output.is_cache_uncertain |= self._failed_in_layers
         self._forget_step()
@@ -452,6 +466,7 @@ class WorkerParts:
         Raises:
             PluginFaultError: the result of the step is that of another rank.
         """
+        half.state.log()
         message = f"its {method}() {defect}"
         begins = method == "begin" and half.is_in_layers  # its layers are left out, too
         self._failed_in_layers |= begins or method in IN_LAYERS
@@ -460,7 +475,7 @@ class WorkerParts:
         self._active.remove(half)
         if half in self._around:
             self._around.remove(half)
-        self._faults[half.name] = message
+        self._faults[half.key] = message
 
 
 def _run_model(forward: Callable[[ForwardBatch], torch.Tensor], step: ForwardStep) -> torch.Tensor:

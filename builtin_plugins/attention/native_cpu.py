@@ -75,6 +75,7 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
     )
     devices = ("cpu",)
     softcaps = True
+    has_sinks = True
     sees_ahead = True
     rotates = True
     replayable = True
@@ -145,10 +146,11 @@ class NativeAttention(AttentionBackend[torch.Tensor, NativePlan]):
         out = self._results.empty(q.shape, q.dtype)
         place, place_at = self._place(spec, plan.group)
         place.value, is_long = plan.for_layer(spec)
+        sinks = None if spec.sinks is None else spec.sinks.data_ptr()
         self._library.run(
             self._long if is_long else self._short, q.data_ptr(), q.stride(0), k.data_ptr(),
             k.stride(0), v.data_ptr(), v.stride(0), out.data_ptr(), self._stored, cache.data_ptr(),
-            place_at, spec.head_size, float(spec.scale), float(spec.softcap or 0.0),
+            place_at, spec.head_size, float(spec.scale), float(spec.softcap or 0.0), sinks,
         )  # fmt: skip
         return out
 

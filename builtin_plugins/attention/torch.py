@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from .plan import AttentionPlan, Group, Piece, Rows, WindowPlan
 
 _KEPT_BLOCKS = 64  # gathering fewer into new memory costs less than looking kept memory up
 _ALIGNMENT = 64  # bytes of a cache line
-_CAPPED_SCORES = 1 << 22  # scores that are computed at once where they have a soft cap
+_PLAIN_SCORES = 1 << 22  # scores that are computed at once where products and a softmax are used
 
 
 class _Buffers:
@@ -83,7 +83,8 @@ class _Partial:
 Cache = tuple[torch.Tensor, ...]
 """Keys and values, each [blocks, block_size, num_kv_heads, head_size].
 
-Where they are codes, their scales follow, each float32 [blocks, block_size, num_kv_heads].
+Keys alone where values are part of them (`KVSpec.value_size`). Where they are codes, their scales
+follow, each float32 [blocks, block_size, num_kv_heads].
 """
 _PARTS = ("keys", "values", "key scales", "value scales")
 
@@ -99,6 +100,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
     kv_layout = "keys and values, each [blocks, block_size, num_kv_heads, head_size]"
     devices = ("cpu", "cuda")
     softcaps = True
+    has_sinks = True
     sees_ahead = True
     cache_dtypes = ("auto", *CODE_DTYPES)
 
@@ -107,6 +109,11 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         super().__init__(context)
         self._buffers = _Buffers(context.device)
         self._is_coded = context.cache_dtype in CODE_DTYPES
+
+    @property
+    def shares_values(self) -> bool:
+        """Unless they are codes, of which keys are rotated and values are not."""
+        return not self._is_coded
 
     def close(self) -> None:
         """Release the buffers."""
@@ -125,6 +132,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         context, heads = self.context, (num_blocks, self.context.block_size, spec.num_kv_heads)
         side = (*heads, spec.head_size), CODE_DTYPES.get(context.cache_dtype, context.dtype)
         scales = heads, torch.float32
+        if spec.value_size is not None:
+            return (side,)
         return (side, side, scales, scales) if self._is_coded else (side, side)
 
     def allocate(self, spec: KVSpec, num_blocks: int) -> Cache:
@@ -155,6 +164,20 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Write k and v to the cache, then attend causally; shapes as in `AttentionBackend`."""
+        if spec.value_size is not None:  # keys are the values; what the others give is passed over
+            whole = self._attend(replace(spec, value_size=None), cache, plan, q, k, k)
+            return whole[..., -spec.value_size :]
+        return self._attend(spec, cache, plan, q, k, v)
+
+    def _attend(
+        self,
+        spec: KVSpec,
+        cache: Cache,
+        plan: AttentionPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
         if self._is_coded:
             q, k = rotate_heads(q).to(q.dtype), rotate_heads(k)
         k, v = self._write(cache, plan.slots, k, v)
@@ -189,7 +212,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             k, v = (dequantize_heads(*side, self.context.dtype) for side in sides)
             # torch copies rows of float8 only as bytes.
             written = (*(codes.view(torch.int8) for codes, _ in sides), *(s for _, s in sides))
-        for part, rows in zip(cache, written, strict=True):
+        for part, rows in zip(cache, written, strict=len(cache) > 1):
             part.view(rows.dtype).flatten(0, 1).index_copy_(0, slots, rows)
         return k, v
 
@@ -205,11 +228,12 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             keys.transpose(1, 2),
             values.transpose(1, 2),
         )
-        if spec.softcap is None:
+        if spec.softcap is None and spec.sinks is None:
             out = F.scaled_dot_product_attention(*folded, attn_mask=mask, scale=spec.scale)
-        else:
-            out, _ = _attend_capped(spec, folded, mask)
-        return out.view(group.count, spec.num_heads, spec.head_size)
+            return out.view(group.count, spec.num_heads, spec.head_size)
+        out, sums = _attend_summed(spec, folded, mask)
+        heads_of = (group.count, spec.num_heads)
+        return _sunk(spec, out.reshape(*heads_of, -1), sums.reshape(*heads_of, 1))
 
     def _attend_shared(
         self, spec: KVSpec, cache: Cache, work: WindowPlan, q: torch.Tensor
@@ -229,7 +253,7 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         for prefix in work.prefixes:
             visible = self._gather(cache, prefix.blocks, 1)
             total.merge(prefix.rows, _attend_partly(spec, merged[prefix.rows], visible, None))
-        return total.values.to(q.dtype)
+        return _sunk(spec, total.values, total.log_sums).to(q.dtype)
 
     def _visible(
         self, cache: Cache, group: Group, k: torch.Tensor, v: torch.Tensor
@@ -256,6 +280,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
                 rows = self._buffers.get(use, (len(blocks), *side.shape[1:]), side.dtype)
                 torch.index_select(side, 0, blocks, out=rows)
             gathered.append(rows.view(count, -1, *side.shape[2:]))
+        if len(cache) == 1:
+            return gathered * 2
         if not self._is_coded:
             return gathered
         dtype = self.context.dtype
@@ -297,8 +323,11 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
             if piece.mask is not None:
                 scores[..., -piece.mask.shape[1] :] += piece.mask
             weights = torch.softmax(scores, -1, out=get("weights", scores.shape))
-            result = torch.bmm(weights.flatten(1, 2), values[:, piece.keys])
-            by_head[:, :, piece.queries] = result.view(rows.shape)
+            result = torch.bmm(weights.flatten(1, 2), values[:, piece.keys]).view(rows.shape)
+            if spec.sinks is not None:
+                sinks = spec.sinks.view(*rows.shape[:2], 1)
+                result *= (scores.logsumexp(-1) - sinks).sigmoid_().unsqueeze(-1)
+            by_head[:, :, piece.queries] = result
         return out
 
 
@@ -344,11 +373,11 @@ def _attend(
         mask: mask of the folded queries.
     """
     folded = _fold(spec, q, visible)
-    if spec.softcap is None:
+    if spec.softcap is None and spec.sinks is None:
         out = F.scaled_dot_product_attention(*folded, attn_mask=mask, scale=spec.scale)
-    else:
-        out, _ = _attend_capped(spec, folded, mask)
-    return _unfold(spec, out, len(q))
+        return _unfold(spec, out, len(q))
+    out, sums = _attend_summed(spec, folded, mask)
+    return _sunk(spec, _unfold(spec, out, len(q)), _unfold(spec, sums[..., None], len(q)))
 
 
 def _attend_partly(
@@ -357,40 +386,72 @@ def _attend_partly(
     visible: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
 ) -> _Partial:
-    """Return the attention over some of the keys that the queries see; as `_attend`, on a CPU."""
-    folded = _fold(spec, q, visible)
-    if spec.softcap is None:
-        # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
-        values, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *folded, attn_mask=mask, scale=spec.scale
-        )
-    else:
-        values, sums = _attend_capped(spec, folded, mask)
+    """Return the attention over some of the keys that the queries see, as `_attend`, but sinks."""
+    values, sums = _attend_summed(spec, _fold(spec, q, visible), mask)
     return _Partial(_unfold(spec, values, len(q)), _unfold(spec, sums[..., None], len(q)))
 
 
 def _causal(spec: KVSpec, q: torch.Tensor, visible: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return [queries, num_heads, head_size] for all queries of one sequence."""
-    if spec.softcap is not None:
-        out, _ = _attend_capped(spec, _fold(spec, q, visible), None, causal=len(q))
-        return _unfold(spec, out, len(q))
+    is_plain = spec.sinks is not None and q.device.type != "cpu"
+    if spec.softcap is not None or is_plain:
+        out, sums = _attend_plainly(spec, _fold(spec, q, visible), None, causal=len(q))
+        return _sunk(spec, _unfold(spec, out, len(q)), _unfold(spec, sums[..., None], len(q)))
     grouped = (-1, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_size)
     keys, values = (side[0].unsqueeze(2).expand(grouped).permute(1, 2, 0, 3) for side in visible)
     queries = q.reshape(grouped).permute(1, 2, 0, 3)
-    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=spec.scale)
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
+    if spec.sinks is None:
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=spec.scale
+        )
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, is_causal=True, scale=spec.scale
+    )
+    folded = (side.permute(2, 0, 1, 3).flatten(1, 2) for side in (out, sums[..., None]))
+    return _sunk(spec, *folded)
 
 
-def _attend_capped(
+def _sunk(spec: KVSpec, values: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """Return the attention with the layer's sinks in the sums, if there are any.
+
+    Args:
+        spec: the layer.
+        values: [rows, num_heads, head_size].
+        log_sums: logarithms of the sums of exp(score), float32 [rows, num_heads, 1].
+    """
+    if spec.sinks is None:
+        return values
+    shares = (log_sums - spec.sinks.unsqueeze(-1)).sigmoid_()
+    return (values * shares).to(values.dtype)
+
+
+def _attend_summed(
+    spec: KVSpec,
+    folded: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention and its sums; see `_attend_plainly`."""
+    if spec.softcap is not None or folded[0].device.type != "cpu":
+        return _attend_plainly(spec, folded, mask)
+    # What scaled_dot_product_attention runs on a CPU; it returns the sums as well.
+    found: tuple[torch.Tensor, torch.Tensor]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *folded, attn_mask=mask, scale=spec.scale
+    )
+    return found
+
+
+def _attend_plainly(
     spec: KVSpec,
     folded: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     *,
     causal: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention with a soft cap, which scaled_dot_product_attention does not have.
+    """Return the attention by products and a softmax in float32, some rows at a time.
 
-    It is computed in float32, some rows at a time.
+    scaled_dot_product_attention has no soft cap, and returns no sums.
 
     Args:
         spec: the layer.
@@ -402,18 +463,20 @@ def _attend_capped(
     Returns:
         What is attended, like the queries, and the logarithms of the sums of exp(score).
     """
-    assert spec.softcap is not None
     queries, keys, values = folded
     keys, values = keys.float().transpose(-1, -2), values.float()
     out, sums = torch.empty_like(queries), queries.new_empty(queries.shape[:-1]).float()
     length = keys.shape[-1]
     if mask is not None:
         mask = mask.expand(-1, -1, queries.shape[2], -1)
-    step = max(_CAPPED_SCORES // (len(queries) * spec.num_kv_heads * length), 1)
+    step = max(_PLAIN_SCORES // (len(queries) * spec.num_kv_heads * length), 1)
     for start in range(0, queries.shape[2], step):
         rows = slice(start, start + step)
         scores = queries[:, :, rows].float() @ keys
-        scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+        if spec.softcap is None:
+            scores.mul_(spec.scale)
+        else:
+            scores.mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
         if mask is not None:
             scores += mask[:, :, rows]
         if causal is not None:

@@ -34,6 +34,7 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
     kv_layout = "[blocks, keys and values, kv heads, block_size, head_size]"
     devices = ("cpu", "cuda")
     softcaps = True
+    has_sinks = True
     rotates = True
     replayable = True
     pads = True
@@ -127,4 +128,6 @@ class TritonAttention(AttentionBackend[torch.Tensor, TritonPlan]):
         angles: torch.Tensor | None,
     ) -> torch.Tensor:
         self._store(q, k, v, cache, plan.slots, angles)
-        return self._kernels.attend(q, cache, plan.paged, spec.scale, spec.window, spec.softcap)
+        return self._kernels.attend(
+            q, cache, plan.paged, spec.scale, spec.window, spec.softcap, spec.sinks
+        )

@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse
 
-from hardpoint.builtin_plugins.server.routes.answers import page_after
+from hardpoint.builtin_plugins.server.routes.answers import page_after, whole_number
 from hardpoint.plugins import RequestError
 from hardpoint.plugins.server import Route, ServerContext
 from hardpoint.typed import convert, shown
@@ -142,7 +142,8 @@ class FileRoute:
         if anchor != "created_at":
             raise RequestError(f"expires_after.anchor: expected 'created_at', got {shown(anchor)}")
         shortest, longest = _EXPIRY
-        number = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() else 0
+        text = seconds if isinstance(seconds, str) else ""
+        number = whole_number(text, longest)
         if not shortest <= number <= longest:
             raise RequestError(
                 f"expires_after.seconds: expected {shortest} to {longest}, got {shown(seconds)}"
@@ -237,16 +238,8 @@ def page_of(items: Sequence[Any], query: PageQuery, default: int, max_limit: int
     Raises:
         RequestError: the query is wrong.
     """
-    limit = default
-    if query.limit is not None:
-        text = query.limit
-        limit = int(text) if text.isdecimal() and len(text) < 6 else 0
-    if not 1 <= limit <= max_limit:
-        raise RequestError(
-            f"limit: expected a whole number from 1 to {max_limit}, got {shown(query.limit)}"
-        )
-    ids = [item.id for item in items]
-    return Page(*page_after(query.after, items, ids, query.order, limit, "one of them"))
+    ids, limit = [item.id for item in items], str(default) if query.limit is None else query.limit
+    return Page(*page_after(query.after, items, ids, query.order, limit, max_limit, "one of them"))
 
 
 def _checked_name(name: str) -> str:

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -68,9 +68,13 @@ class Folder:
             if path.is_dir():
                 yield OwnerFolder(path)
 
-    def open_batches(self) -> list[BatchPlace]:
-        """Return the batches that have not ended, the oldest first."""
-        found = [place for owner in self.owners() for place in owner.open_batches()]
+    def open_batches(self, known: Collection[str] = ()) -> list[BatchPlace]:
+        """Return the batches that have not ended, the oldest first.
+
+        Args:
+            known: ids of batches to leave out, which are not read.
+        """
+        found = [place for owner in self.owners() for place in owner.open_batches(known)]
         return sorted(found, key=lambda place: place.read().order)
 
     @contextlib.contextmanager
@@ -167,10 +171,10 @@ class OwnerFolder:
         place = self.batch_place(batch_id)
         return place if place.path("json").exists() else None
 
-    def open_batches(self) -> list[BatchPlace]:
-        """Return the batches that have not ended."""
-        found = self._batches.glob("*.in")
-        places = [self.batch_place(path.stem) for path in found]
+    def open_batches(self, known: Collection[str] = ()) -> list[BatchPlace]:
+        """Return the batches that have not ended, without those of some ids."""
+        found = {path.stem for path in self._batches.glob("*.in")}
+        places = [self.batch_place(name) for name in found.difference(known)]
         return [place for place in places if place.path("json").exists()]
 
     def add_batch(self, record: BatchRecord) -> None:

@@ -124,6 +124,11 @@ class BatchRun:
                     break
         except RequestError as wrong:  # of the file as a whole
             problems.append(LineError("invalid_file", str(wrong), None, total + 1))
+        except Exception as error:  # which would come again after each restart
+            _log.exception("batch %s fails, because its lines cannot be read", self._place.id)
+            message = f"{self._name}: the lines after {total} requests cannot be read: "
+            message += f"{type(error).__name__}: {error}"
+            problems.append(LineError("server_error", message, None, total + 1))
         if not total and not problems:
             message = f"{self._name}: expected a request per line, got none"
             problems.append(LineError("empty_file", message, None, 1))
@@ -178,10 +183,16 @@ class BatchRun:
         """
         client = _client_of_batch(self._record.client, self._options.priority)
         lines = (line for line in self._lines() if line.id not in done)
+        turn = asyncio.Lock()
+
+        async def taken() -> BatchLine | None:
+            """Take a line; a thread reads it, and skips those that have an answer."""
+            async with turn:
+                return await asyncio.to_thread(next, lines, None)
 
         async def answer_some() -> None:
             """Answer one line after the other, until none is left."""
-            for line in lines:
+            while (line := await taken()) is not None:
                 async with self._slots.one():
                     answer = await self._answer(client, line)
                 self._keep(answer, answers, errors)
@@ -311,10 +322,10 @@ class Runner:
             while True:
                 await self._sweep()
                 self._woken.clear()
-                for place in await asyncio.to_thread(self._folder.open_batches):
-                    if place.id not in self._running:
-                        run = BatchRun(self._server, place, self._options, slots)
-                        self._running[place.id] = asyncio.create_task(self._run(run, place))
+                known = tuple(self._running)
+                for place in await asyncio.to_thread(self._folder.open_batches, known):
+                    run = BatchRun(self._server, place, self._options, slots)
+                    self._running[place.id] = asyncio.create_task(self._run(run, place))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_SECONDS):
                         await self._woken.wait()

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hardpoint.plugins import Command, CommandContext, RequestError
@@ -23,6 +24,12 @@ from .tables import print_table
 _KINDS = {"models": "architecture", "loaders": "format", "quantizations": "quantisation"}
 _WIDTH = 14
 _DOES_NOT_FIT = 1
+_OUTLINE = "outline"
+_WEIGHTS = (
+    *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"),
+    *(".onnx", ".npz", ".h5", ".msgpack", ".tflite"),
+)
+"""Ends of the names of weights in any format, those that cannot be read included."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -50,18 +57,30 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
     if any(length < 1 for length in options.context):
         raise RequestError(f"--context: expected at least 1, got {min(options.context)}")
     name = options.name
-    config, sources = context.load_config(model=name) if name else context.load_config()
+    config, sources = context.load_config(model=name)
     if options.name is None and getattr(options, "model", None) is None:
         if options.context:
             raise RequestError("--context: expected a MODEL before it")
         _print_known(context.load_catalog(config, sources), as_json=options.json)
         return 0
+    if config.load.use == "auto" and _lacks_weights(config.model):
+        config, sources = context.load_config(f"load.use={_OUTLINE}", model=name)
     report = context.inspect_model(config, sources, options.context)
     if options.json:
         print(json.dumps(_as_json(report), indent=2))
     else:
         _print_report(report)
     return _DOES_NOT_FIT if report.problem else 0
+
+
+def _lacks_weights(model: str) -> bool:
+    """Return whether a model is a folder with config.json, and no file of weights of any format."""
+    folder = Path(model)
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError:
+        return False
+    return "config.json" in names and not any(name.endswith(_WEIGHTS) for name in names)
 
 
 def _print_known(catalog: PluginCatalog, *, as_json: bool) -> None:
@@ -114,18 +133,19 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 
 def _print_report(report: ModelReport) -> None:
     suffix = f", for each of {report.num_ranks} ranks" if report.num_ranks > 1 else ""
-    print(f"{report.model}: {report.architecture} ({report.provider}), read by {report.loader}")
+    print(f"{report.model}: {report.architecture} ({report.provider}), {_reading_text(report)}")
     _print_facts(
         {
             "files": [str(report.path)],
             "parameters": [_number_text(report.num_params)],
             "weights": [_weights_text(group) for group in report.weights],
             "vocabulary": [f"{report.vocab_size} tokens"],
-            "layers": [_layers_text(report.windows)],
+            "layers": [_layers_text(report), *_heads_texts(report.heads)],
             "context": [_length_text(report)],
             "computed": [
                 f"in {report.dtype} on {report.device}; operations: {report.operations}; "
-                f"attention: {report.attention}{_codes_text(report)}"
+                f"attention: {report.attention}{_codes_text(report)}",
+                *_path_texts(report),
             ],
         }
     )
@@ -135,7 +155,10 @@ def _print_report(report: ModelReport) -> None:
         {
             "weights": [f"{_size_text(report.weights_bytes)}{loading}"],
             "largest step": [_size_text(report.step_bytes)],
-            "KV cache": [_context_text(memory, report) for memory in report.contexts],
+            "KV cache": [
+                *(_context_text(memory, report) for memory in report.contexts),
+                f"{_size_text(report.token_bytes)} for a token that all layers see",
+            ],
             "available": [f"{_size_text(report.available)} ({report.limit})"],
         }
     )
@@ -165,15 +188,40 @@ def _weights_text(group: WeightGroup) -> str:
     )
 
 
-def _layers_text(windows: Sequence[int | None]) -> str:
-    counts = Counter(windows)
-    if set(counts) <= {None}:
-        return str(len(windows))
+def _layers_text(report: ModelReport) -> str:
+    counts, states = Counter(report.windows), report.num_state_layers
+    if set(counts) <= {None} and not states:
+        return str(len(report.windows))
     parts = [
         f"{count} see {'all tokens' if window is None else f'the last {window} tokens'}"
         for window, count in counts.items()
     ]
-    return f"{len(windows)}: {', '.join(parts)}"
+    parts += [f"{states} keep a state"] if states else []
+    return f"{len(report.windows) + states}: {', '.join(parts)}"
+
+
+def _reading_text(report: ModelReport) -> str:
+    """Return the loader of the files, or that they have no weights."""
+    if report.loader == _OUTLINE:
+        return "described by its config.json and index: the folder has no weights"
+    return f"read by {report.loader}"
+
+
+def _path_texts(report: ModelReport) -> list[str]:
+    """Return whether a plugin computes the architecture that is not its own."""
+    if report.implementation in ("", report.architecture):
+        return []
+    return [f"by the plugin {report.implementation}: it has no plugin of its own, or models.use"]
+
+
+def _heads_texts(heads: Sequence[tuple[int, int, int]]) -> list[str]:
+    """Return a text for each form of attention layers."""
+    counts = Counter(heads)
+    return [
+        f"{'' if len(counts) == 1 else f'{count} with '}{of} heads, {kv} of keys and values, of "
+        f"{size} elements"
+        for (of, kv, size), count in counts.items()
+    ]
 
 
 def _codes_text(report: ModelReport) -> str:

@@ -26,6 +26,7 @@ from hardpoint.plugins import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.typed import shown, suggest
 
 _OWN = ("id", "prompt", "messages")
+_DIGITS = 20  # more than any token id has
 _NOT_DATA = ("output_kind", "logits_processors", "routed_experts")
 _FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NOT_DATA)
 
@@ -209,7 +210,10 @@ class PromptFile:
         if not fields:
             return self._params
         if isinstance(bias := fields.get("logit_bias"), dict):  # the keys of JSON are texts
-            fields["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+            fields["logit_bias"] = {
+                int(key) if key.isdecimal() and len(key) < _DIGITS else key: value
+                for key, value in bias.items()
+            }
         return msgspec.structs.replace(self._params, **fields).checked()
 
 

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint.plugins import ModelConfig, ModelError
-from hardpoint.toolkit.hf_config import architecture, default_sampling, model_config, token_ids
+from hardpoint.toolkit.hf_config import (
+    architecture,
+    default_sampling,
+    model_config,
+    short,
+    token_ids,
+)
 
 from .files import read_json
+
+_CODE = ("AutoModelForCausalLM", "AutoModel")
+"""Entries of `auto_map` that are of the model."""
 
 
 def read_architecture(path: Path) -> str:
@@ -18,6 +27,15 @@ def read_architecture(path: Path) -> str:
         ModelError: the file cannot be read, or names none.
     """
     return architecture(read_config(path), f"{path.parent.name}/{path.name}")
+
+
+def about_code(path: Path) -> str:
+    """Return that a config.json names code in the folder for its model; empty if it does not."""
+    classes = read_config(path).get("auto_map")
+    if not isinstance(classes, dict) or not classes:
+        return ""
+    named = next((classes[name] for name in _CODE if name in classes), next(iter(classes.values())))
+    return f": its config.json names code for it (auto_map: {short(named)}), which is never run"
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -49,11 +67,14 @@ def read_model_config(path: Path) -> ModelConfig:
     generation = read_json(generation_path) if generation_path.exists() else {}
     generation_source = f"{path.parent.name}/{generation_path.name}"
     eos = token_ids(generation.get("eos_token_id"), "eos_token_id", generation_source)
+    stated = (hf, hf.get("text_config"))  # some configurations name them inside alone
+    named = (part.get("eos_token_id") for part in stated if isinstance(part, dict))
+    in_config = next((ids for ids in named if ids is not None), None)
     dtype = hf.get("dtype") or hf.get("torch_dtype")
     return model_config(
         hf,
         source,
-        eos_token_ids=eos or token_ids(hf.get("eos_token_id"), "eos_token_id", source),
+        eos_token_ids=eos or token_ids(in_config, "eos_token_id", source),
         dtype=str(dtype) if dtype else None,
         sampling=default_sampling(generation, generation_source),
     )

@@ -14,7 +14,7 @@ from hardpoint import plugins
 from hardpoint.plugins import ModelConfig, ModelFiles, WeightLoader
 from hardpoint.toolkit.hf_config import ConfigFields
 
-from .config_file import read_architecture, read_model_config
+from .config_file import about_code, read_architecture, read_model_config
 
 
 class DummyLoader(WeightLoader):
@@ -42,6 +42,10 @@ class DummyLoader(WeightLoader):
     def architecture(self) -> str:
         """Return the architecture in config.json."""
         return read_architecture(self._path)
+
+    def remark(self) -> str:
+        """Return whether config.json names code for the architecture."""
+        return about_code(self._path)
 
     def config(self) -> ModelConfig:
         """Return the configuration in config.json.

@@ -93,22 +93,33 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
     return regular_file(folder / name, f"{folder.name}/{name}")
 
 
-def read_text(path: Path) -> str:
-    """Return the content of a text file.
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file of text or of a vocabulary.
 
     Raises:
-        ModelError: it is missing, no regular file, too large or not UTF-8.
+        ModelError: it is missing, no regular file or too large.
     """
     where = f"{path.parent.name}/{path.name}"
     regular_file(path, where)
     try:
         if (size := path.stat().st_size) > _MAX_TEXT_BYTES:
             raise ModelError(f"{where}: expected at most {_MAX_TEXT_BYTES} bytes, got {size}")
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except OSError as cause:
         raise ModelError(f"{where} cannot be read: {cause.strerror}") from cause
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a text file, with line ends as Unix has them.
+
+    Raises:
+        ModelError: it is missing, no regular file, too large or not UTF-8.
+    """
+    try:
+        text = read_bytes(path).decode()
     except ValueError as cause:
-        raise ModelError(f"{where} is not valid UTF-8: {cause}") from cause
+        raise ModelError(f"{path.parent.name}/{path.name} is not valid UTF-8: {cause}") from cause
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .gguf_architectures import (
     MOST_EXPERTS,
     NEUTRAL,
     REQUIRED,
+    SIGMOID_GATING,
     Architecture,
     architecture_of,
 )
@@ -76,6 +77,7 @@ class GGUFLoader(WeightLoader):
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+            "kv_b_by_head": "blk.0.attn_k_b.weight" in tensors,
         }
         hf |= self._fields()
         self._refuse_changes(hf["head_dim"])
@@ -105,7 +107,7 @@ class GGUFLoader(WeightLoader):
         Raises:
             ModelError: a tensor's quantisation is unknown, or a weight to be cut has another shape.
         """
-        hf, offset = self.config().hf, self._architecture.norm_offset
+        hf = self.config().hf
         heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]}
         permuted = heads if self._architecture.is_permuted else {}
         for name, tensor in self._stored(shapes):
@@ -117,8 +119,8 @@ class GGUFLoader(WeightLoader):
                     f"{tensor.shape[0]} rows"
                 )
             weight = tensor.read(cut, None if count is None else tensor.shape[0] // count)
-            if offset and isinstance(weight, torch.Tensor) and name.endswith("norm.weight"):
-                weight = weight - offset
+            if isinstance(weight, torch.Tensor):
+                weight = self._architecture.restore(name, weight)
             yield name, weight
             # Loaded by now: else the whole file would stay in memory next to the model.
             self._file.give_back(tensor.data)
@@ -175,7 +177,10 @@ class GGUFLoader(WeightLoader):
     def _architecture(self) -> Architecture:
         experts = self._file.scalar(f"{self._name}.expert_count", int)
         window = self._file.scalar(f"{self._name}.attention.sliding_window", int)
-        found = architecture_of(self._name, bool(experts), bool(window))
+        gating = self._file.scalar(f"{self._name}.expert_gating_func", int)
+        found = architecture_of(
+            self._name, bool(experts), bool(window), by_sigmoid=gating == SIGMOID_GATING
+        )
         if experts and "expert_count" not in found.fields:
             raise ModelError(
                 f"{self._source}: {self._name}.expert_count: mixtures of experts are not "
@@ -211,25 +216,31 @@ class GGUFLoader(WeightLoader):
             if name is None:
                 continue
             parts = {name: tensor}
-            if "*" in name:  # a matrix per expert
-                self._check_experts(tensor)
+            if "*" in name:  # a matrix per expert, or per head
+                is_expert = ".experts." in name
+                self._check_stack(tensor, "expert_count" if is_expert else "attention.head_count")
                 parts = {name.replace("*", str(i)): m for i, m in enumerate(tensor.split())}
             for own, part in parts.items():
                 if own in shapes:
                     is_row = len(part.shape) == 1 and len(shapes[own]) == 2  # stored as a vector
                     yield own, part.as_matrix() if is_row else part
 
-    def _check_experts(self, tensor: StoredTensor) -> None:
-        """Check the shape of a tensor of all experts of a block.
+    def _check_stack(self, tensor: StoredTensor, key: str) -> None:
+        """Check the shape of a tensor of all experts or heads of a block, of matrices or of biases.
+
+        Args:
+            tensor: the tensor.
+            key: name of their number in the metadata.
 
         Raises:
-            ModelError: it has another number of dimensions, or of experts.
+            ModelError: it has another number of dimensions, or of them.
         """
-        count = self._file.scalar(f"{self._name}.expert_count", int)
-        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+        count = self._file.scalar(f"{self._name}.{key}", int)
+        dimensions = ["rows"] if tensor.label.endswith(".bias") else ["rows", "columns"]
+        if len(tensor.shape) != 1 + len(dimensions) or tensor.shape[0] != count:
             raise ModelError(
-                f"{tensor.label}: expected [{count}, rows, columns] ({self._name}.expert_count "
-                f"first), got {list(tensor.shape)}"
+                f"{tensor.label}: expected [{count}, {', '.join(dimensions)}] "
+                f"({self._name}.{key} first), got {list(tensor.shape)}"
             )
 
     def _fields(self) -> dict[str, Any]:
@@ -288,7 +299,7 @@ class GGUFLoader(WeightLoader):
         rotated = self._file.scalar(key, int)
         if rotated in (None, head_size):
             return {}
-        if self._architecture.is_permuted or not 0 < rotated < head_size:
+        if not self._architecture.rotates_part or not 0 < rotated < head_size:
             raise ModelError(
                 f"{self._source}: {key}: expected the head size {head_size} (whole heads are "
                 f"rotated), got {rotated}"
@@ -328,11 +339,17 @@ class GGUFLoader(WeightLoader):
         return {"rope_type": kind, "factor": factor, **context, **self._yarn(prefix, kind)}
 
     def _yarn(self, prefix: str, kind: str) -> dict[str, Any]:
-        """Return the limits of YaRN's ramp, where the file has some."""
-        limits = {
+        """Return the limits of YaRN's ramp and its factors, of the file and of all such files."""
+        values = {
             name: self._positive(f"{prefix}.yarn_{name}") for name in ("beta_fast", "beta_slow")
         }
-        return {name: v for name, v in limits.items() if v is not None and kind == "yarn"}
+        if multiplier := self._file.scalar(f"{prefix}.yarn_log_multiplier", float):
+            # Converters multiply it by 0.1, and leave out that of cosines, which is the same.
+            values["mscale"] = values["mscale_all_dim"] = multiplier / 0.1
+        if kind != "yarn":
+            return {}
+        stated = {name: value for name, value in values.items() if value is not None}
+        return {**self._architecture.yarn, **stated}
 
     def _eos(self) -> list[int]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"
 OUTER_NAMES = {
@@ -20,8 +22,8 @@ OUTER_NAMES = {
     HEAD: "lm_head.weight",
 }
 """Hugging Face names of the tensors that are in no block."""
-BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-"""Name of a tensor of a block: its number, the tensor, the kind."""
+BLOCK = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(weight|bias))?")
+"""Name of a tensor of a block: its number, the tensor, the kind if it has one."""
 
 REQUIRED = (
     "embedding_length",
@@ -87,11 +89,62 @@ _EXPERT_FIELDS: dict[str, tuple[str, type]] = {
     "expert_used_count": ("num_experts_per_tok", int),
     "expert_feed_forward_length": ("moe_intermediate_size", int),
 }
+_SHARED_EXPERT_FIELDS: dict[str, tuple[str, type]] = {
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", int),
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DELTA_RULE = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA_FIELDS: dict[str, tuple[str, type]] = {
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", int),
+    "ssm.state_size": ("linear_key_head_dim", int),
+    "ssm.group_count": ("linear_num_key_heads", int),
+    "ssm.time_step_rank": ("linear_num_value_heads", int),
+    "ssm.inner_size": ("linear_value_size", int),  # of all heads
+    "full_attention_interval": ("full_attention_interval", int),
+}
 
-_WHOLE_NAMES = ("mlp.gate.e_score_correction_bias",)
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_GROUPED_EXPERT_FIELDS: dict[str, tuple[str, type]] = {
+    **_EXPERT_FIELDS,
+    "expert_count": ("n_routed_experts", int),
+    "expert_group_count": ("n_group", int),
+    "expert_group_used_count": ("topk_group", int),
+    "expert_shared_count": ("n_shared_experts", int),
+    "expert_weights_norm": ("norm_topk_prob", bool),
+    "expert_weights_scale": ("routed_scaling_factor", float),
+    "leading_dense_block_count": ("first_k_dense_replace", int),
+    "nextn_predict_layers": ("num_nextn_predict_layers", int),
+}
+
+_WHOLE_NAMES = (
+    "mlp.gate.e_score_correction_bias",
+    "self_attn.sinks",
+    "linear_attn.A_log",
+    "linear_attn.dt_bias",
+)
 """Of tensors that are no `weight` or `bias` of a layer."""
 MOST_EXPERTS = 1024
 """Of a block, each of which has matrices of its own; llama.cpp has room for 512."""
+SIGMOID_GATING = 2
+"""Value of `expert_gating_func`."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -137,9 +190,12 @@ class Architecture:
         fields: Hugging Face names and types of metadata that other architectures do not have.
         derive: returns the fields that no metadata has, of a config with the others.
         is_permuted: whether rows of q and k are permuted within each head.
+        rotates_part: whether a part of each head may be rotated.
         norm_offset: what is added to the weights of norms.
+        restored: what restores tensors that are changed otherwise, by the end of their names.
         window_theta: base frequency of layers with a sliding window, unless the file has one; 0 is
             that of the others, None is for architectures with one set of parameters for all.
+        yarn: parameters of YaRN that no metadata has.
         neutral: instead of those in `NEUTRAL`, which are of most architectures.
     """
 
@@ -148,8 +204,11 @@ class Architecture:
     fields: Mapping[str, tuple[str, type]] = field(default_factory=dict)
     derive: Callable[[Fields], Fields] = _nothing
     is_permuted: bool = False
+    rotates_part: bool = False
     norm_offset: float = 0.0
+    restored: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     window_theta: float | None = None
+    yarn: Mapping[str, Any] = field(default_factory=dict)
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def all_fields(self) -> dict[str, tuple[str, type]]:
@@ -163,9 +222,17 @@ class Architecture:
         """Return the Hugging Face name of a tensor; None if it has none."""
         if match := BLOCK.fullmatch(name):
             inner = self.blocks.get(match[2])
-            suffix = "" if inner in _WHOLE_NAMES else f".{match[3]}"
+            suffix = "" if inner in _WHOLE_NAMES or not match[3] else f".{match[3]}"
             return inner and f"model.layers.{match[1]}.{inner}{suffix}"
         return OUTER_NAMES.get(name)
+
+    def restore(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, by its Hugging Face name, as it was before it was converted."""
+        for end, change in self.restored.items():
+            if name.endswith(end):
+                return change(tensor)
+        has_offset = self.norm_offset and name.endswith("norm.weight")
+        return tensor - self.norm_offset if has_offset else tensor
 
 
 def _gemma(config: Fields, largest: int) -> Fields:
@@ -186,15 +253,93 @@ def _gemma3(config: Fields) -> Fields:
     return derived
 
 
-def _glm4_moe(config: Fields) -> Fields:
+def _without_predicting_blocks(config: Fields) -> Fields:
     # The last blocks predict further tokens: they are no layers.
     layers = config["num_hidden_layers"] - config.get("num_nextn_predict_layers", 0)
     return {"num_hidden_layers": layers}
 
 
+def _qwen3_next(config: Fields) -> Fields:
+    # The parts of `in_proj_qkvz`, which has those of a key head together, are tensors of their own.
+    derived = {"norm_topk_prob": True, "splits_in_proj_qkvz": True, "partial_rotary_factor": 1.0}
+    heads, values = config.get("linear_num_value_heads"), config.get("linear_value_size")
+    return derived | ({"linear_value_head_dim": values // heads} if heads and values else {})
+
+
 def _granite(config: Fields) -> Fields:
     scale = 1.0 / math.sqrt(config["head_dim"])
     return {} if "attention_multiplier" in config else {"attention_multiplier": scale}
+
+
+def _latent_attention(config: Fields) -> Fields:
+    """Return the sizes of latent attention.
+
+    The lengths of keys and values are those of heads in files that have none under another name,
+    of latents in newer ones.
+    """
+    rope = config.get("qk_rope_head_dim", config["head_dim"])
+    suffix = "_mla" if "key_length_mla" in config else ""
+    key, value = (config.get(f"{side}_length{suffix}", 0) for side in ("key", "value"))
+    return {
+        **_without_predicting_blocks(config),
+        "head_dim": rope,
+        "qk_nope_head_dim": key - rope,
+        "v_head_dim": value,
+        # As llama.cpp computes files that leave them out.
+        "n_group": config.get("n_group", 1),
+        "topk_group": config.get("topk_group", 1),
+        "first_k_dense_replace": config.get("first_k_dense_replace", 0),
+        "norm_topk_prob": config.get("norm_topk_prob", False),
+        "routed_scaling_factor": config.get("routed_scaling_factor") or 1.0,
+    }
+
+
+def _deepseek_v2(config: Fields) -> Fields:
+    derived = _latent_attention(config)
+    method = "greedy" if derived["n_group"] == 1 else "group_limited_greedy"
+    return {**derived, "topk_method": method}
+
+
+def _deepseek(
+    name: str, derive: Callable[[Fields], Fields], gating: tuple[object, ...]
+) -> Architecture:
+    """Return how files store DeepSeek-V2 and V3, which have one name there.
+
+    Args:
+        name: the Hugging Face one.
+        derive: as in `Architecture`.
+        gating: values of `expert_gating_func`.
+    """
+    return Architecture(
+        name=name,
+        blocks={
+            **_LLAMA,
+            **_EXPERTS,
+            **_SHARED_EXPERTS,
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj.*",
+            "attn_v_b": "self_attn.v_b_proj.*",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+        },
+        fields={
+            **_GROUPED_EXPERT_FIELDS,
+            "attention.kv_lora_rank": ("kv_lora_rank", int),
+            "attention.q_lora_rank": ("q_lora_rank", int),
+            "attention.key_length": ("key_length", int),
+            "attention.key_length_mla": ("key_length_mla", int),
+            "attention.value_length": ("value_length", int),
+            "attention.value_length_mla": ("value_length_mla", int),
+            "rope.dimension_count": ("qk_rope_head_dim", int),
+            "rope.scaling.yarn_log_multiplier": ("yarn_log_multiplier", float),
+        },
+        derive=derive,
+        neutral={"expert_gating_func": gating},
+    )
 
 
 ARCHITECTURES = {
@@ -206,15 +351,9 @@ ARCHITECTURES = {
         blocks={
             **_LLAMA,
             **_EXPERTS,
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+            **_SHARED_EXPERT,
         },
-        fields={
-            **_EXPERT_FIELDS,
-            "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", int),
-        },
+        fields={**_EXPERT_FIELDS, **_SHARED_EXPERT_FIELDS},
         derive=lambda _: {"norm_topk_prob": False},
     ),
     "qwen3moe": Architecture(
@@ -222,6 +361,24 @@ ARCHITECTURES = {
         blocks={**_LLAMA, **_EXPERTS},
         fields=_EXPERT_FIELDS,
         derive=lambda _: {"norm_topk_prob": True},
+    ),
+    "qwen3next": Architecture(
+        name="Qwen3NextForCausalLM",
+        rotates_part=True,
+        blocks={
+            **_LLAMA,
+            "post_attention_norm": "post_attention_layernorm",
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            **_DELTA_RULE,
+        },
+        fields={**_EXPERT_FIELDS, **_SHARED_EXPERT_FIELDS, **_DELTA_FIELDS},
+        derive=_qwen3_next,
+        norm_offset=1.0,
+        restored={
+            "linear_attn.norm.weight": lambda norm: norm,
+            "linear_attn.A_log": lambda decay: decay.neg().log(),
+        },
     ),
     "gemma2": Architecture(
         name="Gemma2ForCausalLM",
@@ -265,6 +422,7 @@ ARCHITECTURES = {
     ),
     "glm4": Architecture(
         name="Glm4ForCausalLM",
+        rotates_part=True,
         blocks={
             **_LLAMA,
             "post_attention_norm": "post_self_attn_layernorm",
@@ -274,31 +432,39 @@ ARCHITECTURES = {
     ),
     "glm4moe": Architecture(
         name="Glm4MoeForCausalLM",
+        rotates_part=True,
         blocks={
             **_LLAMA,
             **_EXPERTS,
             "post_attention_norm": "post_attention_layernorm",
             "exp_probs_b": "mlp.gate.e_score_correction_bias",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            **_SHARED_EXPERTS,
+        },
+        fields=_GROUPED_EXPERT_FIELDS,
+        derive=_without_predicting_blocks,
+        neutral={"expert_gating_func": (SIGMOID_GATING,)},
+    ),
+    "gpt-oss": Architecture(
+        name="GptOssForCausalLM",
+        blocks={
+            **_LLAMA,
+            **_EXPERTS,
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
         },
         fields={
-            **_EXPERT_FIELDS,
-            "expert_count": ("n_routed_experts", int),
-            "expert_group_count": ("n_group", int),
-            "expert_group_used_count": ("topk_group", int),
-            "expert_shared_count": ("n_shared_experts", int),
-            "expert_weights_norm": ("norm_topk_prob", bool),
-            "expert_weights_scale": ("routed_scaling_factor", float),
-            "leading_dense_block_count": ("first_k_dense_replace", int),
-            "nextn_predict_layers": ("num_nextn_predict_layers", int),
+            "expert_count": ("num_local_experts", int),
+            "expert_used_count": ("num_experts_per_tok", int),
+            "expert_feed_forward_length": ("intermediate_size", int),
         },
-        derive=_glm4_moe,
-        neutral={"expert_gating_func": (2,)},
+        yarn={"truncate": False},
+        neutral={"expert_gating_func": (0, 1, 3)},
     ),
+    "deepseek2": _deepseek("DeepseekV2ForCausalLM", _deepseek_v2, (0, 1)),
     "phi3": Architecture(
         name="Phi3ForCausalLM",
+        rotates_part=True,
         blocks={
             "attn_norm": "input_layernorm",
             "attn_qkv": "self_attn.qkv_proj",
@@ -329,14 +495,24 @@ _MIXTRAL = Architecture(
 )
 
 
-_OLMO3 = Architecture(name="Olmo3ForCausalLM", blocks=_NORMS_AFTER, window_theta=0.0)
+_DEEPSEEK3 = _deepseek("DeepseekV3ForCausalLM", _latent_attention, (SIGMOID_GATING,))
+_WITH_WINDOW = {
+    "llama": Architecture(name="MistralForCausalLM", is_permuted=True),
+    "olmo2": Architecture(name="Olmo3ForCausalLM", blocks=_NORMS_AFTER, window_theta=0.0),
+}
 
 
-def architecture_of(name: str, has_experts: bool, has_window: bool = False) -> Architecture:
+def architecture_of(
+    name: str, has_experts: bool, has_window: bool = False, by_sigmoid: bool = False
+) -> Architecture:
     """Return one of `ARCHITECTURES`, or another one whose files are called the same.
 
-    Those of Mixtral are called "llama" and have experts, those of OLMo 3 "olmo2" and have a window.
+    Those of Mixtral are called "llama" and have experts, those of Mistral "llama" and those of
+    OLMo 3 "olmo2" and have a window, those of DeepSeek-V3 "deepseek2" and choose experts by a
+    sigmoid.
     """
+    if name == "deepseek2" and by_sigmoid:
+        return _DEEPSEEK3
     if name == "llama" and has_experts:
         return _MIXTRAL
-    return _OLMO3 if name == "olmo2" and has_window else ARCHITECTURES[name]
+    return _WITH_WINDOW[name] if has_window and name in _WITH_WINDOW else ARCHITECTURES[name]

@@ -31,6 +31,16 @@ _SCHEMES = {
     _KINDS.Q6_K: "q6_k",
     _KINDS.IQ4_NL: "iq4_nl",
     _KINDS.IQ4_XS: "iq4_xs",
+    _KINDS.Q2_K: "q2_k",
+    _KINDS.Q3_K: "q3_k",
+    _KINDS.IQ2_XXS: "iq2_xxs",
+    _KINDS.IQ2_XS: "iq2_xs",
+    _KINDS.IQ2_S: "iq2_s",
+    _KINDS.IQ3_XXS: "iq3_xxs",
+    _KINDS.IQ3_S: "iq3_s",
+    _KINDS.TQ1_0: "tq1_0",
+    _KINDS.TQ2_0: "tq2_0",
+    _KINDS.MXFP4: "mxfp4_gguf",
 }
 """The schemes that read blocks; those of other types are dequantised here."""
 DTYPES = {_KINDS.F32: "float32", _KINDS.F16: "float16", _KINDS.BF16: "bfloat16"}

@@ -14,27 +14,20 @@ from safetensors import SafetensorError, safe_open
 from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
-from hardpoint.toolkit.hf_config import (
-    short,
-)
 
-from .config_file import read_architecture, read_config, read_model_config
+from .config_file import about_code, read_architecture, read_config, read_model_config
 from .files import (
     file_inside,
     fingerprint,
-    read_json,
     refuse_missing,
     refusing_damage,
     regular_file,
 )
+from .index_file import INDEX, former_names, last_of, module_of, read_index, scheme_of
+from .stacked_experts import ARCHITECTURES, StackedExperts
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _EMBEDDINGS = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
-_VISION, _FORMER_VISION = "vision_tower.", "vision_tower.vision_model."
-"""Beginnings of names, as transformers 5 writes them, and as earlier ones did."""
-_BODIES = ("transformer.",)
-"""Beginnings of names that early checkpoints leave out, GPT-2's for one."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,6 +35,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -63,11 +57,15 @@ class SafetensorsLoader(WeightLoader):
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether the path is a directory with safetensors files or their index."""
         path = files.path
-        return path.is_dir() and ((path / _INDEX).exists() or any(path.glob("*.safetensors")))
+        return path.is_dir() and ((path / INDEX).exists() or any(path.glob("*.safetensors")))
 
     def architecture(self) -> str:
         """Return the architecture in config.json."""
         return read_architecture(self.context.files.path / "config.json")
+
+    def remark(self) -> str:
+        """Return whether config.json names code for the architecture."""
+        return about_code(self.context.files.path / "config.json")
 
     def config(self) -> ModelConfig:
         """Return the configuration in config.json and generation_config.json.
@@ -78,7 +76,7 @@ class SafetensorsLoader(WeightLoader):
         """
         path = self.context.files.path
         config = read_model_config(path / "config.json")
-        scheme = _scheme(config.hf, path.name)
+        scheme = scheme_of(config.hf, path.name)
         for shard in self._shards():
             with _open(shard) as file:
                 _check_vocabulary(file, config, path.name)
@@ -104,13 +102,16 @@ class SafetensorsLoader(WeightLoader):
         Raises:
             ModelError: a shard is missing or truncated, or a weight to be cut has another shape.
         """
+        places = self._experts.places(shapes) if self._experts is not None else {}
         former = self._former_names(shapes)
-        names = {former.get(name, name): name for name in shapes}
+        names = {former.get(name, name): name for name in shapes if name not in places}
         for stored, weight in self._cut_weights(
             {stored: shapes[name] for stored, name in names.items()},
             {former.get(name, name): cut for name, cut in cuts.items()},
         ):
             yield names[stored], weight
+        if self._experts is not None:
+            yield from self._experts.read(places, shapes, cuts)
 
     def _cut_weights(
         self, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Cut]
@@ -130,7 +131,7 @@ class SafetensorsLoader(WeightLoader):
                         if owner is None:
                             tensor = _read(file, name, shapes, cuts)
                         else:
-                            found[owner][_last(name)] = file.get_tensor(name)
+                            found[owner][last_of(name)] = file.get_tensor(name)
                     if owner is None:
                         yield name, tensor
                     elif len(found[owner]) == len(quantized[owner]):
@@ -143,9 +144,14 @@ class SafetensorsLoader(WeightLoader):
             ModelError: a shard is missing or truncated, a weight is missing, or has a dtype that
                 torch has not.
         """
+        found: dict[str, WeightFormat] = {}
+        if self._experts is not None:
+            places = self._experts.places(shapes)
+            found = self._experts.formats(places, shapes, _outline)
+            shapes = {name: shape for name, shape in shapes.items() if name not in places}
         former = self._former_names(shapes)
-        found = self._formats({former.get(name, name): shape for name, shape in shapes.items()})
-        return {name: found[former.get(name, name)] for name in shapes}
+        others = self._formats({former.get(name, name): shape for name, shape in shapes.items()})
+        return found | {name: others[former.get(name, name)] for name in shapes}
 
     def _formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
         """Return formats by the names that weights have in the files."""
@@ -159,7 +165,7 @@ class SafetensorsLoader(WeightLoader):
         formats: dict[str, WeightFormat] = {}
         for name in shapes:
             if name in quantized:
-                parts = {_last(part): outlines[part] for part in quantized[name]}
+                parts = {last_of(part): outlines[part] for part in quantized[name]}
                 stored = self._stored(name, shapes[name], parts)
                 size = sum(part.nbytes for part in parts.values())
                 formats[name] = WeightFormat(stored.scheme, size, True, stored)
@@ -171,17 +177,15 @@ class SafetensorsLoader(WeightLoader):
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """Return the names of weights in the files, of those that had other names before."""
-        wanted = [name for name in shapes if name.startswith(_VISION)]
-        bodies = [name for name in shapes if name.startswith(_BODIES)]
-        if not wanted and not bodies:
-            return {}
+        return former_names(shapes, self._present)
+
+    def _present(self) -> set[str]:
+        """Return the names of all tensors in the files."""
         present: set[str] = set()
         for shard in self._shards():
             with _open(shard) as file:
                 present.update(file.keys())
-        former = {name: _FORMER_VISION + name.removeprefix(_VISION) for name in wanted}
-        former |= {name: name.partition(".")[2] for name in bodies}
-        return {n: old for n, old in former.items() if n not in present and old in present}
+        return present
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
         """Return the hashes of the shards, in the order of their names."""
@@ -195,7 +199,8 @@ class SafetensorsLoader(WeightLoader):
         """Return the names of the tensors of each quantised matrix.
 
         It has others than a weight and a bias, `q_proj.qweight` and `q_proj.scales` for example,
-        next to `q_proj.weight` or in its place; or a weight of whole numbers, whose scheme states
+        next to `q_proj.weight` or in its place, some of them below it
+        (`q_proj.weight.absmax`); or a weight of whole numbers, whose scheme states
         what it lacks.
         """
         if self._quantization is None:
@@ -205,13 +210,13 @@ class SafetensorsLoader(WeightLoader):
         for shard in self._shards():
             with _open(shard) as file:
                 for name in file.keys():  # noqa: SIM118 - it has no other way
-                    stored.setdefault(name.rpartition(".")[0], []).append(name)
+                    stored.setdefault(module_of(name), []).append(name)
                     if name in shapes and file.get_slice(name).get_dtype() not in _NUMBERS:
                         codes.add(name)
         quantized: dict[str, list[str]] = {}
         for name, shape in shapes.items():
             module, _, last = name.rpartition(".")
-            parts = [part for part in stored.get(module, ()) if _last(part) != "bias"]
+            parts = [part for part in stored.get(module, ()) if last_of(part) != "bias"]
             if (
                 last == "weight"
                 and len(shape) == 2
@@ -221,10 +226,17 @@ class SafetensorsLoader(WeightLoader):
         return quantized
 
     @functools.cached_property
+    def _experts(self) -> StackedExperts | None:
+        """The experts that are stacked; None of an architecture that has none."""
+        if self.architecture() not in ARCHITECTURES:
+            return None
+        return StackedExperts(self._shards(), _open, self._quantization)
+
+    @functools.cached_property
     def _quantization(self) -> str | None:
         """The scheme of the checkpoint's matrices; None if they are not quantised."""
         path = self.context.files.path
-        return _scheme(read_config(path / "config.json"), path.name)
+        return scheme_of(read_config(path / "config.json"), path.name)
 
     def _stored(
         self, name: str, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]
@@ -235,25 +247,15 @@ class SafetensorsLoader(WeightLoader):
 
     def _shards(self) -> list[Path]:
         folder = self.context.files.path
-        if (folder / _INDEX).exists():
-            index = read_json(folder / _INDEX)
-            weight_map = index.get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise ModelError(
-                    f"{folder.name}/{_INDEX}: weight_map: expected a table of tensor names to "
-                    f"files, got {short(weight_map)}"
-                )
-            where = f"{folder.name}/{_INDEX}: weight_map"
-            names = weight_map.values()
-            if wrong := [name for name in names if not isinstance(name, str)]:
-                raise ModelError(f"{where}: expected names of files, got {short(wrong[0])}")
+        if (folder / INDEX).exists():
+            where, names = f"{folder.name}/{INDEX}: weight_map", read_index(folder).values()
             return [file_inside(folder, name, where) for name in dict.fromkeys(names)]
         shards = sorted(folder.glob("*.safetensors"))
         if folder / _SINGLE in shards:
             shards = [folder / _SINGLE]
         if len(shards) != 1:
             raise ModelError(
-                f"{folder.name}: expected {_SINGLE} or {_INDEX}, found "
+                f"{folder.name}: expected {_SINGLE} or {INDEX}, found "
                 f"{', '.join(shard.name for shard in shards[:8]) or 'no safetensors file'}"
             )
         return [regular_file(shards[0], f"{folder.name}/{shards[0].name}")]
@@ -267,31 +269,6 @@ def _read(
     cut = needed_part(name, weight.get_shape(), shapes, cuts)
     part: torch.Tensor = file.get_tensor(name) if cut is None else cut.of(weight)
     return part
-
-
-def _scheme(hf: Mapping[str, Any], where: str) -> str | None:
-    """Return the scheme of quantised weights, a component's name; None if they are not quantised.
-
-    Raises:
-        ModelError: config.json does not name it.
-    """
-    described = hf.get("quantization_config")
-    method = described.get("quant_method") if isinstance(described, Mapping) else None
-    if isinstance(method, str) and method:
-        return method.lower().replace("-", "_")
-    for name in ("quantization_config", "quantization"):  # of transformers, of MLX
-        if (found := hf.get(name)) is not None:
-            raise ModelError(
-                f"{where}/config.json: {name}: safetensors that are quantised without a "
-                f"quant_method are not supported, expected none (bfloat16, float16 or float32 "
-                f"weights), a quant_method such as awq, or a .gguf file; got {short(found)}"
-            )
-    return None
-
-
-def _last(name: str) -> str:
-    """Return the last part of a tensor's name."""
-    return name.rpartition(".")[2]
 
 
 def _outline(file: Any, name: str, shard: Path) -> torch.Tensor:
@@ -313,12 +290,14 @@ def _outline(file: Any, name: str, shard: Path) -> torch.Tensor:
 def _check_vocabulary(file: Any, config: ModelConfig, where: str) -> None:
     """Compare `vocab_size`, by which much is allocated before weights are read, with the weights.
 
+    Tables may have further rows, of tokens that are only read.
+
     Raises:
-        ModelError: they differ.
+        ModelError: there are fewer rows.
     """
     for name in (name for name in _EMBEDDINGS if name in file.keys()):  # noqa: SIM118 - no other way
         rows = file.get_slice(name).get_shape()[:1]
-        if rows != [config.vocab_size]:
+        if not rows or rows[0] < config.vocab_size:
             raise ModelError(
                 f"{where}/config.json: vocab_size: expected {rows[0] if rows else 'a matrix'}, the "
                 f"rows of {name}, got {config.vocab_size}"

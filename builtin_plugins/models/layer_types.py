@@ -40,7 +40,7 @@ class TypedLayers(Llama):
         """Return each layer's rotary embedding, which those of a type share.
 
         The parameters are in `rope_parameters` by type of layer. Configs without these have the
-        base frequencies in fields of their own, and `rope_scaling` of full attention alone.
+        base frequencies in fields of their own. `rope_scaling` changes those of full attention.
 
         Args:
             thetas: the field with the base frequency of each type, and its default.
@@ -55,19 +55,16 @@ class TypedLayers(Llama):
                 f"expected a table for {FULL} and one for {SLIDING}, got {short(min(unknown))}",
             )
         ropes = {}
+        others: dict[str, Any] = {"rope_scaling": None, "original_max_position_embeddings": None}
         for kind, (theta, default) in thetas.items():
             parameters: Any = stated.get(kind) or {}
             if not isinstance(parameters, Mapping):
                 raise fields.error(
                     "rope_parameters", f"{kind}: expected a table, got {short(parameters)}"
                 )
-            if not parameters and kind == FULL:
-                parameters = fields.table("rope_scaling")
-            parameters = {"rope_theta": fields.number(theta, default), **parameters}
-            ropes[kind] = RotaryEmbedding(
-                self._head_size,
-                self.context,
-                source=self._source,
-                fields={**self._hf, "rope_parameters": parameters},
+            scaling = fields.table("rope_scaling") if kind == FULL else {}
+            parameters = {"rope_theta": fields.number(theta, default), **parameters, **scaling}
+            ropes[kind] = self.rotary_embedding(
+                {**self._hf, **others, "rope_parameters": parameters}
             )
         return [ropes[kind] for kind in self.types()]

@@ -1,4 +1,4 @@
-"""The Llama architecture (Touvron et al., 2023): Llama 1 to 3, Mistral and others."""
+"""The Llama architecture (Touvron et al., 2023): Llama 1 to 3 and others; Mistral."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hardpoint.toolkit.layers import (
     QuantizableLayer,
     RMSNorm,
     RotaryEmbedding,
+    Vector,
     load_packed,
     load_weights,
     packed_weights,
@@ -56,6 +57,7 @@ class DecoderLayer:
         q_norm, k_norm: set for models that normalise queries and keys.
         attention_output_norm, mlp_output_norm: set for models that normalise what attention and
             the MLP add to the residual.
+        sinks: set for models whose attention has them (`KVSpec.sinks`).
     """
 
     input_norm: RMSNorm | None
@@ -67,6 +69,7 @@ class DecoderLayer:
     k_norm: RMSNorm | None = None
     attention_output_norm: RMSNorm | None = None
     mlp_output_norm: RMSNorm | None = None
+    sinks: Vector | None = None
 
     def layers(self) -> list[PackedLayer]:
         """Return the layers that have weights."""
@@ -75,6 +78,7 @@ class DecoderLayer:
             self.qkv,
             self.q_norm,
             self.k_norm,
+            self.sinks,
             self.output,
             self.attention_output_norm,
             self.mlp_norm,
@@ -87,14 +91,16 @@ class DecoderLayer:
 class Llama(Model):
     """Decoder with RMSNorm, rotary embedding, grouped-query attention and a SiLU-gated MLP.
 
-    The config's variants are supported: head_dim, attention_bias, mlp_bias, tie_word_embeddings,
-    sliding_window and the RoPE parameters.
+    The config's variants are supported: head_dim, attention_bias, mlp_bias, tie_word_embeddings
+    and the RoPE parameters.
     """
 
     contract = 1
     replayable = True
     parallelism: ClassVar[tuple[str, ...]] = ("tensor", "pipeline")
     head_norms = False
+    gates_attention = False
+    """Whether `q_proj` has a gate of the output after the query of each head."""
     changes_before_scale = False
     """Whether step parts change embeddings before the factor, where `inputs_embeds` of transformers
     is multiplied by it."""
@@ -102,6 +108,10 @@ class Llama(Model):
     """Whether checkpoints have q, k and v in one matrix, and gate and up in another one."""
     is_fused_mlp = False
     """Whether they have gate and up in one matrix, and q, k and v in three."""
+    has_window = False
+    """Whether all layers have the window of `sliding_window`, which others do not read."""
+    rotates_part = False
+    """Whether `partial_rotary_factor` is read, of how much of a head RoPE rotates."""
     rotates_neighbours = False
     """Whether the elements that RoPE rotates together are neighbours; else those of two halves."""
     config_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -153,7 +163,8 @@ class Llama(Model):
 
     def windows(self) -> list[int | None]:
         """Return each layer's sliding window in tokens; None is full attention."""
-        return [self._fields.optional_whole("sliding_window")] * self._num_layers
+        window = self._fields.optional_whole("sliding_window") if self.has_window else None
+        return [window] * self._num_layers
 
     def layer_types(self, default: Sequence[str]) -> list[str]:
         """Return whether each layer has full attention or the sliding window, from `layer_types`.
@@ -177,8 +188,17 @@ class Llama(Model):
 
     def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
         """Return each layer's rotary embedding; layers may share one, or have none."""
-        rope = RotaryEmbedding(self._head_size, self.context, source=self._source, fields=self._hf)
-        return [rope] * self._num_layers
+        return [self.rotary_embedding(self._hf)] * self._num_layers
+
+    def rotary_embedding(self, fields: Mapping[str, Any]) -> RotaryEmbedding:
+        """Return the one of the parameters in fields of a config."""
+        return RotaryEmbedding(
+            self._head_size,
+            self.context,
+            source=self._source,
+            fields=fields,
+            is_partial=self.rotates_part,
+        )
 
     def attention_scale(self) -> float:
         """Return the factor of attention scores."""
@@ -250,8 +270,11 @@ class Llama(Model):
         scale, softcap = self.attention_scale(), self.attention_softcap()
         heads, kv_heads = len(self._my_heads), len(self._my_kv_heads)
         return [
-            KVSpec(heads, kv_heads, self._head_size, scale, self._windows[layer], softcap)
-            for layer in self._my_layers
+            KVSpec(
+                *(heads, kv_heads, self._head_size, scale, self._windows[number], softcap),
+                sinks=None if layer.sinks is None else layer.sinks.tensor,
+            )
+            for number, layer in zip(self._my_layers, self._decoder_layers, strict=True)
         ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -262,9 +285,8 @@ class Llama(Model):
         added = self.context.hooks.added
         for index, layer in enumerate(self._decoder_layers):
             rope = self._ropes[self._my_layers[index]]
-            q, k, v = self._project(layer, self._add(layer.input_norm, x, delta), rope)
             turns = None if rope is None else angles[rope]
-            delta = layer.output(batch.attend(index, q, k, v, turns).flatten(1))
+            delta = self.mix(index, self._add(layer.input_norm, x, delta), turns, batch)
             if layer.attention_output_norm is not None:
                 delta = layer.attention_output_norm(delta)
             if added is not None:
@@ -286,6 +308,21 @@ class Llama(Model):
         if self._embedding_scale != 1.0:
             self.context.ops.scale(x, self._embedding_scale)
         return x if self.changes_before_scale else self._embedding.changed(x)
+
+    def mix(
+        self, index: int, h: torch.Tensor, angles: torch.Tensor | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return the result of attention of a layer of this stage for h [tokens, hidden].
+
+        Args:
+            index: number of the layer, in this stage.
+            h: normalised hidden states.
+            angles: as for `ForwardBatch.attend`.
+            batch: the step.
+        """
+        layer, rope = self._decoder_layers[index], self._ropes[self._my_layers[index]]
+        q, k, v = self._project(layer, h, rope)
+        return self._output(layer, batch.attend(index, q, k, v, angles))
 
     def run_mlp(self, index: int, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:  # noqa: ARG002
         """Return the result of the MLP of a layer of this stage for h [tokens, hidden]."""
@@ -330,8 +367,12 @@ class Llama(Model):
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self.normalise_heads(layer.q_norm, layer.k_norm, q, k)
         if rope is not None and self.rotates_neighbours:
-            q, k = (_neighbours_in_halves(heads, rope.size) for heads in (q, k))
+            q, k = (neighbours_in_halves(heads, rope.size) for heads in (q, k))
         return q, k, v
+
+    def _output(self, layer: DecoderLayer, attended: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, hidden] of the result of attention, [tokens, heads, head_size]."""
+        return layer.output(attended.flatten(1))
 
     def _layers(self) -> list[PackedLayer]:
         parallel = self.context.parallel
@@ -350,37 +391,47 @@ class Llama(Model):
         parallel = self.context.parallel
         return self._tied and parallel.is_first and parallel.is_last
 
+    def projections(self, layer: int) -> tuple[Linear, Linear]:
+        """Return the projections of a layer of the model: to q, k and v, and of the output."""
+        attention, size = f"model.layers.{layer}.self_attn", self._head_size
+        query = 2 * size if self.gates_attention else size
+        my_q, my_kv, mine = (
+            range(heads.start * rows, heads.stop * rows)
+            for heads, rows in (
+                (self._my_heads, query),
+                (self._my_kv_heads, size),
+                (self._my_heads, size),
+            )
+        )
+        qkv = [
+            (f"{attention}.q_proj", self._heads * query),
+            (f"{attention}.k_proj", self._kv_heads * size),
+            (f"{attention}.v_proj", self._kv_heads * size),
+        ]
+        qkv_bias, output_bias = self.attention_biases()
+        return Linear(
+            qkv,
+            self._hidden,
+            self.context,
+            bias=qkv_bias,
+            row_ranges=[my_q, my_kv, my_kv],
+            stored_as=f"{attention}.qkv_proj" if self.is_fused else None,
+        ), Linear(
+            [(f"{attention}.o_proj", self._hidden)],
+            self._heads * size,
+            self.context,
+            bias=output_bias,
+            column_range=mine,
+        )
+
     def _decoder_layer(self, layer: int) -> DecoderLayer:
         name, size = f"model.layers.{layer}", self._head_size
         attention = f"{name}.self_attn"
-        q_rows, kv_rows = self._heads * size, self._kv_heads * size
-        my_q, my_kv = (
-            range(heads.start * size, heads.stop * size)
-            for heads in (self._my_heads, self._my_kv_heads)
-        )
-        qkv = [
-            (f"{attention}.q_proj", q_rows),
-            (f"{attention}.k_proj", kv_rows),
-            (f"{attention}.v_proj", kv_rows),
-        ]
-        qkv_bias, output_bias = self.attention_biases()
+        qkv, output = self.projections(layer)
         return DecoderLayer(
             input_norm=self._rms_norm(f"{name}.input_layernorm", self._hidden),
-            qkv=Linear(
-                qkv,
-                self._hidden,
-                self.context,
-                bias=qkv_bias,
-                row_ranges=[my_q, my_kv, my_kv],
-                stored_as=f"{attention}.qkv_proj" if self.is_fused else None,
-            ),
-            output=Linear(
-                [(f"{attention}.o_proj", self._hidden)],
-                q_rows,
-                self.context,
-                bias=output_bias,
-                column_range=my_q,
-            ),
+            qkv=qkv,
+            output=output,
             mlp_norm=self._rms_norm(f"{name}.post_attention_layernorm", self._hidden),
             mlp=self.mlp(layer),
             q_norm=self._rms_norm(f"{attention}.q_norm", size) if self.head_norms else None,
@@ -421,7 +472,19 @@ class Llama(Model):
         self._gate = _GATES[activation](self.context.ops)
 
 
-def _neighbours_in_halves(heads: torch.Tensor, size: int) -> torch.Tensor:
+class Mistral(Llama):
+    """Mistral (Jiang et al., 2023): all layers may have a window."""
+
+    contract = 1
+    replayable = True
+    has_window = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    }
+
+
+def neighbours_in_halves(heads: torch.Tensor, size: int) -> torch.Tensor:
     """Return heads [tokens, heads, head_size] in the order of which `Ops.rotate` rotates halves.
 
     Of the first `size` elements, those at even places come first. Scores are the same, as long as

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from hardpoint.plugins import ForwardBatch
 from hardpoint.toolkit.hf_config import short
-from hardpoint.toolkit.layers import MLP, ExpertsConfig, MixtureOfExperts
+from hardpoint.toolkit.layers import MLP, ExpertsConfig, MixtureOfExperts, SigmoidRouting
 
 from .llama import Llama
 
@@ -55,11 +57,83 @@ class Mixture(Llama):
         return count, per_token
 
 
+class MixtureAfterDense(Mixture):
+    """Common to models after DeepSeek-V3 (arXiv:2412.19437).
+
+    The first layers are dense. The others have some experts that all tokens share; what is chosen
+    of the others is chosen by sigmoids.
+    """
+
+    contract = 1
+
+    def mlp(self, layer: int) -> MLP:
+        """Return a mixture of experts, or the MLP of one of the first layers."""
+        fields = self._fields
+        has_dense = self._hf.get("first_k_dense_replace") != 0
+        if has_dense and layer < fields.whole("first_k_dense_replace", 1):
+            return super().mlp(layer)
+        count, per_token = self.read_counts("n_routed_experts")
+        width = fields.whole("moe_intermediate_size")
+        experts = ExpertsConfig(
+            count=count,
+            per_token=per_token,
+            width=width,
+            normalize=fields.flag("norm_topk_prob", True),
+            shared="shared_experts",
+            shared_width=width * fields.whole("n_shared_experts", 1),
+            weighs_shared=False,
+        )
+        experts = self.route(experts)
+        return MixtureOfExperts(f"model.layers.{layer}.mlp", self._hidden, experts, self.context)
+
+    def route(self, experts: ExpertsConfig) -> ExpertsConfig:
+        """Return the experts with how they are chosen."""
+        groups, chosen = self.read_groups(experts, least=2)
+        routing = SigmoidRouting(groups=groups, chosen_groups=chosen, scale=self.expert_scale())
+        return dataclasses.replace(experts, sigmoid=routing)
+
+    def expert_scale(self) -> float:
+        """Return the factor of the experts' weights."""
+        return self._fields.number("routed_scaling_factor", 1.0)
+
+    def read_groups(self, experts: ExpertsConfig, *, least: int) -> tuple[int, int]:
+        """Return the number of groups of experts, and of those of a token.
+
+        Args:
+            experts: the experts.
+            least: how many a group has at least.
+
+        Raises:
+            ModelError: the groups do not divide the experts, or have too few.
+        """
+        fields, count = self._fields, experts.count
+        groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
+        if count % groups or (groups > 1 and count // groups < least):
+            raise fields.error(
+                "n_group",
+                f"expected a divisor of n_routed_experts {count} that leaves {least} of them in a "
+                f"group, got {groups}",
+            )
+        if chosen > groups or chosen * (count // groups) < experts.per_token:
+            raise fields.error(
+                "topk_group",
+                f"expected at most n_group ({groups}), with room for {experts.per_token} experts "
+                f"of a token, got {chosen}",
+            )
+        return groups, chosen
+
+
 class Mixtral(Mixture):
     """Mixtral 8x7B, 8x22B and others."""
 
     contract = 1
     replayable = True
+    has_window = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    }
 
     def mlp(self, layer: int) -> MLP:
         """Return a mixture of experts."""

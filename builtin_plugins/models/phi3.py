@@ -22,21 +22,17 @@ class Phi3(Llama):
     contract = 1
     replayable = True
     is_fused = True
+    has_window = True
+    rotates_part = True
     config_defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
 
     def rotary_embeddings(self) -> Sequence[RotaryEmbedding | None]:
         """Return each layer's embedding; by default, for a context that was extended from 4096."""
         fields = self._fields
-        parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
+        parameters = fields.rope_parameters()
         stated = (self._hf.get(_ORIGINAL), parameters.get(_ORIGINAL), _DEFAULT_ORIGINAL)
         original = next(value for value in stated if value is not None)
-        rope = RotaryEmbedding(
-            self._head_size,
-            self.context,
-            source=self._source,
-            fields={**self._hf, _ORIGINAL: original},
-        )
-        return [rope] * self._num_layers
+        return [self.rotary_embedding({**self._hf, _ORIGINAL: original})] * self._num_layers
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return (False, False); the architecture has none, whatever `attention_bias` is."""

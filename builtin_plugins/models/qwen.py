@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from hardpoint.toolkit.hf_config import short
 
@@ -36,6 +38,10 @@ class _Qwen(SlidingLayers):
 
     contract = 1
     replayable = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    }
 
     def sliding_layers(self) -> list[bool]:
         """Return whether each layer has the window, from `max_window_layers`."""
@@ -73,3 +79,4 @@ class Qwen3(_Qwen):
     contract = 1
     replayable = True
     head_norms = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {**_Qwen.config_defaults, "head_dim": 128}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from hardpoint.toolkit.hf_config import short
 from hardpoint.toolkit.layers import MLP, ExpertsConfig, MixtureOfExperts
 
@@ -10,7 +13,7 @@ from .mixtral import Mixture
 from .qwen import Qwen2
 
 
-class _QwenMixture(Mixture):
+class QwenMixture(Mixture):
     """Common to both: some layers may be dense."""
 
     contract = 1
@@ -45,12 +48,16 @@ class _QwenMixture(Mixture):
         return layers
 
 
-class Qwen2Moe(_QwenMixture, Qwen2):
+class Qwen2Moe(QwenMixture, Qwen2):
     """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024)."""
 
     contract = 1
     replayable = True
     has_shared_expert = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        **Qwen2.config_defaults,
+        "num_key_value_heads": 16,
+    }
 
     def attention_biases(self) -> tuple[bool, bool]:
         """Return those of `qkv_bias`."""
@@ -61,12 +68,17 @@ class Qwen2Moe(_QwenMixture, Qwen2):
         return layer < limit and layer % 2 == 0
 
 
-class Qwen3Moe(_QwenMixture):
+class Qwen3Moe(QwenMixture):
     """Qwen3-30B-A3B, Qwen3-235B-A22B and others (Yang et al., 2025)."""
 
     contract = 1
     replayable = True
     head_norms = True
+    has_window = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+    }
 
     def windows(self) -> list[int | None]:
         """Return the sliding window of all layers, if `use_sliding_window` is set."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hardpoint.builtin_plugins.native import Results, check_rows, check_tensors, load_kernels
 from hardpoint.kernels import cpu
-from hardpoint.plugins import Ops, OpsContext
+from hardpoint.plugins import ClampedSwiGLU, Ops, OpsContext
 from hardpoint.plugins.quantization import AffineCodes
 
 _MEMORY = 1 << 23  # bytes of memory that are allocated at once
@@ -163,14 +163,19 @@ class NativeOps(Ops):
         gate_up: Sequence[torch.Tensor],
         down: Sequence[torch.Tensor],
         shape: tuple[int, int],
+        *,
+        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        clamped: ClampedSwiGLU | None = None,
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return (x, chosen, weights) -> the weighted sum of experts.
 
         Raises:
             ValueError: a packed matrix has another size, dtype or header.
         """
-        if any(packed.dtype == torch.uint8 for packed in (*gate_up, *down)):
-            return super().experts(gate_up, down, shape)  # which checks them
+        are_codes = any(packed.dtype == torch.uint8 for packed in (*gate_up, *down))
+        if are_codes or biases is not None or clamped is not None:
+            # One after the other, which checks them.
+            return super().experts(gate_up, down, shape, biases=biases, clamped=clamped)
         hidden, width = shape
         for enter, leave in zip(gate_up, down, strict=True):
             self._check_packed(enter, (2 * width, hidden))

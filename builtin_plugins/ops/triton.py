@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from hardpoint.builtin_plugins.gpu import load_kernels
-from hardpoint.plugins import Op, OpsContext, Recorded
+from hardpoint.plugins import ClampedSwiGLU, Op, OpsContext, Recorded
 from hardpoint.plugins.quantization import AffineCodes
 
 from .cuda_graphs import CudaGraphs, RepeatedRun, decode_sizes
@@ -145,6 +146,9 @@ class TritonOps(TorchOps):
         gate_up: Sequence[torch.Tensor],
         down: Sequence[torch.Tensor],
         shape: tuple[int, int],
+        *,
+        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        clamped: ClampedSwiGLU | None = None,
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return (x, chosen, weights) -> the weighted sum of experts.
 
@@ -154,11 +158,15 @@ class TritonOps(TorchOps):
         are_codes = {matrix.dtype == torch.uint8 for matrix in (*gate_up, *down)}
         run = None
         if are_codes == {True}:
-            silu_and_mul = self._layers.silu_and_mul
-            run = self._code_experts.code_experts(gate_up, down, shape, silu_and_mul)
+            activate = silu_and_mul = self._layers.silu_and_mul
+            if clamped is not None:
+                activate = functools.partial(clamped.apply, silu_and_mul=silu_and_mul)
+            run = self._code_experts.code_experts(gate_up, down, shape, activate, biases)
         elif are_codes == {False}:
-            run = self._experts.Experts(gate_up, down, shape)
-        return run or super().experts(gate_up, down, shape)  # one after the other, if they differ
+            limits = None if clamped is None else (clamped.alpha, clamped.limit)
+            run = self._experts.Experts(gate_up, down, shape, biases, limits)
+        # One after the other, if they differ.
+        return run or super().experts(gate_up, down, shape, biases=biases, clamped=clamped)
 
     def add_lora(
         self,

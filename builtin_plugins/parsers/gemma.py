@@ -43,6 +43,7 @@ class Gemma(FormatParser):
 
     contract = 2
     roles = ("reasoning", "tools")
+    other_names = ("gemma4",)
     template_marks = ("<|tool_call>",)
     reasoning = "thinking"
     required_tokens = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", _QUOTE)

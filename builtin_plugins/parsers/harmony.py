@@ -43,6 +43,7 @@ class Harmony(FormatParser):
 
     contract = 2
     roles = ("reasoning", "tools")
+    other_names = ("openai", "openai_gptoss")
     template_marks = ("<|channel|>", "<|message|>", "<|call|>")
     reasoning = "analysis"
     required_tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
@@ -57,6 +58,7 @@ class Harmony(FormatParser):
             "start": State(_Start, header),
             "header": State(_Header, header),
             "analysis": State(Reasoning, ends),
+            "aside": State(_Aside, ends),
             "content": State(Content, ends),
             "arguments": State(JsonArguments, ends),
             "between": State(Between, begins),
@@ -96,6 +98,13 @@ class Harmony(FormatParser):
         )
 
 
+class _Aside(Content):
+    """Analysis for a built-in tool: it is reasoning, but its header is none of the markers."""
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        return Reasoning(self.output).feed(text, events)
+
+
 class _Header(Body):
     """A part of a message's header; the last one decides what the message is.
 
@@ -121,9 +130,12 @@ class _Header(Body):
         for word in self._text.split():
             if word.startswith(_TOOL):
                 self.output.tool = word.removeprefix(_TOOL)
+            elif word.startswith("to="):
+                self.output.notes["is_aside"] = True
             elif word in {"analysis", "commentary", "final"}:
                 self.output.notes["channel"] = word
-        self.next = "analysis" if self.output.notes.get("channel") == "analysis" else "content"
+        analysis = "aside" if self.output.notes.get("is_aside") else "analysis"
+        self.next = analysis if self.output.notes.get("channel") == "analysis" else "content"
         if self.output.tool:
             self.next = "arguments"
 

@@ -181,6 +181,7 @@ class DeepSeekV31(FormatParser):
 
     contract = 2
     roles = ("tools",)
+    other_names = ("deepseek_v31",)
     template_marks = ("<｜tool▁calls▁begin｜>",)
     required_tokens = _DEEPSEEK
 
@@ -308,6 +309,7 @@ class Granite(FormatParser):
 
     contract = 2
     roles = ("reasoning", "tools")
+    other_names = ("granite4",)
     template_marks = ("<|tool_call|>", "<response>")
     reasoning = "thinking"
 

@@ -11,7 +11,6 @@ from hardpoint import plugins
 from hardpoint.plugins.output_parser import ContentText, OutputEvent
 from hardpoint.plugins.structured import Format, OptionalFormat, OrFormat, RegexFormat
 from hardpoint.toolkit.parsing.format_parser import (
-    AfterCall,
     Beginning,
     Body,
     Content,
@@ -25,36 +24,6 @@ from hardpoint.toolkit.parsing.json_text import JsonCalls, call_as_json
 
 from .text_calls import TextWithCalls, head_of_call, head_pattern
 from .values import text_without
-
-
-class Hermes(FormatParser):
-    """Hermes 2, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-
-    contract = 2
-    roles = ("tools",)
-    template_marks = ("<tool_call>", '"arguments"')
-
-    def states(self) -> Mapping[str, State]:
-        """Return content and call."""
-        return {
-            "content": State(Content, {"<tool_call>": "call"}),
-            "call": State(JsonCalls, {"</tool_call>": "behind"}),
-            "behind": State(AfterCall, {"<tool_call>": "call"}),
-        }
-
-    def call_format(
-        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
-    ) -> Format:
-        """Return the grammar of calls, or of text with calls in it."""
-        call = self.sequence("\n", choice_of_calls(tools, call_as_json), "\n")
-        return self.tagged(
-            "<tool_call>",
-            call,
-            "</tool_call>",
-            required=required,
-            parallel=parallel,
-            separator="\n",
-        )
 
 
 class Json(FormatParser):
@@ -125,6 +94,7 @@ class Llama3Json(Json):
         after_text: bool = True
 
     contract = 2
+    other_names = ("llama4_json",)
     template_marks = ('"parameters": dictionary',)
     any_model = False
     options: Options

@@ -6,7 +6,7 @@ import json
 import keyword
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 from unicodedata import normalize
 
 from hardpoint import plugins
@@ -17,6 +17,7 @@ from hardpoint.plugins.output_parser import (
 )
 from hardpoint.plugins.structured import Format, OrFormat, RegexFormat
 from hardpoint.toolkit.parsing.format_parser import (
+    AfterCall,
     Body,
     Content,
     FormatParser,
@@ -104,17 +105,61 @@ class Llama4Pythonic(Pythonic):
     contract = 2
     roles = ("tools",)
     template_marks = ("<|python_start|>",)
+    marks: ClassVar[tuple[str, str]] = ("<|python_start|>", "<|python_end|>")
     options: Options
 
     def states(self) -> Mapping[str, State]:
         """Return calls and content."""
-        return self._states_of({"<|python_start|>": "call", "<|python_end|>": "content"})
+        begin, end = self.marks
+        return self._states_of({begin: "call", end: "content"})
 
     def _calls(self, calls: Format) -> Format:
         """Return the grammar of a list of calls, between the markers or without them."""
         found = super()._calls(calls)
-        marked = self.sequence("<|python_start|>", found, "<|python_end|>")
-        return OrFormat(elements=[marked, found])
+        begin, end = self.marks
+        return OrFormat(elements=[self.sequence(begin, found, end), found])
+
+
+class Lfm2(Llama4Pythonic):
+    """LFM2: calls as in `pythonic`, in `<|tool_call_start|>...<|tool_call_end|>`."""
+
+    contract = 2
+    roles = ("tools",)
+    template_marks = ("<|tool_list_start|>",)
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+
+
+class Olmo3(FormatParser):
+    """OLMo 3: calls as in `pythonic`, a line each, in `<function_calls>...</function_calls>`."""
+
+    contract = 2
+    roles = ("tools",)
+    template_marks = ("<function_calls>",)
+
+    def states(self) -> Mapping[str, State]:
+        """Return content, calls, and content behind them."""
+        begin, end = {"<function_calls>": "calls"}, {"</function_calls>": "behind"}
+        return {
+            "content": State(Content, begin),
+            "calls": State(_LinesOfCalls, end),
+            "behind": State(AfterCall, {**begin, **end}),
+        }
+
+    def call_format(
+        self, tools: Mapping[str, Mapping[str, Any]], *, required: bool, parallel: bool = True
+    ) -> Format:
+        """Return the grammar of calls, or of text with calls in it.
+
+        Keywords are in the order of the schema.
+        """
+        calls = repeated(choice_of_calls(tools, _call), "\n", parallel=parallel)
+        return self.tagged(
+            "<function_calls>",
+            self.sequence("\n", calls, "\n"),
+            "</function_calls>",
+            required=required,
+            parallel=False,
+        )
 
 
 _SPACE = r"[\s\x1c-\x1f]"
@@ -206,6 +251,7 @@ class _PythonCalls(Body):
 
     next = "content"
     is_start = True
+    closing = "]"
 
     def __init__(self, output: OpenOutput) -> None:
         super().__init__(output)
@@ -295,7 +341,7 @@ class _PythonCalls(Body):
         """Go on after a bracket or quote; return what is wrong, if anything is."""
         if not self._missing:
             before = "".join(self._parts).strip()
-            if character == "]" and not before:
+            if character == self.closing and not before:
                 self._has_ended = True
                 return ""
             name = before.removeprefix(",").lstrip()
@@ -333,6 +379,16 @@ class _PythonCalls(Body):
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         if self._head:
             events.append(ContentText(self._head))
-        elif self._parts:
+        elif self._missing or "".join(self._parts).strip():
             reason = "the output ended inside it" if cut else "it is not complete"
             self.output.fail_call(reason, events)
+
+
+class _LinesOfCalls(_PythonCalls):
+    """Calls without brackets around them, which a marker ends."""
+
+    closing = ""
+
+    def __init__(self, output: OpenOutput) -> None:
+        super().__init__(output)
+        self._head = None

@@ -28,6 +28,10 @@ class ThinkTags(FormatParser):
 
     contract = 2
     roles = ("reasoning",)
+    other_names = (
+        *("deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2"),
+        *("mimo", "minimax_m2", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+    )
     template_marks = ("<think>", "</think>")
     reasoning = "thinking"
 
@@ -39,11 +43,16 @@ class ThinkTags(FormatParser):
             end: end tag.
             starts_inside: whether every output begins inside the reasoning, also where the prompt
                 does not end with the start tag.
+            calls: special tokens that begin a call inside the reasoning too, and end it, in
+                requests with tools: some models forget the end tag there.
         """
 
         start: Tag = "<think>"
         end: Tag = "</think>"
         starts_inside: bool = False
+        calls: tuple[Tag, ...] = (
+            *("<tool_call>", "<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+        )
 
     options: Options
 
@@ -64,7 +73,11 @@ class ThinkTags(FormatParser):
         """Return content and thinking."""
         return {
             "content": State(Content, {self.options.start: "thinking"}),
-            "thinking": State(Reasoning, {self.options.end: "content"}),
+            "thinking": State(
+                Reasoning,
+                {self.options.end: "content"},
+                calls=dict.fromkeys(self.options.calls, "content"),
+            ),
         }
 
     def markers(self) -> ReasoningMarkers:

@@ -1,152 +1,28 @@
-"""Checkpoints of compressed-tensors, which llm-compressor writes, whose weights are integers."""
+"""Checkpoints of compressed-tensors, which llm-compressor writes: integers and float8."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
 from hardpoint.toolkit.hf_config import ConfigFields, short
 
-from .packed import (
-    SCALES,
-    SOURCE,
-    StoredScheme,
-    affine,
-    alignment,
-    expect,
-    group_size,
-    one_of,
-    refuse_unknown,
-    stored_bytes,
-    unpack,
-)
+from .compressed_groups import FORMATS, Weights, read_weights
+from .packed import SOURCE, StoredScheme, one_of, refuse_unknown
 
-_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_FORMATS = (*FORMATS["int"], *FORMATS["float"])
 _ACTIVATIONS = ("input_activations", "output_activations")
-_INDICES = (torch.int32, torch.int64)
-_PATTERN = "re:"
-_REPEAT = r"[*+{]|(?<!\()\?"
-_MOST_REPEATS = 4
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """How the matrices of one of the `config_groups` are stored.
-
-    Attributes:
-        bits: number of bits of a code.
-        symmetric: whether there are no zeros.
-        strategy: "group", "channel" (a scale per row) or "tensor" (one for the matrix).
-        group: columns that share a scale, of the strategy "group".
-        reorders: whether `weight_g_idx` gives the group of a column.
-        targets: which modules are stored so: their names, "re:" with a pattern, or their class.
-    """
-
-    bits: int
-    symmetric: bool
-    strategy: str
-    group: int | None
-    reorders: bool
-    targets: tuple[str, ...]
-
-    def reading(self, columns: int) -> tuple[int, int]:
-        """Return all that decides what tensors mean that pass `check`."""
-        return self.bits, min(self.group or columns, columns)
-
-    def rank(self, module: str) -> int:
-        """Return how well a module fits the targets, the best first: name, pattern, class.
-
-        Raises:
-            ValueError: one is a pattern that cannot be used.
-        """
-        for rank, fits in enumerate((_is_name, _is_match, _is_class)):
-            if any(fits(target, module) for target in self.targets):
-                return rank
-        return 3
-
-    def check(self, stored: QuantizedWeight) -> None:
-        """Check names, dtypes and shapes.
-
-        Raises:
-            ValueError: one is wrong.
-        """
-        rows, columns = stored.shape
-        groups = -(-columns // (self.group or columns))
-        scales = (1,) if self.strategy == "tensor" else (rows, groups)
-        shapes: dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {}
-        shapes["weight_scale"] = SCALES, scales
-        optional = {"weight_zero_point"} if self.symmetric else set[str]()
-        if "weight" in stored.tensors:
-            shapes["weight"] = (torch.int8,), (rows, columns)
-            shapes["weight_zero_point"] = (torch.int8,), scales
-        else:
-            shapes["weight_packed"] = (torch.int32,), (rows, -(-columns * self.bits // 32))
-            shapes["weight_zero_point"] = (torch.int32,), (-(-rows * self.bits // 32), groups)
-            shapes["weight_shape"] = _INDICES, (2,)
-        if self.reorders:
-            shapes["weight_g_idx"] = _INDICES, (columns,)
-        expect(stored, shapes, optional)
-
-    def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
-        """Return the matrix, which was checked.
-
-        Raises:
-            ValueError: a tensor's content is wrong.
-        """
-        (rows, columns), tensors = stored.shape, stored.tensors
-        zeros = tensors.get("weight_zero_point")
-        if "weight" in tensors:
-            codes = self._codes_of_bytes("weight", tensors["weight"])
-            if zeros is not None:
-                zeros = self._codes_of_bytes("weight_zero_point", zeros)
-        else:
-            shape = tensors["weight_shape"].tolist()
-            if shape != [rows, columns]:
-                raise ValueError(f"weight_shape: expected {[rows, columns]}, got {shape}")
-            codes = self._signed(unpack(tensors["weight_packed"], self.bits, columns))
-            if zeros is not None:
-                zeros = self._signed(unpack(zeros.t(), self.bits, rows).t())
-        scales = tensors["weight_scale"]
-        if self.strategy == "tensor":
-            scales = scales.reshape(1, 1).expand(rows, 1)
-            zeros = None if zeros is None else zeros.reshape(-1, 1).expand(rows, 1)
-        if self.bits == 4 and zeros is None:
-            zeros = torch.full(scales.shape, 8)
-        group = self.group or columns
-        return affine(codes, self.bits, group, scales, zeros, tensors.get("weight_g_idx"))
-
-    def _signed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return numbers of 8 bits, to which 128 was added, as they were; of 4 as they are."""
-        if self.bits == 4:
-            return numbers
-        return numbers.bitwise_xor(128).view(torch.int8)
-
-    def _codes_of_bytes(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """Return signed numbers, those of 4 bits with 8 added.
-
-        Raises:
-            ValueError: they have more bits.
-        """
-        if self.bits == 8:
-            return numbers
-        if numbers.numel() and not -8 <= int(numbers.min()) <= int(numbers.max()) <= 7:
-            raise ValueError(
-                f"{name}: expected numbers of 4 bits, -8 to 7, got {int(numbers.min())} to "
-                f"{int(numbers.max())}"
-            )
-        return (numbers + 8).view(torch.uint8)
+_BITS = 8
+"""Of activations whose quantisation may be left out."""
 
 
 class CompressedTensors(StoredScheme):
-    """Integers of four or eight bits, packed (`weight_packed`) or as bytes (`weight`).
+    """Integers of four or eight bits, packed (`weight_packed`) or as bytes (`weight`), or float8.
 
-    Activations that are to be quantised are refused, as are floating formats: the results would be
-    other ones than those that the checkpoint was made for.
+    Activations that are to be quantised with stored scales are refused: the results would be other
+    ones than those that the checkpoint was made for. Those of eight bits whose scales are computed
+    while the model runs (`dynamic`) are left as they are, which is nearer to the whole numbers.
     """
 
     contract = 1
@@ -164,8 +40,8 @@ class CompressedTensors(StoredScheme):
         one_of(fields, "transform_config", given.get("transform_config") or None, [None])
         sparsity = fields.table("sparsity_config").get("format", "dense")
         one_of(fields, "sparsity_config.format", sparsity, ["dense"])
-        form = given.get("format", _FORMATS[0])
-        one_of(fields, "format", form, [*_FORMATS, "mixed-precision"])
+        form = given.get("format", FORMATS["int"][0])
+        one_of(fields, "format", form, [*dict.fromkeys(_FORMATS), "mixed-precision"])
         groups = fields.table("config_groups")
         if not groups:
             raise fields.error("config_groups", "expected at least one, got none")
@@ -196,21 +72,16 @@ class CompressedTensors(StoredScheme):
         Raises:
             ValueError: a tensor is missing, or its dtype or shape is wrong.
         """
-        if stored is None or (weights := self._fitting(stored)).reorders:
-            return None
-        return alignment(shape[1], weights.group)
+        return None if stored is None else self._fitting(stored).alignment(shape[1])
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
         """Return the bytes of codes, scales and offsets; None if matrices differ in these."""
         if not self.context.config:
             return None
         forms = {replace(weights, targets=()) for weights in self._weights}
-        if len(forms) > 1 or self._weights[0].reorders:
-            return None
-        weights = self._weights[0]
-        return stored_bytes(shape, weights.bits, weights.group, not weights.symmetric)
+        return None if len(forms) > 1 else self._weights[0].stored_bytes(shape)
 
-    def _fitting(self, stored: QuantizedWeight) -> _Weights:
+    def _fitting(self, stored: QuantizedWeight) -> Weights:
         """Return the group of the config that the tensors fit.
 
         Mostly the stored tensors determine the group; if several groups would read them
@@ -219,7 +90,7 @@ class CompressedTensors(StoredScheme):
         Raises:
             ValueError: they fit none, or several that read them in different ways.
         """
-        fitting: list[_Weights] = []
+        fitting: list[Weights] = []
         errors: list[ValueError] = []
         for weights in dict.fromkeys(self._weights):
             try:
@@ -242,33 +113,7 @@ class CompressedTensors(StoredScheme):
         return fitting[0]
 
 
-def _is_name(target: str, module: str) -> bool:
-    return target == module
-
-
-def _is_match(target: str, module: str) -> bool:
-    if not target.startswith(_PATTERN):
-        return False
-    pattern = target.removeprefix(_PATTERN)
-    # What repeats a group, or repeats much, can take exponential time.
-    if re.search(r"\)[*+{]", pattern) or len(re.findall(_REPEAT, pattern)) > _MOST_REPEATS:
-        raise ValueError(
-            f"targets of the config_groups: expected patterns with at most {_MOST_REPEATS} "
-            f"repeats, none of them of a group, got {short(target)}"
-        )
-    try:
-        return re.match(pattern, module) is not None
-    except (re.error, RecursionError, OverflowError) as cause:
-        raise ValueError(
-            f"targets of the config_groups: {short(target)} is no pattern: {cause}"
-        ) from cause
-
-
-def _is_class(target: str, module: str) -> bool:  # noqa: ARG001 - all that are quantised have it
-    return target == "Linear"
-
-
-def _read_group(name: str, group: Any) -> _Weights:
+def _read_group(name: str, group: Any) -> Weights:
     """Return how one of the `config_groups` stores weights.
 
     Raises:
@@ -281,16 +126,14 @@ def _read_group(name: str, group: Any) -> _Weights:
     inner = ConfigFields(values, place)
     for activations in _ACTIVATIONS:
         if given := values.get(activations):
-            raise inner.error(
-                activations,
-                f"activations that are quantised are not supported, expected none; got "
-                f"{short(given)}",
-            )
-    one_of(inner, "format", values.get("format") or _FORMATS[0], _FORMATS)
+            _check_activations(inner, activations, given)
     weights = inner.table("weights")
     if not weights:
         raise inner.error("weights", f"expected a table, got {short(values.get('weights'))}")
-    return _read_weights(weights, f"{place}.weights", _read_targets(inner, values.get("targets")))
+    forms = FORMATS.get(str(weights.get("type", "int")), ())
+    if forms:
+        one_of(inner, "format", values.get("format") or forms[0], forms)
+    return read_weights(weights, f"{place}.weights", _read_targets(inner, values.get("targets")))
 
 
 def _read_targets(fields: ConfigFields, targets: Any) -> tuple[str, ...]:
@@ -305,23 +148,16 @@ def _read_targets(fields: ConfigFields, targets: Any) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def _read_weights(weights: Mapping[str, Any], source: str, targets: tuple[str, ...]) -> _Weights:
-    known = ("num_bits", "type", "symmetric", "strategy", "group_size", "actorder")
-    neutral = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    refuse_unknown(weights, (*known, *neutral), source)
-    fields = ConfigFields(weights, source)
-    one_of(fields, "type", weights.get("type", "int"), ["int"])
-    one_of(fields, "num_bits", weights.get("num_bits", 8), [4, 8])
-    size = weights.get("group_size")
-    strategy = weights.get("strategy") or ("channel" if size in (None, -1) else "group")
-    one_of(fields, "strategy", strategy, ["group", "channel", "tensor"])
-    order = weights.get("actorder") or None
-    one_of(fields, "actorder", order, [None, "weight", "static", "group", "dynamic"])
-    return _Weights(
-        bits=int(weights.get("num_bits", 8)),
-        symmetric=fields.flag("symmetric", True),
-        strategy=strategy,
-        group=group_size(fields, "group_size", size) if strategy == "group" else None,
-        reorders=order in ("group", "dynamic"),
-        targets=targets,
-    )
+def _check_activations(fields: ConfigFields, name: str, given: Any) -> None:
+    """Check that activations may be left as they are.
+
+    Raises:
+        ModelError: their scales are stored, or they have another number of bits.
+    """
+    is_dynamic = isinstance(given, dict) and given.get("dynamic") is True
+    if not is_dynamic or given.get("num_bits") != _BITS:
+        raise fields.error(
+            name,
+            f"activations that are quantised are not supported, expected none, or eight bits that "
+            f"are dynamic, whose weights alone are read; got {short(given)}",
+        )

@@ -16,7 +16,7 @@ _IQ4_VALUES = (
 )
 
 
-class _Blocks(Quantization):
+class Blocks(Quantization):
     """Common to all: rows of blocks, each of some columns."""
 
     contract = 1
@@ -62,7 +62,7 @@ class _Blocks(Quantization):
         return stored.tensor("blocks", torch.uint8, expected)
 
 
-class Q4_0(_Blocks):  # noqa: N801 - the name of the format
+class Q4_0(Blocks):  # noqa: N801 - the name of the format
     """A scale and 32 codes of four bits, less 8."""
 
     contract = 1
@@ -70,11 +70,11 @@ class Q4_0(_Blocks):  # noqa: N801 - the name of the format
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and scales."""
-        codes = _nibbles(blocks[..., 2:], 16).flatten(1)
-        return AffineCodes(codes, 4, 32, _halves(blocks, 0), values=torch.arange(-8.0, 8.0))
+        codes = nibbles(blocks[..., 2:], 16).flatten(1)
+        return AffineCodes(codes, 4, 32, halves(blocks, 0), values=torch.arange(-8.0, 8.0))
 
 
-class Q4_1(_Blocks):  # noqa: N801
+class Q4_1(Blocks):  # noqa: N801
     """A scale, a minimum and 32 codes of four bits."""
 
     contract = 1
@@ -82,11 +82,11 @@ class Q4_1(_Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales and minima."""
-        codes = _nibbles(blocks[..., 4:], 16).flatten(1)
-        return AffineCodes(codes, 4, 32, _halves(blocks, 0), _halves(blocks, 2))
+        codes = nibbles(blocks[..., 4:], 16).flatten(1)
+        return AffineCodes(codes, 4, 32, halves(blocks, 0), halves(blocks, 2))
 
 
-class Q5_0(_Blocks):  # noqa: N801
+class Q5_0(Blocks):  # noqa: N801
     """A scale, the fifth bits and the lower four bits of 32 codes, less 16."""
 
     contract = 1
@@ -95,10 +95,10 @@ class Q5_0(_Blocks):  # noqa: N801
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and scales."""
         codes = _five_bits(blocks[..., 6:], blocks[..., 2:6])
-        return AffineCodes(codes, 5, 32, _halves(blocks, 0), values=torch.arange(-16.0, 16.0))
+        return AffineCodes(codes, 5, 32, halves(blocks, 0), values=torch.arange(-16.0, 16.0))
 
 
-class Q5_1(_Blocks):  # noqa: N801
+class Q5_1(Blocks):  # noqa: N801
     """A scale, a minimum, the fifth bits and the lower four bits of 32 codes."""
 
     contract = 1
@@ -107,10 +107,10 @@ class Q5_1(_Blocks):  # noqa: N801
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales and minima."""
         codes = _five_bits(blocks[..., 8:], blocks[..., 4:8])
-        return AffineCodes(codes, 5, 32, _halves(blocks, 0), _halves(blocks, 2))
+        return AffineCodes(codes, 5, 32, halves(blocks, 0), halves(blocks, 2))
 
 
-class IQ4_NL(_Blocks):  # noqa: N801
+class IQ4_NL(Blocks):  # noqa: N801
     """A scale and 32 codes of four bits, which stand for numbers that are not equally far apart."""
 
     contract = 1
@@ -118,11 +118,11 @@ class IQ4_NL(_Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and scales."""
-        codes = _nibbles(blocks[..., 2:], 16).flatten(1)
-        return AffineCodes(codes, 4, 32, _halves(blocks, 0), values=torch.tensor(_IQ4_VALUES))
+        codes = nibbles(blocks[..., 2:], 16).flatten(1)
+        return AffineCodes(codes, 4, 32, halves(blocks, 0), values=torch.tensor(_IQ4_VALUES))
 
 
-class IQ4_XS(_Blocks):  # noqa: N801
+class IQ4_XS(Blocks):  # noqa: N801
     """An outer scale, 8 scales of six bits less 32, and 256 codes like those of IQ4_NL."""
 
     contract = 1
@@ -132,8 +132,8 @@ class IQ4_XS(_Blocks):  # noqa: N801
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes, scales and outer scales."""
         rows, count, _ = blocks.shape
-        codes = _nibbles(blocks[..., 8:].reshape(rows, count * 8, 16), 16).flatten(1)
-        scales = _nibbles(blocks[..., 4:8], 1).view(rows, count, 8)
+        codes = nibbles(blocks[..., 8:].reshape(rows, count * 8, 16), 16).flatten(1)
+        scales = nibbles(blocks[..., 4:8], 1).view(rows, count, 8)
         for index in range(8):  # the upper two bits are in two bytes
             high = blocks[..., 2 + index // 4] >> 2 * (index % 4) & 3
             scales[..., index] |= high << 4
@@ -142,12 +142,12 @@ class IQ4_XS(_Blocks):  # noqa: N801
             4,
             32,
             scales.flatten(1).view(torch.int8) - 32,
-            outer_scales=_halves(blocks, 0),
+            outer_scales=halves(blocks, 0),
             values=torch.tensor(_IQ4_VALUES),
         )
 
 
-class Q8_0(_Blocks):  # noqa: N801
+class Q8_0(Blocks):  # noqa: N801
     """A scale and 32 codes of eight bits."""
 
     contract = 1
@@ -156,10 +156,10 @@ class Q8_0(_Blocks):  # noqa: N801
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and scales."""
         codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
-        return AffineCodes(codes, 8, 32, _halves(blocks, 0))
+        return AffineCodes(codes, 8, 32, halves(blocks, 0))
 
 
-class Q4_K(_Blocks):  # noqa: N801
+class Q4_K(Blocks):  # noqa: N801
     """Two outer scales, for scales and minima of six bits, and 256 codes of four bits."""
 
     contract = 1
@@ -168,10 +168,10 @@ class Q4_K(_Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and what they are multiplied by and added to."""
-        return _with_minima(blocks, _nibbles(blocks[..., 16:], 32).flatten(1), 4)
+        return _with_minima(blocks, nibbles(blocks[..., 16:], 32).flatten(1), 4)
 
 
-class Q5_K(_Blocks):  # noqa: N801
+class Q5_K(Blocks):  # noqa: N801
     """The same with codes of five bits, whose highest bits come first."""
 
     contract = 1
@@ -180,14 +180,14 @@ class Q5_K(_Blocks):  # noqa: N801
 
     def split(self, blocks: torch.Tensor) -> AffineCodes:
         """Return codes and what they are multiplied by and added to."""
-        codes = _nibbles(blocks[..., 48:], 32).flatten(2, 3)  # [rows, blocks, 8, 32]
+        codes = nibbles(blocks[..., 48:], 32).flatten(2, 3)  # [rows, blocks, 8, 32]
         high = blocks[..., 16:48]
         for index in range(8):
             codes[:, :, index] |= (high >> index & 1) << 4
         return _with_minima(blocks, codes.flatten(1), 5)
 
 
-class Q6_K(_Blocks):  # noqa: N801
+class Q6_K(Blocks):  # noqa: N801
     """The lower four and the upper two bits of 256 codes, less 32, scales and an outer scale."""
 
     contract = 1
@@ -198,7 +198,7 @@ class Q6_K(_Blocks):  # noqa: N801
         """Return codes, scales of 16 columns and outer scales."""
         # Of each 128 columns, the lower halves of 64 bytes are those of the first 64.
         rows, count, _ = blocks.shape
-        codes = _nibbles(blocks[..., :128], 64).view(rows, count, 2, 4, 32)
+        codes = nibbles(blocks[..., :128], 64).view(rows, count, 2, 4, 32)
         high = blocks[..., 128:192].reshape(rows, count, 2, 32)
         for index in range(4):
             codes[:, :, :, index] |= (high >> 2 * index & 3) << 4
@@ -207,7 +207,7 @@ class Q6_K(_Blocks):  # noqa: N801
             6,
             16,
             blocks[..., 192:208].contiguous().view(torch.int8).flatten(1),
-            outer_scales=_halves(blocks, 208),
+            outer_scales=halves(blocks, 208),
             values=torch.arange(-32.0, 32.0),
         )
 
@@ -225,17 +225,17 @@ def _with_minima(blocks: torch.Tensor, codes: torch.Tensor, bits: int) -> Affine
         32,
         scales.flatten(1),
         minima.flatten(1),
-        outer_scales=_halves(blocks, 0),
-        outer_offsets=-_halves(blocks, 2),
+        outer_scales=halves(blocks, 0),
+        outer_offsets=-halves(blocks, 2),
     )
 
 
-def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Return the float16 number at a place in each block, [rows, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
+def nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
     """Return numbers of four bits, uint8 [rows, blocks, runs, 2, run].
 
     Args:
@@ -252,7 +252,7 @@ def _nibbles(packed: torch.Tensor, run: int) -> torch.Tensor:
 
 def _five_bits(packed: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return codes uint8 [rows, columns], whose fifth bits are in `high` [rows, blocks, 4]."""
-    codes = _nibbles(packed, 16).view(*packed.shape[:2], 4, 8)
+    codes = nibbles(packed, 16).view(*packed.shape[:2], 4, 8)
     for index in range(8):
         codes[..., index] |= (high >> index & 1) << 4
     return codes.flatten(1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import ClassVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
+from hardpoint.plugins import ModelError
 from hardpoint.plugins.quantization import QuantizedMatrix, QuantizedWeight
 from hardpoint.toolkit.hf_config import ConfigFields, short
 
+from .module_rules import matches
 from .packed import (
     SCALES,
     SOURCE,
@@ -19,12 +22,32 @@ from .packed import (
     expect,
     group_size,
     one_of,
+    refuse_unknown,
     stored_bytes,
     unpack,
 )
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
 """A word whose numbers are all 1, by their bits."""
+_LEAVES, _CHANGES = "-:", "+:"
+"""Beginnings of the patterns of `dynamic`; the second one may be left out."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How matrices are stored.
+
+    Attributes:
+        bits: number of bits of a code.
+        group: columns that share a scale and a zero; None is a whole row.
+        reorders: whether columns of a group may be apart.
+        symmetric: whether all zeros are the same.
+    """
+
+    bits: int
+    group: int | None
+    reorders: bool
+    symmetric: bool
 
 
 class GPTQ(StoredScheme):
@@ -33,6 +56,9 @@ class GPTQ(StoredScheme):
     A matrix is stored transposed: `qweight` int32 [columns / codes of a word, rows], `qzeros` int32
     [groups, rows / codes of a word], `scales` [groups, rows], and `g_idx` [columns], the group of
     each column. Where `desc_act` has put columns of a group apart, it is dequantised.
+
+    `dynamic` has patterns of modules that are stored in another way, of which the first one that
+    fits counts: "-:" begins those that are not quantised, "+:" those with fields of their own.
     """
 
     contract = 1
@@ -44,6 +70,7 @@ class GPTQ(StoredScheme):
         "checkpoint_format",
         "format",
         "pack_dtype",
+        "dynamic",
     )
     neutral: ClassVar[Collection[str]] = (
         "act_group_aware",
@@ -84,16 +111,51 @@ class GPTQ(StoredScheme):
             ModelError: there are not four or eight bits, or it is another format.
         """
         given = self.context.config
-        one_of(fields, "bits", given.get("bits"), list(_ONES))
-        self._bits = int(given["bits"])
-        self._group = group_size(fields, "group_size", given.get("group_size"))
-        self._reorders = fields.flag("desc_act", False)
-        self._is_symmetric = fields.flag("sym", True)
+        self._layout = _read_layout(fields, given)
         one_of(fields, "pack_dtype", given.get("pack_dtype", "int32"), ["int32"])
         name = "checkpoint_format" if given.get("checkpoint_format") else "format"
         kind = given.get(name) or "gptq"
         one_of(fields, name, kind, ["gptq", "gptq_v2"])
         self._stores_less = kind == "gptq"
+        self._rules = {
+            pattern: self._read_rule(pattern, rule)
+            for pattern, rule in fields.table("dynamic").items()
+        }
+
+    def _read_rule(self, pattern: str, rule: Any) -> _Layout | None:
+        """Return how modules are stored that fit a pattern of `dynamic`; None if as numbers.
+
+        Raises:
+            ModelError: it is no pattern, or changes what is not supported.
+        """
+        try:
+            matches(pattern, _prefix(pattern), "", "dynamic")
+        except ValueError as cause:
+            raise ModelError(f"{SOURCE}: {cause}") from cause
+        if pattern.startswith(_LEAVES):
+            return None
+        values = ConfigFields({pattern: rule}, f"{SOURCE}.dynamic").table(pattern)
+        place, given = f"{SOURCE}.dynamic.{pattern}", self.context.config
+        refuse_unknown(values, (*_LAYOUT, *GPTQ.neutral), place)
+        changed = {name: values.get(name, given.get(name)) for name in _LAYOUT}
+        return _read_layout(ConfigFields(changed, place), changed)
+
+    def _layout_of(self, stored: QuantizedWeight) -> _Layout:
+        """Return how a matrix is stored.
+
+        Raises:
+            ValueError: it is not quantised by the config.
+        """
+        module = stored.name.rpartition(".")[0]
+        for pattern, layout in self._rules.items():
+            if matches(pattern, _prefix(pattern), module, "dynamic"):
+                if layout is None:
+                    raise ValueError(
+                        f"dynamic: {short(pattern)} leaves it as it was, expected a weight of "
+                        f"numbers; there are {', '.join(sorted(stored.tensors))}"
+                    )
+                return layout
+        return self._layout
 
     def check_tensors(self, stored: QuantizedWeight) -> None:
         """Check names, dtypes and shapes.
@@ -101,8 +163,9 @@ class GPTQ(StoredScheme):
         Raises:
             ValueError: one is wrong.
         """
-        (rows, columns), per = stored.shape, 32 // self._bits
-        groups = -(-columns // (self._group or columns))
+        layout = self._layout_of(stored)
+        (rows, columns), per = stored.shape, 32 // layout.bits
+        groups = -(-columns // (layout.group or columns))
         expect(
             stored,
             {
@@ -111,7 +174,7 @@ class GPTQ(StoredScheme):
                 "scales": (SCALES, (groups, rows)),
                 "g_idx": ((torch.int32, torch.int64), (columns,)),
             },
-            optional=() if self._reorders else ("g_idx",),
+            optional=() if layout.reorders else ("g_idx",),
         )
 
     def read(self, stored: QuantizedWeight) -> QuantizedMatrix:
@@ -122,17 +185,17 @@ class GPTQ(StoredScheme):
         """
         self.check(stored)
         (rows, columns), tensors = stored.shape, stored.tensors
-        zeros = tensors["qzeros"]
+        layout, zeros = self._layout_of(stored), tensors["qzeros"]
         if self._stores_less:  # subtracted from all of an int32, so that a zero may have borrowed
-            zeros = zeros + _ONES[self._bits]
-        codes = unpack(tensors["qweight"].t(), self._bits, columns)
-        zeros = unpack(zeros, self._bits, rows).t()
-        if self._bits == 8:
+            zeros = zeros + _ONES[layout.bits]
+        codes = unpack(tensors["qweight"].t(), layout.bits, columns)
+        zeros = unpack(zeros, layout.bits, rows).t()
+        if layout.bits == 8:
             codes, zeros = codes.bitwise_xor(128).view(torch.int8), zeros.short() - 128
         return affine(
             codes,
-            self._bits,
-            self._group or columns,
+            layout.bits,
+            layout.group or columns,
             tensors["scales"].t().contiguous(),
             zeros,
             tensors.get("g_idx"),
@@ -144,13 +207,41 @@ class GPTQ(StoredScheme):
         """Return the size of the groups; None if `g_idx` may have put columns of one apart."""
         if stored is None or "g_idx" in stored.tensors:
             return None
-        return alignment(shape[1], self._group)
+        return alignment(shape[1], self._layout_of(stored).group)
 
     def stored_bytes(self, shape: tuple[int, int]) -> int | None:
-        """Return the bytes of codes, scales and offsets; None for what may be dequantised."""
-        if not self.context.config or self._reorders:
+        """Return the bytes of codes, scales and offsets; None if matrices differ in these."""
+        if not self.context.config:
             return None
-        return stored_bytes(shape, self._bits, self._group, not self._is_symmetric)
+        layouts = {self._layout, *self._rules.values()} - {None}
+        if len(layouts) > 1 or self._layout.reorders:
+            return None
+        return stored_bytes(
+            shape, self._layout.bits, self._layout.group, not self._layout.symmetric
+        )
+
+
+_LAYOUT = ("bits", "group_size", "desc_act", "sym")
+"""Fields of the config that a rule of `dynamic` can change."""
+
+
+def _read_layout(fields: ConfigFields, given: Mapping[str, Any]) -> _Layout:
+    """Return how matrices are stored.
+
+    Raises:
+        ModelError: there are not four or eight bits, or a field has another wrong value.
+    """
+    one_of(fields, "bits", given.get("bits"), list(_ONES))
+    return _Layout(
+        bits=int(given["bits"]),
+        group=group_size(fields, "group_size", given.get("group_size")),
+        reorders=fields.flag("desc_act", False),
+        symmetric=fields.flag("sym", True),
+    )
+
+
+def _prefix(pattern: str) -> str:
+    return _LEAVES if pattern.startswith(_LEAVES) else _CHANGES
 
 
 _WHOLE = 16
@@ -227,9 +318,9 @@ class AutoRound(GPTQ):
                 f"extra_config.{name}", f"expected a table, got {short(layer)}"
             )
         fields = ConfigFields(layer, f"{SOURCE}.extra_config.{name}")
-        bits = layer.get("bits", self._bits)
+        bits = layer.get("bits", self._layout.bits)
         if bits in (_WHOLE, 32):
             return
-        one_of(fields, "bits", bits, [self._bits, _WHOLE])
-        size = group_size(fields, "group_size", layer.get("group_size", self._group or -1))
-        one_of(fields, "group_size", size, [self._group])
+        one_of(fields, "bits", bits, [self._layout.bits, _WHOLE])
+        size = group_size(fields, "group_size", layer.get("group_size", self._layout.group or -1))
+        one_of(fields, "group_size", size, [self._layout.group])

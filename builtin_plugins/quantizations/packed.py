@@ -18,6 +18,8 @@ from hardpoint.toolkit.hf_config import ConfigFields, short
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 SOURCE = "config.json: quantization_config"
+Shapes = dict[str, tuple[Collection[torch.dtype], Sequence[int]]]
+"""Dtypes and shapes of tensors, by the last part of their names."""
 _GROUPS = 16, 32
 """Sizes of groups that codes can have: this one, and multiples of that one."""
 
@@ -206,7 +208,7 @@ def affine(
             values = torch.arange(16.0) - first
         elif bool(zeros.any()):
             offsets = -zeros.float() * scales.float()
-    dtype = torch.float16 if _fits(scales) and (offsets is None or _fits(offsets)) else None
+    dtype = torch.float16 if fits(scales) and (offsets is None or fits(offsets)) else None
     scales = scales.to(dtype or torch.float32)
     offsets = None if offsets is None else offsets.to(dtype or torch.float32)
     return AffineCodes(codes, bits, group, scales, offsets, values=values)
@@ -228,7 +230,7 @@ def _dense(
     return DenseMatrix(weight.mul_(scales[:, group_of]))
 
 
-def _fits(numbers: torch.Tensor) -> bool:
+def fits(numbers: torch.Tensor) -> bool:
     """Return whether float16 holds all numbers exactly."""
     return bool((numbers.half().float() == numbers.float()).all())
 

@@ -16,11 +16,20 @@ from hardpoint.plugins import ConfigError
 from .bounds import Bounds
 
 _TABLES = """
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
     owner TEXT NOT NULL, id TEXT NOT NULL, ends_at REAL NOT NULL, size INTEGER NOT NULL,
     content BLOB NOT NULL, PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS responses_by_age ON responses (ends_at, size);
+CREATE TABLE IF NOT EXISTS total (size INTEGER NOT NULL);
+INSERT INTO total SELECT coalesce(sum(size), 0) FROM responses
+    WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses
+    BEGIN UPDATE total SET size = size + NEW.size; END;
+CREATE TRIGGER IF NOT EXISTS response_deleted AFTER DELETE ON responses
+    BEGIN UPDATE total SET size = size - OLD.size; END;
+COMMIT;
 """
 _WAIT_SECONDS = 5.0
 
@@ -82,9 +91,10 @@ class SQLiteStore:
         now = self._clock()
         row = (owner, response_id, now + self._bounds.seconds, len(content), content)
         with self._opened() as database:
-            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?)", row)
-            database.execute("DELETE FROM responses WHERE ends_at <= ?", (now,))
-            (size,) = database.execute("SELECT sum(size) FROM responses").fetchone()
+            same = "owner = ? AND id = ?"  # REPLACE would not call the trigger of what it deletes
+            database.execute(f"DELETE FROM responses WHERE {same} OR ends_at <= ?", (*row[:2], now))
+            database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+            (size,) = database.execute("SELECT size FROM total").fetchone()
             while size > self._bounds.max_bytes:
                 query = "SELECT rowid, size FROM responses ORDER BY ends_at, rowid LIMIT 1"
                 oldest, its_size = database.execute(query).fetchone()

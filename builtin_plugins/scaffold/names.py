@@ -57,6 +57,22 @@ def check_kind(kind: str, kinds: Sequence[str]) -> None:
         raise RequestError(f"KIND: expected one of {', '.join(kinds)}, got {kind!r}")
 
 
+def check_form(spec: PackageSpec, where: str) -> None:
+    """Raise if a name, which comes from `where`, is that of no package, module and class."""
+    name = spec.name
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST:
+        raise RequestError(
+            f"{where}: expected at most {_LONGEST} letters, digits, '-', '_' and '.', the first "
+            f"one a letter, the last one a letter or digit, got {name!r}"
+        )
+    for what, own in (("module", spec.module), ("class", spec.class_name)):
+        if keyword.iskeyword(own):
+            raise RequestError(
+                f"{where}: expected another name than {name!r}: a package cannot have the {what} "
+                f"{own!r}, which is a word of Python"
+            )
+
+
 def check_name(spec: PackageSpec, components: Iterable[ComponentInfo]) -> None:
     """Raise if a name cannot be that of a package, a module and a plugin.
 
@@ -67,13 +83,9 @@ def check_name(spec: PackageSpec, components: Iterable[ComponentInfo]) -> None:
     Raises:
         RequestError: it cannot, with the reason.
     """
+    check_form(spec, "NAME")
     name, module = spec.name, spec.module
-    if not _NAME.fullmatch(name) or len(name) > _LONGEST:
-        raise RequestError(
-            f"NAME: expected at most {_LONGEST} letters, digits, '-', '_' and '.', the first one a "
-            f"letter, the last one a letter or digit, got {name!r}"
-        )
-    if keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN:
+    if module in sys.stdlib_module_names or module in _TAKEN:
         raise RequestError(
             f"NAME: expected another name than {name!r}: a package cannot have the module "
             f"{module!r}, which Python, Hardpoint or the package itself has"

@@ -16,10 +16,11 @@ from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.typed import convert
 
 from .merging import conflict_line, merge
-from .names import PackageSpec
+from .names import PackageSpec, check_form
 from .templates import Files, Templates
 
 _TABLE = "tool.hardpoint.template"
+_PROJECT = "pyproject.toml"
 
 
 def check_new_folder(folder: Path) -> None:
@@ -86,7 +87,7 @@ def read_spec(folder: Path, templates: Templates) -> PackageSpec:
     Raises:
         RequestError: it was not made by these templates, or by newer ones.
     """
-    path = folder / "pyproject.toml"
+    path = folder / _PROJECT
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
@@ -110,6 +111,7 @@ def read_spec(folder: Path, templates: Templates) -> PackageSpec:
             f"{path}: {_TABLE}.kind: expected one of {', '.join(templates.kinds())}, got "
             f"{spec.kind!r}"
         )
+    check_form(spec, f"{path}: {_TABLE}.name")
     return spec
 
 
@@ -134,10 +136,13 @@ def plan_update(folder: Path, spec: PackageSpec, templates: Templates) -> dict[s
 def update(folder: Path, changes: Mapping[str, Change]) -> None:
     """Write the changes to the files of a package, each at once.
 
+    The one that states the version of the templates is the last: until then, the update can be
+    made again.
+
     Raises:
         HardpointError: the system refuses a file.
     """
-    for path, change in changes.items():
+    for path, change in sorted(changes.items(), key=lambda item: item[0] == _PROJECT):
         try:
             if change.text is not None:
                 _replace(folder / path, change.text)

@@ -306,9 +306,10 @@ def _num_reserved(tracker: RequestTracker) -> int:
 
 def _lack_blocks(tracker: RequestTracker, request: LiveRequest, step: Step) -> _Outcome:
     """Record that blocks are lacking; if no request runs, free those of another loaded request."""
-    needed = tracker.blocks_needed(request.num_tokens)
-    reason = wait_reasons.no_blocks(needed, tracker.cache.num_free_blocks, _num_reserved(tracker))
-    step.waiting[request.request_id] = reason
+    cache, needed = tracker.cache, tracker.blocks_needed(request.num_tokens)
+    step.waiting[request.request_id] = wait_reasons.no_blocks(
+        needed, cache.num_free_blocks, _num_reserved(tracker), cache.num_free_states
+    )
     if not tracker.running:
         if tracker.finish_if_too_long(request):
             del step.waiting[request.request_id]

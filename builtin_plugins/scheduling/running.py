@@ -161,7 +161,9 @@ def _preempt_for(
 
     No request is admitted in a step that preempts.
     """
-    cause = f"{request.request_id!r} needed KV blocks, {tracker.cache.num_free_blocks} were free"
+    cache = tracker.cache
+    free = f"{cache.num_free_blocks} were free{wait_reasons.of_states(cache.num_free_states)}"
+    cause = f"{request.request_id!r} needed KV blocks, {free}"
     step.admission_stopped = wait_reasons.running_lack_blocks(cause)
     while (blocks := tracker.cache.extend(request, *tokens)) is None:
         if len(tracker.running) == 1 and tracker.reset_last_loaded():

@@ -39,15 +39,27 @@ def next_batch(share: int) -> WaitReason:
     )
 
 
-def no_blocks(needed: int, available: int, reserved: int) -> WaitReason:
-    """Return the reason: too few KV blocks are free."""
+def no_blocks(needed: int, available: int, reserved: int, states: int | None) -> WaitReason:
+    """Return the reason: too few KV blocks are free.
+
+    Args:
+        needed: most that the request needs.
+        available: those that are free.
+        reserved: those that have to remain free.
+        states: those that are free for states; None if the model has none.
+    """
     kept = f", of which {reserved} are kept for running requests" if reserved else ""
     return WaitReason(
         WaitingFor.BLOCKS,
-        f"it needs up to {needed} KV blocks, {available} are free{kept}",
+        f"it needs up to {needed} KV blocks, {available} are free{of_states(states)}{kept}",
         needed,
         max(available - reserved, 0),
     )
+
+
+def of_states(states: int | None) -> str:
+    """Return how many of the free blocks are for states, which may be what is lacking."""
+    return "" if states is None else f" ({states} for states of layers)"
 
 
 def preempted(cause: str) -> WaitReason:

@@ -35,6 +35,9 @@ class OpenTelemetrySink(StatSink):
     """
 
     contract = 1
+    expected_failures = {
+        "test_memory": "without a collector spans wait, OTEL_BSP_MAX_QUEUE_SIZE of them at most"
+    }
 
     class Options(plugins.Options):
         """Where spans go; what is None follows the environment (`OTEL_EXPORTER_OTLP_...`).

@@ -16,11 +16,11 @@ from hardpoint.toolkit.hf_config import short
 _CONTROL, _USER_DEFINED = 3, 4
 
 # From the tokenizer.json files of the models after which llama.cpp named them.
-_LLAMA3_SPLIT = (
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen")
 _GPT2 = ("gpt-2", "default")
@@ -104,7 +104,7 @@ def _pre_tokenizer(pre: str, path: Path) -> Any:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
-    splits = dict.fromkeys(_LLAMA3, _LLAMA3_SPLIT) | dict.fromkeys(_QWEN2, _QWEN2_SPLIT)
+    splits = dict.fromkeys(_LLAMA3, LLAMA3_SPLIT) | dict.fromkeys(_QWEN2, QWEN2_SPLIT)
     if pre not in splits:
         known = ", ".join(sorted((*splits, *_GPT2, *_SMOLLM)))
         raise ModelError(

@@ -9,6 +9,11 @@ from hardpoint.plugins import DecodeStream, RequestError, Tokenizer
 
 _WHY = 'for the engine has no tokenizer (tokenizer.use = "none")'
 
+_CHECKS_WITH_TEXT = (
+    *("test_vocabulary", "test_round_trip", "test_stream", "test_streams_apart"),
+    *("test_deterministic", "test_threads", "test_reads_only", "test_memory", "test_speed"),
+)
+
 
 class NoTokenizer(Tokenizer):
     """Of engines without a tokenizer, which read none of its files.
@@ -18,6 +23,7 @@ class NoTokenizer(Tokenizer):
     """
 
     contract = 1
+    expected_failures = dict.fromkeys(_CHECKS_WITH_TEXT, "it refuses all texts")
 
     @property
     def eos_token_ids(self) -> Sequence[int]:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from hardpoint import plugins
-from hardpoint.builtin_plugins.loaders.files import (
-    read_json,
-    read_text,
-    refusing_damage,
-    regular_file,
-)
+from hardpoint.builtin_plugins.loaders.files import read_text, refusing_damage
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.plugins import (
     Annotated,
@@ -34,26 +24,11 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.toolkit.hf_config import short
 
 from .chat_template import ChatRenderer
+from .folder import DEFAULT_TEMPLATE, TokenizerFiles, read_folder
 from .gguf import build_gguf_tokenizer, special_tokens
 from .segments import SegmentCache
 from .stream import TokenTexts
 from .vocabulary import num_token_ids, read_vocabulary
-
-_MAX_GROWTH = 256
-_VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
-"""Files besides tokenizer.json from which transformers makes tokenizers."""
-
-_TEMPLATE_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The content of a tokenizer's files."""
-
-    tokenizer: FastTokenizer
-    chat_template: str | None
-    special: dict[str, str] = field(default_factory=dict)
-    has_types: bool = True
 
 
 class TransformersTokenizer(Tokenizer):
@@ -95,7 +70,7 @@ class TransformersTokenizer(Tokenizer):
         """
         super().__init__(context)
         path = context.files.path
-        files = _read_gguf(path) if path.is_file() else _read_directory(path)
+        files = _read_gguf(path) if path.is_file() else read_folder(path)
         files.tokenizer.no_truncation()
         files.tokenizer.no_padding()
         self._tokenizer = files.tokenizer
@@ -104,9 +79,10 @@ class TransformersTokenizer(Tokenizer):
         self._texts = {
             skip: TokenTexts(files.tokenizer, skip_special_tokens=skip) for skip in (False, True)
         }
-        self._chat_template = files.chat_template
+        self._templates = files.chat_templates
         if self.options.chat_template is not None:
-            self._chat_template = self._own_template(Path(self.options.chat_template))
+            own = self._own_template(Path(self.options.chat_template))
+            self._templates = {DEFAULT_TEMPLATE: own}
         self._chat = ChatRenderer(self.options.template_seconds, self.options.template_characters)
         self._special = files.special
         self._has_types = files.has_types
@@ -138,8 +114,13 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def chat_template(self) -> str | None:
-        """The operator's template, or the model's."""
-        return self._chat_template
+        """The operator's template, or the model's default one."""
+        return self._templates.get(DEFAULT_TEMPLATE)
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The operator's template, or those of the model."""
+        return self._templates
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
@@ -190,7 +171,7 @@ class TransformersTokenizer(Tokenizer):
             RequestError: there is no template, the messages are malformed, or the template rejects
                 them.
         """
-        source = self._chat_template if template is None else template
+        source = self._template_for(tools) if template is None else template
         if source is None:
             raise RequestError(
                 f"messages: model {self.context.files.name!r} has no chat template; send a plain "
@@ -200,7 +181,7 @@ class TransformersTokenizer(Tokenizer):
         if tools and "tools" not in source:
             raise RequestError(
                 f"tools: the chat template of {self.context.files.name!r} does not show the model "
-                f"any tools"
+                f"any tools; the option chat_template of the tokenizer gives it another one"
             )
         for name in variables or ():
             if name not in self.options.template_variables:
@@ -217,6 +198,11 @@ class TransformersTokenizer(Tokenizer):
         )
         return _up_to_end_mark(text) if continue_final_message else text
 
+    def _template_for(self, tools: object) -> str | None:
+        """Return the template of a conversation that names none."""
+        found = self._templates
+        return (found.get(_WITH_TOOLS) if tools else None) or found.get(DEFAULT_TEMPLATE)
+
     def _own_template(self, path: Path) -> str:
         """Return the template that the operator names.
 
@@ -232,6 +218,9 @@ class TransformersTokenizer(Tokenizer):
         """End the process that renders chat templates."""
         self._chat.close()
 
+
+_WITH_TOOLS = "tool_use"
+"""Name of the chat template of conversations with tools, where there is one."""
 
 _END_MARK = "<the final message ends here>"
 
@@ -280,115 +269,17 @@ def _span(texts: Sequence[int | None], text: int) -> range:
     return range(start, start + texts.count(text))
 
 
-def _read_gguf(path: Path) -> _Files:
+def _read_gguf(path: Path) -> TokenizerFiles:
     if path.suffix != ".gguf":
         raise ModelError(f"{path.name}: expected a directory or a .gguf file with a tokenizer")
     file = open_gguf(path)
     with refusing_damage(f"{path.name}: its tokenizer"):
         tokenizer = build_gguf_tokenizer(file, path)
-        return _Files(
-            tokenizer,
-            file.scalar("tokenizer.chat_template", str),
-            special_tokens(file, tokenizer),
-        )
-
-
-def _read_directory(path: Path) -> _Files:
-    if not path.is_dir():
-        raise ModelError(f"tokenizer: {path} is neither a file nor a directory")
-    config_path, jinja = path / "tokenizer_config.json", path / "chat_template.jinja"
-    config = read_json(config_path) if config_path.exists() else {}
-    template = read_text(jinja) if jinja.exists() else _template(config)
-    special = {
-        name: _content(config[name], f"{path.name}/{config_path.name}: {name}")
-        for name in _TEMPLATE_VARIABLES
-        if config.get(name) is not None
-    }
-    inputs = config.get("model_input_names")
-    has_types = not isinstance(inputs, list) or "token_type_ids" in inputs
-    return _Files(_fast_tokenizer(path, config), template, special, has_types)
-
-
-def _fast_tokenizer(path: Path, config: Mapping[str, Any]) -> FastTokenizer:
-    file = path / "tokenizer.json"
-    if file.exists():
-        with refusing_damage(f"{path.name}/{file.name} is not readable: it"):
-            read = FastTokenizer.from_str(read_text(file))
-            _check_growth(read, f"{path.name}/{file.name}")
-        return read
-    if "auto_map" in config:
-        raise ModelError(
-            f"{path.name}/tokenizer_config.json: auto_map: expected no code (a model's folder "
-            f"never runs any) but a tokenizer.json, got {short(config['auto_map'])}"
-        )
-    if not any(found for pattern in _VOCABULARIES for found in path.glob(pattern)):
-        raise ModelError(
-            f"{path.name}: it has no tokenizer.json, nor another file of a tokenizer "
-            f"({', '.join(_VOCABULARIES)}); add the model's tokenizer.json, or set tokenizer.path "
-            f"to a directory that has it"
-        )
-    for entry in path.iterdir():
-        if not entry.is_dir():
-            regular_file(entry, f"{path.name}/{entry.name}")
-    # Imported on use: importing transformers takes seconds, and most directories do not need it.
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=False, local_files_only=True
-        )
-    except Exception as cause:  # damaged files can make it raise anything
-        raise ModelError(
-            f"{path.name}: it has no tokenizer.json, and transformers cannot read its "
-            f"tokenizer: {str(cause)[:400]}"
-        ) from cause
-    if not tokenizer.is_fast:
-        raise ModelError(
-            f"{path.name}: it has no tokenizer.json, and {type(tokenizer).__name__} has no fast "
-            f"form that could give one"
-        )
-    fast: FastTokenizer = tokenizer.backend_tokenizer
-    return fast
-
-
-def _check_growth(tokenizer: FastTokenizer, where: str) -> None:
-    """Refuse replacements that would make a short text as long as memory.
-
-    Raises:
-        ModelError: one after the other, they lengthen a text more than `_MAX_GROWTH` times.
-    """
-    for name, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
-        growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
-        if growth > _MAX_GROWTH:
-            raise ModelError(
-                f"{where}: {name}: expected replacements that lengthen a text at most "
-                f"{_MAX_GROWTH} times, got {growth:g} times"
-            )
-
-
-def _growth(part: Mapping[str, Any]) -> float:
-    """Return how many times longer a normalizer or decoder can make a text."""
-    parts = [*part.get("normalizers", ()), *part.get("decoders", ())]
-    growth = math.prod(map(_growth, parts))
-    if part.get("type") == "Replace":
-        pattern = part["pattern"].get("String")
-        matched = len(pattern) if pattern else 1  # what an expression matches is not known
-        growth *= max(1.0, len(part["content"]) / matched)
-    return growth
-
-
-def _template(config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a tokenizer_config.json: a string, or the one named default."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = [item for item in found if isinstance(item, Mapping)]
-        found = next((i.get("template") for i in named if i.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
-
-
-def _content(token: Any, where: str) -> str:
-    """Return the text of a token, which is a string or an object with `content`."""
-    content = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(content, str):
-        raise ModelError(f"{where}: expected a string, got {short(token)}")
-    return content
+        key = "tokenizer.chat_template"
+        named = {name: f"{key}.{name}" for name in file.strings(f"{key}s") or ()}
+        templates = {
+            name: text
+            for name, key in {DEFAULT_TEMPLATE: key, **named}.items()
+            if (text := file.scalar(key, str)) is not None
+        }
+        return TokenizerFiles(tokenizer, templates, special_tokens(file, tokenizer))

@@ -25,7 +25,6 @@ from hardpoint.core.kv_cache import (
     BlockMetadata,
     CacheSize,
     Eviction,
-    block_needs,
     size_cache,
 )
 from hardpoint.core.weights.shares import check_shares
@@ -47,10 +46,9 @@ from hardpoint.plugins import (
     StepRecord,
     WorkerInfo,
 )
+from hardpoint.plugins.cache_memory import block_needs, tightest
 from hardpoint.plugins.config import ConfigSources
-from hardpoint.plugins.config_tables import KVCacheConfig
 from hardpoint.plugins.grammars import Vocabulary
-from hardpoint.plugins.kv_cache import BlockNeeds
 from hardpoint.plugins.scheduler import SchedulerLimits
 from hardpoint.plugins.step_part import EngineHalfContext
 from hardpoint.registry.blame import close_if_failed
@@ -119,7 +117,7 @@ def build_core(
         start = _parts_start(spec, executor, opened.step_parts, undo)
         info, size, config = _start(executor, spec, config_sources, opened.step_parts)
         launcher.close()
-        kv_cache = _kv_cache(config.kv_cache, block_needs(config, info), spec, opened, faults)
+        kv_cache = _kv_cache(config, size, info, spec, opened, faults)
         if start is not None:
             start.start()
         fields = opened.for_scheduler(config, kv_cache) | {"record": _recorder(hooks, faults)}
@@ -172,8 +170,8 @@ class _EnginePlugins:
             "transfers": parts.transfers,
             "connector": parts.transfers,
             "encoder_cache": parts.encoder_cache,
-            "gates": parts.gates if parts else None,
-            "grammars": GatesAsGrammars(parts.gates) if parts else None,
+            "gates": parts.gates,
+            "grammars": GatesAsGrammars(parts.gates),
         }
 
     def weight_updates(
@@ -329,19 +327,21 @@ def _parts_start(
 
 
 def _kv_cache(
-    config: KVCacheConfig,
-    needs: BlockNeeds,
+    engine_config: EngineConfig,
+    size: CacheSize,
+    info: WorkerInfo,
     spec: WorkerSpec,
     opened: _EnginePlugins,
     faults: StepFaults,
 ) -> BlockManager:
+    config, needs = engine_config.kv_cache, block_needs(engine_config, info)
     entry = spec.plugins.one("eviction_policies")
     calls = faults.calls("eviction_policies", entry.source)
-    assert config.num_blocks is not None, "_resolved() has set it"
     manager = BlockManager(
-        config.num_blocks,
+        size.num_blocks,
         config.block_size,
         groups=needs.groups,
+        num_states=size.num_states,
         max_step_tokens=needs.max_step_tokens,
         prefix_caching=config.prefix_caching,
         hash_algorithm=config.hash_algorithm,
@@ -366,17 +366,19 @@ def _start(
         PluginFaultError: the executor did not return an info per rank, of the same groups.
     """
     info = _tightest(executor.start(), spec)
-    if not info.bytes_per_block and (moving := parts.moves_blocks) is not None:
+    if not info.has_cache and (moving := parts.moves_blocks) is not None:
         raise ConfigError(
             f"{moving} moves blocks of the KV cache, and the model {spec.config.model!r} has none"
         )
-    config = spec.config if info.bytes_per_block else _without_cache(spec)
+    config = spec.config if info.has_cache else _without_cache(spec)
     try:
         size = size_cache(config, spec.max_model_len, info)
     except ConfigError as error:
         raise ConfigError(config_sources.locate(str(error))) from None
     if size.max_model_len != spec.max_model_len:
         executor.collective_rpc("set_max_model_len", (size.max_model_len,))
+    if size.num_states:
+        executor.collective_rpc("set_num_states", (size.num_states,))
     executor.initialize_cache(size.num_blocks)
     parts.workers_started()
     return info, size, _resolved(config, size)
@@ -405,13 +407,9 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
             f"{label}: its start() gave workers whose KV cache groups have the windows "
             f"{' and '.join(sorted(map(str, windows)))}, expected the same in all ranks"
         )
-    limit = spec.config.kv_cache.memory_bytes  # of each, which its largest blocks reach first
-    tightest = min(
-        infos, key=lambda info: (limit or info.available_bytes) / max(info.bytes_per_block, 1)
-    )
     idle_methods = {info.idle_method for info in infos}
     return dataclasses.replace(
-        tightest,
+        tightest(infos, spec.config.kv_cache.memory_bytes),
         sleep_levels=tuple(sorted(set.intersection(*(set(info.sleep_levels) for info in infos)))),
         idle_method=idle_methods.pop() if len(idle_methods) == 1 else None,
     )

@@ -46,9 +46,7 @@ class EngineCore(EngineUtilities):
         self._steps = steps = StepRunner(parts)
         self.step = steps.step_fn
         self.activity = parts.activity
-        self._changes = EngineChanges(
-            parts.policy, parts.scheduler, parts.scheduler_label, parts.executor, steps.abort_later
-        )
+        self._changes = EngineChanges(parts, steps.abort_later)
         self._idle_since: int | None = None  # wake-ups when workers had nothing more to do
         self._pause = PauseController(
             PauseDependencies(
@@ -93,7 +91,7 @@ class EngineCore(EngineUtilities):
         self._parts.policy.take_arguments(request)
         # Not the client's: its clock may be another one, and it could jump the queue.
         request.arrival_time = self._scheduler.context.clock() if arrived is None else arrived
-        self._parts.step_parts.add(request)
+        request = self._parts.step_parts.add(request)
         try:
             self._add(request)
         except BaseException:

@@ -230,8 +230,8 @@ def _implementation(
             raise ModelError(
                 f"models.use: {entry.source} does not compute the architecture {shown(name)}"
             )
-    names = [entry.name for entry in plugins.entries("models") if not entry.name.islower()]
-    known = {one.removesuffix(_SUFFIX): one for one in names}
+    entries = [e for e in plugins.entries("models") if plugins.target(e).is_architecture]
+    known = {entry.name.removesuffix(_SUFFIX): entry.name for entry in entries}
     letters = _DIGITS.sub("", name)
     others = [short for short, of in known.items() if _DIGITS.sub("", of) != letters]
     close = difflib.get_close_matches(name.removesuffix(_SUFFIX), others, n=1, cutoff=_TYPO)
@@ -240,7 +240,7 @@ def _implementation(
         meant = f": it has inputs besides text; checkpoints of {known[text]!r} are of text alone"
     raise ModelError(
         f"model: architecture {shown(name)} is not supported{meant}"
-        f"{plugins.hint(name, 'models')}; supported: "
+        f"{plugins.hint(name, 'models')}{loader.remark()}; supported: "
         f"{', '.join(sorted(known.values())) or 'none'}. A plugin of the kind models "
         "adds one: docs/write-a-model.md"
     )

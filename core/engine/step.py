@@ -15,7 +15,7 @@ from hardpoint.boundary.event_fanout import KVEventFanout
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.guard import checked
 from hardpoint.boundary.parts.engine_parts import EngineParts
-from hardpoint.boundary.parts.states import States, states_of
+from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.step_check import (
     ResultCheck,
     StepSettings,
@@ -116,7 +116,8 @@ class EngineCoreParts:
 
     def states(self) -> States:
         """Return the states of the components of the engine's process."""
-        return states_of([self.scheduler, self.policy.policy, *self.components])
+        found = states_of([self.scheduler, self.policy.policy, *self.components])
+        return found | states_of_parts(self.step_parts.halves, "engine")
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return the state of the scheduler, with the totals of step parts."""

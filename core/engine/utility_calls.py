@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from hardpoint import typed
 from hardpoint.boundary.errors import kind_of
+from hardpoint.boundary.parts.states import joined_states
 from hardpoint.core.protocol import PauseMode, UtilityCall, UtilityOutput
 from hardpoint.live.change import Action, Change
 from hardpoint.live.engine import EngineChanges
@@ -208,7 +209,8 @@ class ControlCalls:
     @utility()
     def plugin_states(self: UtilityHost) -> dict[str, dict[str, Any]]:
         """Return the states of components that have one, by name; see `Component.dump_state`."""
-        return self._parts.states() | _merged(self._parts.executor.collective_rpc("plugin_states"))
+        of_workers = _merged(self._parts.executor.collective_rpc("plugin_states"))
+        return joined_states(self._parts.states(), of_workers)
 
     @utility()
     def scheduler_stats(self: UtilityHost) -> SchedulerStats:

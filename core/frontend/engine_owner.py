@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from hardpoint.boundary.activity import PluginCall
+from hardpoint.boundary.parts.states import States
 from hardpoint.core.client.base import Death
 from hardpoint.errors import EngineDeadError
 from hardpoint.live.driver import ChangeOwner
@@ -32,6 +33,10 @@ class EngineOwner:
             self, slots, lingers=parts.client.shares_engines
         )
         parts.client.watch_deaths(self._engine_lost)
+
+    def states(self) -> States:
+        """Return the states of the components of this process, by name."""
+        return self._frontend.states()
 
     def _engine_lost(self, death: Death) -> EngineDeadError:
         """Return the error of an engine process; in another thread.

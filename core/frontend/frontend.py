@@ -11,9 +11,11 @@ import msgspec
 
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.errors import close_all, engine_dead
+from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
 from hardpoint.live.change import Change, Prepared, Slot, Switch
+from hardpoint.live.parts import FrontendPartChanges
 from hardpoint.plugins import (
     ConfigError,
     EngineConfig,
@@ -113,7 +115,14 @@ class Frontend:
     def change_slots(self) -> list[Slot]:
         """Return the places of the frontend that live changes concern."""
         changes = None if self.statistics is None else self.statistics.changes
-        return [self, *([] if changes is None else [changes])]
+        of_parts = FrontendPartChanges(self._step_parts, self._settings[1])
+        return [self, of_parts, *([] if changes is None else [changes])]
+
+    def states(self) -> States:
+        """Return the states of sinks, parsers and frontend halves of step parts, by name."""
+        sinks = [] if self.statistics is None else self.statistics.sinks.components
+        found = states_of([*sinks, *self._arguments.parsers.components])
+        return found | states_of_parts(self._step_parts.halves, "frontend")
 
     def prepare(self, change: Change, plugins: PluginSet) -> Prepared | None:
         """Check that requests can be admitted with other plugins.

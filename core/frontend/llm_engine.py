@@ -49,7 +49,7 @@ _log = logging.getLogger("hardpoint")
 
 _CHANGE_PAUSE = frozenset({"pause", "resume", "sleep", "wake_up"})
 
-
+Sent = Callable[[EngineCoreRequest], object]
 CallRequest = tuple[str, Prompt | EngineCoreRequest, Params | None, RequestExtras]
 """The arguments of `LLMEngine.add_request`."""
 
@@ -102,8 +102,7 @@ class LLMEngine(EngineOwner):
 
         Raises:
             RequestError: the request is wrong; no other request is affected.
-            OverloadedError: too many requests wait. An engine in a process of its own reports this
-                with the request's first output.
+            OverloadedError: too many wait; of an engine's own process, with the first output.
             EngineClosedError: the engine was closed.
             EngineDeadError: the engine has ended, maybe because of this request; an
                 EngineFaultError if a plugin is responsible.
@@ -112,19 +111,21 @@ class LLMEngine(EngineOwner):
         return self.add_requests([(request_id, prompt, params, extras)])[0]
 
     @locked
-    def add_requests(self, requests: Iterable[CallRequest], name: str = "") -> list[str]:
+    def add_requests(
+        self, requests: Iterable[CallRequest], name: str = "", sent: Sent = lambda _: None
+    ) -> list[str]:
         """Check the requests of one call and queue them, in one message; or none of them.
 
         Args:
             requests: the arguments of `add_request` for each.
             name: what messages call the list of requests, with the index of the refused one.
+            sent: gets each one, as the first completion of its prompt.
 
         Returns:
             Their unique ids.
 
         Raises:
-            As `add_request`. An engine in a process of its own that refuses one ends them all; the
-            first output is that one's.
+            As `add_request`. An engine's process that refuses one ends all; its output is first.
         """
         self._check_open()
         submissions: list[Submission] = []
@@ -137,6 +138,8 @@ class LLMEngine(EngineOwner):
         ids = [submission.parent.internal_id for submission in submissions]
         try:
             self._send(submissions, name)
+            for submission in submissions:
+                sent(submission.children[0])
         except BaseException as error:
             self._forget(ids, FinishReason.ERROR)
             if _ends_engine(error):

@@ -141,6 +141,7 @@ class Statistics:
     with the next one, or with the next report. Collecting this object closes its sinks.
 
     Attributes:
+        sinks: what it reports to.
         changes: replaces the sinks; None where another process has them.
     """
 
@@ -164,7 +165,7 @@ class Statistics:
             interval_seconds: from one report to the next.
         """
         self.interval_seconds = interval_seconds
-        self._sinks, self._faults, self._clock = sinks, faults, clock
+        self.sinks, self._faults, self._clock = sinks, faults, clock
         self._request_metrics = request_metrics
         self._stats = IterationStats()
         self._last_report = PluginReport()
@@ -177,7 +178,7 @@ class Statistics:
     @property
     def has_sinks(self) -> bool:
         """Whether there are any."""
-        return bool(self._sinks)
+        return bool(self.sinks)
 
     def faults(self) -> dict[str, StepFault]:
         """Return the failed calls of sinks, by name."""
@@ -323,7 +324,7 @@ class Statistics:
         with self._lock:
             if self._closed:
                 return []
-            results = self._sinks.call(method, *arguments)
+            results = self.sinks.call(method, *arguments)
             self._faults.check_slow()
             return results
 

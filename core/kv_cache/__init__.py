@@ -6,7 +6,7 @@ from .block_hashes import BlockHashes
 from .block_metadata import BlockMetadata
 from .block_pool import BlockPool
 from .manager import BlockManager
-from .sizing import CacheSize, block_needs, size_cache
+from .sizing import CacheSize, size_cache
 
 __all__ = [
     "BlockHashes",
@@ -15,6 +15,5 @@ __all__ = [
     "BlockPool",
     "CacheSize",
     "Eviction",
-    "block_needs",
     "size_cache",
 ]

@@ -76,6 +76,8 @@ NULL_BLOCK = 0
 class BlockPool:
     """The state of all blocks, by block id. A block is in exactly one of three states.
 
+    The last ones are for states, the others for keys and values.
+
     - *held*: one or more requests have it in their tables.
     - *empty*: no request holds it and its content is unknown. Empty blocks are allocated first.
     - *candidate*: no request holds it, but it is in the index. The eviction policy chooses which
@@ -86,7 +88,9 @@ class BlockPool:
         index: per group, hash to block id. A second block with the same content is not in it, and
             is empty as soon as no request holds it.
         candidates: in the order in which they were released; the values have no meaning.
-        empty: a stack.
+        empty: a stack, of blocks of keys and values.
+        empty_states: a stack, of blocks of states.
+        num_free_states: number of blocks of states that no request holds.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class BlockPool:
         num_groups: int = 1,
         *,
         null_block: bool = False,
+        num_states: int = 0,
         eviction: Eviction | None = None,
         metadata: BlockMetadata | None = None,
         events: EventLog | None = None,
@@ -105,6 +110,7 @@ class BlockPool:
             num_blocks: number of blocks of the pool.
             num_groups: each has an index of its own.
             null_block: whether block 0 is the null block.
+            num_states: how many of the blocks are states.
             eviction: chooses among the candidates; by default in the order of release.
             metadata: in the context of the eviction policy; None where no policy reads it.
             events: records what is removed from the index.
@@ -114,10 +120,12 @@ class BlockPool:
         self.index: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self.candidates: dict[int, None] = {}
         self._null = NULL_BLOCK if null_block else -1
-        self.empty = list(range(num_blocks - 1, self._null, -1))
+        self._first_state, self.num_free_states = num_blocks - num_states, num_states
+        self.empty = list(range(self._first_state - 1, self._null, -1))
+        self.empty_states = list(range(num_blocks - 1, self._first_state - 1, -1))
         self._eviction = Eviction(None) if eviction is None else eviction
         metadata = metadata or BlockMetadata(time.monotonic)
-        metadata.allocate(num_blocks, len(self.empty), num_groups)
+        metadata.allocate(num_blocks, self.num_free, num_groups)
         self._hashes, self._groups = metadata.hashes, metadata.groups
         self._depths, self._history = metadata.depths, metadata.history
         self._retained, self._clock = metadata.retained, metadata.clock
@@ -126,23 +134,30 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that no request holds."""
-        return len(self.empty) + len(self.candidates)
+        return len(self.empty) + len(self.empty_states) + len(self.candidates)
 
-    def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks no request holds; the null block does not count."""
+    def unheld(self, block_ids: Iterable[int]) -> list[int]:
+        """Return those of these blocks that no request holds; the null block is none of them."""
         candidates = self.candidates
-        return sum([block in candidates for block in block_ids])
+        return [block for block in block_ids if block in candidates]
 
-    def allocate(self, count: int) -> list[int]:
-        """Return empty blocks, each held once; at least `count` blocks have to be free."""
+    def allocate(self, count: int, *, states: bool = False) -> list[int]:
+        """Return empty blocks, each held once; at least `count` of their kind have to be free."""
         if count <= 0:
             return []
-        empty, ref_count = self.empty, self.ref_count
-        evicted = self._evict(count - len(empty)) if count > len(empty) else []
+        empty, ref_count = (self.empty_states if states else self.empty), self.ref_count
+        evicted: list[int] = []
+        while (missing := count - len(empty) - len(evicted)) > 0:
+            # One order for all: keys without a state and a state without keys are found by none.
+            for block in self._evict(missing):
+                wanted = (block >= self._first_state) is states
+                (evicted if wanted else self._empty_like(block)).append(block)
         blocks = empty[: -count - 1 : -1] + evicted
         del empty[-count:]
         for block in blocks:
             ref_count[block] = 1
+        if states:
+            self.num_free_states -= count
         return blocks
 
     def touch(self, block_ids: Sequence[int]) -> None:
@@ -154,6 +169,7 @@ class BlockPool:
                 del candidates[block]
                 taken.append(block)
             ref_count[block] += 1
+        self.num_free_states -= self.num_states_of(taken)
         if self._history is not None:
             self._history.found(block_ids)
         if self._retained.deadlines:
@@ -164,14 +180,16 @@ class BlockPool:
     def release(self, block_ids: Sequence[int]) -> None:
         """Remove a holder from each of these blocks, in the order in which to evict them."""
         ref_count, hashes, candidates = self.ref_count, self._hashes, self.candidates
-        released = []
+        released, first_state = [], self._first_state
         for block in block_ids:
             count = ref_count[block] - 1
             ref_count[block] = count
             if count:
                 continue
+            if block >= first_state:
+                self.num_free_states += 1
             if hashes[block] is None:
-                self.empty.append(block)
+                self._empty_like(block).append(block)
             else:
                 candidates[block] = None
                 released.append(block)
@@ -212,12 +230,14 @@ class BlockPool:
     def forget(self, block_ids: Iterable[int]) -> None:
         """Remove these blocks from the index; those that no request holds become empty."""
         known = [block for block in dict.fromkeys(block_ids) if self._hashes[block] is not None]
+        if not known:
+            return
         idle = [block for block in known if block in self.candidates]
         self._eviction.dropped(idle)
         self._unregister(known)
         for block in idle:
             del self.candidates[block]
-        self.empty += idle
+            self._empty_like(block).append(block)
 
     def clear(self) -> None:
         """Empty the index; all candidates become empty blocks."""
@@ -229,9 +249,18 @@ class BlockPool:
         self.index = [{} for _ in self.index]
         self._hashes[:] = [None] * self.num_blocks
         self.candidates.clear()
-        self.empty += idle
+        for block in idle:
+            self._empty_like(block).append(block)
         if self._events is not None:
             self._events.cleared()
+
+    def num_states_of(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks are states."""
+        first = self._first_state
+        return 0 if first == self.num_blocks else sum([block >= first for block in block_ids])
+
+    def _empty_like(self, block: int) -> list[int]:
+        return self.empty_states if block >= self._first_state else self.empty
 
     def _evict(self, count: int) -> list[int]:
         blocks = self._eviction.choose(count, self.candidates)

@@ -23,6 +23,7 @@ from .block_pool import NULL_BLOCK, BlockPool, EventLog
 
 _NEVER = sys.maxsize
 _AT_ONCE = 1024  # hashes
+_STATE_EVERY = 16  # blocks of generated tokens; further states would drive out those of prompts
 _NO_PREFIX = CachedPrefix()
 
 
@@ -66,6 +67,7 @@ class BlockManager:
         block_size: int,
         *,
         groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
+        num_states: int = 0,
         max_step_tokens: int | None = None,
         prefix_caching: bool = True,
         hash_algorithm: str = "sha256",
@@ -80,6 +82,7 @@ class BlockManager:
             num_blocks: size of the pool; with a windowed group, one of them is the null block.
             block_size: tokens per block.
             groups: the layers' attention groups, each with its own table per request.
+            num_states: how many of the blocks are states, for the group that has such.
             max_step_tokens: most tokens of a request in a step, for `blocks_needed`; None is all.
             prefix_caching: whether requests find cached blocks.
             hash_algorithm: "sha256" or "blake2b".
@@ -95,6 +98,7 @@ class BlockManager:
         self._windows = [
             (group, spec.window) for group, spec in enumerate(groups) if spec.window is not None
         ]
+        self._num_states = num_states
         self._needs = BlockNeeds(self.groups, block_size, max_step_tokens)
         # Blocks that requests can hold: all but the null block.
         self.num_usable_blocks = num_blocks - self._needs.num_null_blocks
@@ -103,6 +107,7 @@ class BlockManager:
             num_blocks,
             len(groups),
             null_block=bool(self._windows),
+            num_states=num_states,
             eviction=eviction,
             metadata=metadata,
             events=self._events,
@@ -122,6 +127,11 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, cached ones included."""
         return self._pool.num_free
+
+    @property
+    def num_free_states(self) -> int | None:
+        """How many of these are for states; None if no group has states."""
+        return self._pool.num_free_states if self._num_states else None
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Return the most blocks, over all groups, that a request of `num_tokens` tokens holds."""
@@ -186,9 +196,10 @@ class BlockManager:
         found = [block for table in prefix.block_ids for block in table]
         if self._windows:
             found = [block for block in found if block != NULL_BLOCK]
-        # Found blocks that no request holds count as free until they are touched.
-        needed = num_new * len(self.groups) + pool.num_unheld(found)
-        if needed > pool.num_free - num_reserved_blocks:
+        # Found blocks that no request holds count as free until they are touched. A prompt of which
+        # further pieces follow will hold as many states as any request of its length.
+        states = self._needs.states_of(request.num_tokens) if end < request.num_tokens else 0
+        if not self._has_room(num_new, pool.unheld(found), (), num_reserved_blocks, states):
             return False
         pool.touch(found)
         if self._uses_cache(request):
@@ -237,9 +248,12 @@ class BlockManager:
 
         Raises:
             ValueError: a window has passed blocks that the token at this position sees, and they
-                were released; the request has to be freed and admitted again.
+                were released; or there are states. The request has to be freed and admitted again.
         """
         blocks, size = self._blocks[request], self.block_size
+        if self._num_states:
+            going = f"request {request.request_id!r} cannot go back to token {num_tokens}"
+            raise ValueError(f"{going}: states of its layers before that are not there any more")
         for group, window in self._windows:
             if blocks.num_passed[group] > _first_seen(num_tokens, window) // size:
                 raise ValueError(
@@ -305,21 +319,41 @@ class BlockManager:
         num_new = -(-(num_tokens - blocks.capacity) // self.block_size)  # per group
         passed = self._passed(request, blocks) if self._windows else []
         if num_new > 0:
-            needed, room = num_new * len(self.groups), self._pool.num_free
-            if needed > room:
-                ref_count = self._pool.ref_count
-                room += sum(ref_count[blocks.tables[g][i]] == 1 for g, i in passed)
-                if needed > room:
-                    return None
+            ref_count, tables = self._pool.ref_count, blocks.tables
+            freed = [b for g, i in passed if ref_count[b := tables[g][i]] == 1]
+            if not self._has_room(num_new, freed=freed):
+                return None
         if passed:
-            self._release_passed(blocks, passed)
+            self._release_passed(request, blocks, passed)
         return self._append(blocks, num_new) if num_new > 0 else ()
+
+    def _has_room(
+        self,
+        count: int,
+        taken: Sequence[int] = (),
+        freed: Sequence[int] = (),
+        reserved: int = 0,
+        min_states: int = 0,
+    ) -> bool:
+        """Return whether `_append` has room once some free blocks are taken, and others freed.
+
+        Of both kinds a share of `reserved` is to be left; of states there have to be `min_states`.
+        """
+        pool, has_states = self._pool, bool(self._num_states)
+        found = has_states and pool.num_states_of(taken) - pool.num_states_of(freed)
+        states = max(has_states * min(count, 2) + found, min_states)
+        keys = count * (len(self.groups) - has_states) + len(taken) - len(freed) - found
+        kept = -(-reserved * self._num_states // max(self.num_usable_blocks, 1))
+        free = pool.num_free_states
+        return states <= free - kept and keys <= pool.num_free - free - (reserved - kept)
 
     def _append(self, blocks: _RequestBlocks, count: int) -> list[list[int]]:
         """Append `count` new blocks to each table; return them."""
         new = []
-        for table in blocks.tables:
-            added = self._pool.allocate(count)
+        for group, table in zip(self.groups, blocks.tables, strict=True):
+            states = group.has_states
+            real = min(count, 2) if states else count
+            added = [NULL_BLOCK] * (count - real) + self._pool.allocate(real, states=states)
             table += added
             new.append(added)
         blocks.capacity = len(blocks.tables[0]) * self.block_size
@@ -337,12 +371,19 @@ class BlockManager:
             )
         ]
 
-    def _release_passed(self, blocks: _RequestBlocks, passed: list[tuple[int, int]]) -> None:
-        released = []
+    def _release_passed(
+        self, request: Request, blocks: _RequestBlocks, passed: list[tuple[int, int]]
+    ) -> None:
+        released, dropped = [], []
         for group, i in passed:
-            released.append(blocks.tables[group][i])
+            if (block := blocks.tables[group][i]) != NULL_BLOCK:
+                released.append(block)
+                is_generated = i * self.block_size >= request.num_prompt_tokens
+                if self.groups[group].has_states and is_generated and (i + 1) % _STATE_EVERY:
+                    dropped.append(block)
             blocks.tables[group][i] = NULL_BLOCK
             blocks.num_passed[group] = i + 1
+        self._pool.forget(dropped)
         self._pool.release(released)
 
     def _cache_full_blocks(self, request: Request, blocks: _RequestBlocks, end: int) -> None:
@@ -352,7 +393,10 @@ class BlockManager:
         if num_full > start:
             hashes = self._hashes.of(request, num_full)
             for group, table in enumerate(blocks.tables):
-                positions = self._pool.register(group, table, hashes, start, num_full)
+                # A step writes states at its end, and where its last block begins.
+                written = 1 + (end % size == 0) if self.groups[group].has_states else num_full
+                first = max(start, num_full - written)
+                positions = self._pool.register(group, table, hashes, first, num_full)
                 if self._events is not None:
                     self._events.stored(request, group, hashes, positions)
             blocks.num_cached = num_full

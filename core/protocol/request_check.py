@@ -71,7 +71,7 @@ class RequestCheck:
     def _check_markers(self, markers: ReasoningMarkers) -> None:
         """Reject markers that are too long to look for, or of no tokens of the model."""
         prefixes = (markers.message_prefix, markers.content_prefix)
-        for ids in (*markers.start, *markers.end, *prefixes):
+        for ids in (*markers.start, *markers.end, markers.calls, *prefixes):
             if len(ids) > _LONGEST_MARKER:
                 raise RequestError(
                     f"reasoning_markers: expected at most {_LONGEST_MARKER} tokens each, "

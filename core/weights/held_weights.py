@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import torch
+
 from hardpoint.boundary.checked_model import CheckedModel, is_quantized_weight
 from hardpoint.boundary.guard import checked
 from hardpoint.errors import PluginFaultError, shown
-from hardpoint.plugins import HardpointError, Model, Ops, WeightLoader
+from hardpoint.plugins import HardpointError, Model, WeightLoader
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.blame import faults_as
@@ -59,11 +61,9 @@ def hold_weights(
         if scheme is not None and _is_multiplied(model, quantized, scheme, name, is_vocabulary):
             num_bytes = quantized.stored_bytes(scheme, shape)
         if num_bytes is None:
-            scheme = None
-        if scheme is not None:
-            loading = _CODES if scheme == of else _MADE
+            scheme, loading = None, _READ if of is wanted is None else _DEQUANTIZED
         else:
-            loading = _READ if of is wanted is None else _DEQUANTIZED
+            loading = _CODES if scheme == of else _MADE
         held[name] = HeldWeight(
             stored,
             scheme,
@@ -86,16 +86,16 @@ def _is_multiplied(
 
 
 def _copy_of_table(model: Model, held: Mapping[str, HeldWeight]) -> dict[str, HeldWeight]:
-    """Return the table that embedding and head share, with its copy in the layout of products.
-
-    Empty if they do not share one, or both read the same.
-    """
-    parallel, ops = model.context.parallel, model.context.ops
+    """Return the table that embedding and head share with its packed copy; empty without one."""
+    context, parallel = model.context, model.context.parallel
     tables = [(name, weight) for name, weight in held.items() if weight.is_vocabulary]
     if len(tables) != 1 or not (parallel.is_first and parallel.is_last):
         return {}
     ((name, table),) = tables
-    if table.scheme is not None or type(ops).pack is Ops.pack:
+    if table.scheme is not None:
+        return {}
+    row = torch.zeros(1, table.shape[1], device=context.device, dtype=context.dtype)
+    if context.ops.pack(row) is row:
         return {}
     return {name: dataclasses.replace(table, num_bytes=2 * table.num_bytes)}
 

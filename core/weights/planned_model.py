@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hardpoint.boundary.checked_attention import CheckedAttention
 from hardpoint.boundary.checked_model import CheckedModel, checked_weights
-from hardpoint.boundary.layer_groups import LayerGroups, group_layers
+from hardpoint.boundary.layers.groups import LayerGroups, group_layers
+from hardpoint.boundary.layers.states import LayerStates, check_states_fit
 from hardpoint.errors import PluginNotFoundError
 from hardpoint.plugins import (
     AttentionBackend,
     AttentionContext,
-    KVSpec,
     Model,
     ModelContext,
     ModelError,
@@ -27,6 +27,7 @@ from hardpoint.plugins import (
     OpsContext,
     QuantizationContext,
 )
+from hardpoint.plugins.cache_memory import CacheMemory
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.system.memory import (
@@ -112,7 +113,7 @@ def plan_model(
     Raises:
         ModelError: the model cannot be divided in this way, or its files store a weight in a way
             that cannot be read.
-        ConfigError: the quantisation that is configured does not fit the model or its files.
+        ConfigError: something that is configured does not fit the model or its files.
         PluginFaultError: a plugin returned something else than it should.
     """
     entry = spec.plugins.get("models", spec.model_config.model_plugin)
@@ -131,11 +132,11 @@ def plan_model(
     # What all stages have decides on the groups of the KV cache, and on what is quantised.
     whole = model if parallel.num_stages == 1 else create(parallel=Parallel())
     try:
-        specs = checked.specs if whole is model else CheckedModel(whole, entry.source).specs
-        groups = _layer_groups(spec, checked.specs, specs)
+        whole_checked = checked if whole is model else CheckedModel(whole, entry.source)
+        groups, states = _layer_groups(spec, checked, whole_checked)
         source = spec.plugins.one("attention_backends").source
         attention = CheckedAttention(
-            backend, source, checked.specs, groups, ops.rotate, sees_ahead=model.sees_ahead
+            backend, source, checked.specs, groups, ops.rotate, states, sees_ahead=model.sees_ahead
         )
         quantized = QuantizedWeights(spec.config, model, checked.cuts, _schemes(spec), whole)
     finally:
@@ -146,9 +147,9 @@ def plan_model(
         if spec.model_config.quantization is not None:
             quantized.check_config(spec.model_config.quantization)
         weights = hold_weights(model, checked, spec.loader, loader, quantized)
-        estimate = estimate_memory(
-            model, spec.config, weights, attention.bytes_per_block, attention.groups, limit()
-        )
+        info, longest = attention.worker_info(), model.context.max_model_len
+        request = CacheMemory.of_rank(spec.config, info, longest)
+        estimate = estimate_memory(model, spec.config, weights, request, limit())
     except BaseException:
         quantized.close()
         raise
@@ -156,18 +157,22 @@ def plan_model(
 
 
 def _layer_groups(
-    spec: WorkerSpec, specs: Sequence[KVSpec], whole: Sequence[KVSpec]
-) -> LayerGroups:
-    """Return the KV cache groups of this rank's layers.
+    spec: WorkerSpec, mine: CheckedModel, whole: CheckedModel
+) -> tuple[LayerGroups, LayerStates | None]:
+    """Return the KV cache groups of this rank's layers, and the states if any stage has some.
 
-    Args:
-        spec: spec of the worker.
-        specs: specs of this rank's layers.
-        whole: specs of the layers of all stages.
+    Raises:
+        ConfigError: something that is configured does not fit layers with states.
     """
-    if not spec.config.kv_cache.window_groups:
-        return LayerGroups.single(len(specs))
-    return group_layers(specs, whole, spec.max_model_len, spec.config.kv_cache.block_size)
+    groups = LayerGroups.single(len(mine.specs))
+    if spec.config.kv_cache.window_groups:
+        size = spec.config.kv_cache.block_size
+        groups = group_layers(mine.specs, whole.specs, spec.max_model_len, size)
+    if not whole.states:
+        return groups, None
+    check_states_fit(spec.config, spec.num_draft_tokens, whole.source)
+    states = LayerStates(mine.states, mine.source, spec.device)
+    return groups.with_states(has_attention=bool(whole.specs)), states
 
 
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:

@@ -38,20 +38,21 @@ def block_identity(
         user: the setting that needs it, for messages.
 
     Raises:
-        ConfigError: there is no KV cache, one of its groups has a sliding window, or the backend
-            does not name its layout.
+        ConfigError: there is no KV cache, or one whose blocks cannot be moved or distinguished.
     """
     if not attention.specs:
         raise ConfigError(
             f"{user} moves blocks of the KV cache, and stage {parallel.stage} of "
             f"{spec.model_config.architecture} has none"
         )
+    moves = f"{user} moves blocks that are kept, and {spec.model_config.architecture}"
+    if attention.states is not None:
+        raise ConfigError(f"{moves} keeps states in some layers, of which most blocks have none")
     windows = [group.window for group in attention.groups if group.window is not None]
     if windows:
         raise ConfigError(
-            f"{user} moves blocks that are kept, and {spec.model_config.architecture} has KV cache "
-            f"groups that release those which a sliding window of {windows[0]} tokens has passed; "
-            f"expected kv_cache.window_groups = false"
+            f"{moves} has KV cache groups that release those which a sliding window of "
+            f"{windows[0]} tokens has passed; expected kv_cache.window_groups = false"
         )
     if not attention.kv_layout[0]:
         raise ConfigError(

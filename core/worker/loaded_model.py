@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
@@ -31,6 +33,8 @@ from hardpoint.system.memory import (
 
 from .ranks import Ranks
 from .sequence_model import model_opener
+
+_log = logging.getLogger("hardpoint")
 
 
 def share_of_memory(spec: WorkerSpec, ranks: Ranks) -> MemoryLimit:
@@ -78,12 +82,11 @@ def measure(
     attention backend, so that the cache can have nearly all of the rest. On a CPU, it is what the
     limits of this process leave.
     """
-    bytes_per_block = attention.bytes_per_block
-    windows = tuple(group.window for group in attention.groups)
+    info = attention.worker_info()
     reserved = sum(estimate.parts.values())
     if spec.device.type != "cuda":
         available = share_of_memory(spec, ranks).available - estimate.step - reserved
-        return WorkerInfo(bytes_per_block, max(available, 0), windows=windows)
+        return dataclasses.replace(info, available_bytes=max(available, 0))
     max_num_seqs, padded = spec.config.scheduler.max_num_seqs, None
     tokens = min(spec.config.scheduler.max_num_batched_tokens, spec.max_model_len)
     if attention.pads and not ranks.are_many:  # where one fails, others would wait for it
@@ -102,7 +105,7 @@ def measure(
     free = int(torch.cuda.mem_get_info(spec.device)[0])
     share = cache_share(spec.device)
     available = max(free - peak - reserved, 0)
-    return WorkerInfo(bytes_per_block, available, share, windows=windows)
+    return dataclasses.replace(info, available_bytes=available, cache_share=share)
 
 
 def open_parts(

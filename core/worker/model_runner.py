@@ -213,8 +213,8 @@ class ModelRunner:
             attend = self.parts.around_layers(attend)
         if self.on_forward is not None:
             self.on_forward()
-        types = step.token_types
-        return ForwardBatch(step.token_ids, step.positions, attend, before, routed, types)
+        types, recur = step.token_types, self.attention.recurrence(self._caches, step.attention)
+        return ForwardBatch(step.token_ids, step.positions, attend, before, routed, types, recur)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Add the reports of step parts to the result of a plan."""

@@ -56,6 +56,11 @@ class LoadedSequences:
             spec, self._ops, backend, Parallel(), lambda: memory_limit(spec.device)
         )
         self._model, self._attention = planned.checked, planned.attention
+        if self._attention.states is not None:
+            raise ModelError(
+                f"model: {spec.config.model!r} keeps states in some layers, which a further model "
+                f"in a worker cannot; expected one with attention in all layers"
+            )
         self.cache_bytes = self._num_blocks * self._attention.bytes_per_block
         self._components = [backend, planned.model, self._ops]
         with contextlib.ExitStack() as undo:

@@ -23,9 +23,10 @@ from hardpoint.core.weights.planned_model import (
 from hardpoint.core.weights.shares import check_parallelism
 from hardpoint.core.weights.worker_spec import WorkerSpec
 from hardpoint.core.worker.sampling.observed_states import ObservedStates
-from hardpoint.core.worker.sampling.processor_changes import StageChanges
+from hardpoint.core.worker.sampling.processor_changes import processor_changes
 from hardpoint.core.worker.sampling.sampling_stage import open_stage
 from hardpoint.errors import CommunicationAbortedError
+from hardpoint.live.worker import WorkerChanges
 from hardpoint.plugins import (
     AttentionBackend,
     GrammarBitmask,
@@ -81,14 +82,12 @@ class LocalWorker:
             on_forward: see `WorkerLaunch`.
         """
         self._spec: WorkerSpec | None = spec
-        self._device = spec.device
         self._activity = activity or Activity()
-        self._on_forward = on_forward
+        self._device, self._on_forward = spec.device, on_forward
         self._runner: ModelRunner | None = None
         self._components: list[Component] = []
         self._max_model_len = spec.max_model_len
-        self._num_blocks = 0
-        self._bytes_per_block = 0
+        self._num_blocks = self._num_states = 0
         self._estimate: MemoryEstimate | None = None
         self._threads: ComputeThreads | None = None
         self._weight_cache: WeightCache | None = None
@@ -108,7 +107,7 @@ class LocalWorker:
             rank=None if spec.placement is None else spec.rank,
         )
         self.observed_states = ObservedStates()
-        self._live = StageChanges()
+        self._live = WorkerChanges()
         self.live_change, self.plugin_states = self._live.run, self._live.states
 
     def load_model(self) -> WorkerInfo:
@@ -119,7 +118,7 @@ class LocalWorker:
                 fit.
         """
         assert self._spec is not None
-        spec = self._live.latest(self._spec)
+        spec = dataclasses.replace(self._spec, plugins=self._live.plugins or self._spec.plugins)
         self._use_device()
         if self._threads is None and spec.device.type == "cpu":
             num_ranks = 1 if spec.placement is None else len(spec.placement.local(spec.rank))
@@ -140,9 +139,7 @@ class LocalWorker:
         if not ranks.have_met:
             self._meet(spec)
         planned = self._plan_model(spec, ops, backend)
-        model, attention = planned.model, planned.attention
-        checked = planned.checked
-        self._bytes_per_block = attention.bytes_per_block
+        model, attention, checked = planned.model, planned.attention, planned.checked
         self._estimate = planned.estimate
         with contextlib.closing(planned.quantized):
             self._estimate.check(spec.config.model)
@@ -161,7 +158,6 @@ class LocalWorker:
         self._components = [backend, model, ops]
         if stage is not None:
             self._components = [stage.sampler, *self._components]
-        self._live.open(stage, spec, ops, self._activity)
         self._runner = ModelRunner(
             checked,
             PluginCalls(self._activity, "models", entry.source),
@@ -173,21 +169,20 @@ class LocalWorker:
         )
         parts = open_parts(spec, planned, ops, ranks, self._activity)
         self._runner.use_parts(parts)
+        changes = None if stage is None else processor_changes(stage, spec, ops, self._activity)
+        self._live.open(changes, parts, spec.plugins)
         self._runner.on_forward = self._on_forward
         ranks.wait_for_all()
         self._estimate = self._estimate.with_parts(parts.memory())
         info = measure(checked, spec, ranks, attention, self._estimate)
-        if (
-            spec.device.type == "cuda" and self.movable_weights is None
-        ):  # level 1 could not move them
+        if spec.device.type == "cuda" and self.movable_weights is None:  # level 1 moves none
             info = dataclasses.replace(info, sleep_levels=(2,))
         return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
 
     def _plan_model(self, spec: WorkerSpec, ops: Ops, backend: AttentionBackend) -> PlannedModel:
         """Build this rank's share of the model without weights."""
-        ranks = self._ranks
-        limit = functools.partial(share_of_memory, spec, ranks)
-        return plan_model(spec, ops, backend, ranks.parallel, limit)
+        limit = functools.partial(share_of_memory, spec, self._ranks)
+        return plan_model(spec, ops, backend, self._ranks.parallel, limit)
 
     def _meet(self, spec: WorkerSpec) -> None:
         """Meet the other ranks."""
@@ -217,13 +212,18 @@ class LocalWorker:
         """Set the length of the longest request that the KV cache has room for."""
         self._max_model_len = max_model_len
 
+    def set_num_states(self, num_states: int) -> None:
+        """Learn how many blocks of the KV cache are states."""
+        self._num_states = num_states
+
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache and the persistent batch."""
         assert self._spec is not None
         self._use_device()
-        config = self._spec.config
+        config, attention = self._spec.config, self.runner.attention
+        attention.num_states = self._num_states
         if self._estimate is not None:
-            self._estimate = self._estimate.with_cache(num_blocks * self._bytes_per_block)
+            self._estimate = self._estimate.with_cache(attention.num_bytes(num_blocks))
             if self._spec.rank == 0:
                 _log.info("memory: %s", self._estimate)
         with self._naming_memory():
@@ -231,7 +231,7 @@ class LocalWorker:
                 config.scheduler.max_num_seqs,
                 self._max_model_len,
                 config.kv_cache.block_size,
-                len(self.runner.attention.groups),
+                len(attention.groups),
                 packs=self.runner.parts.packs,
             )
             self.runner.allocate(num_blocks, batch)

@@ -110,7 +110,9 @@ def read_pooling(config: ModelConfig | None, files: ModelFiles | None) -> ModelP
         ModelError: a file is damaged, or asks for what is not supported; names file and field.
     """
     hf = {} if config is None else config.hf
-    size = next((hf[name] for name in ("hidden_size", "n_embd", "d_model") if name in hf), None)
+    size = next(
+        (hf[name] for name in ("hidden_size", "n_embd", "d_model", "dim") if name in hf), None
+    )
     cuts = _cuts(hf)
     folder = None if files is None else files.path
     if folder is None or not (folder / "modules.json").is_file():

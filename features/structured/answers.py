@@ -180,6 +180,8 @@ class Answer:
         """
         position, starts, prefix, text, count = self._at
         if position.inside:
+            if token in self._tracker.markers.calls:
+                return False
             position = self._tracker.advance(position, token)
             if not position.inside:
                 prefix = self._prefix
@@ -208,7 +210,8 @@ class Answer:
         at = self._at
         if at.position.inside:
             row[:] = -1
-            _forbid(row, self._ends)
+            # A grammar's answer begins behind an end marker: it may be no call, or only some.
+            _forbid(row, (*self._ends, *self._tracker.markers.calls))
             return
         if at.prefix == ():
             can_end = at.text.state.fill_bitmask(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -35,10 +35,17 @@ _PLACES: dict[Branch, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Request:
-    """A request that uses taps."""
+    """A request that uses taps.
+
+    Attributes:
+        taps: those that it uses.
+        num_prompt_tokens: length of its prompt.
+        forms: dtype and shape of a position's numbers, by what was read.
+    """
 
     taps: Sequence[Tap]
     num_prompt_tokens: int
+    forms: dict[str, tuple[torch.dtype, list[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class TapsInLayers(WorkerHalf):
             raise
         self._requests: dict[str, _Request] = {}
         self._first: dict[str, int] = {}
+        self._last_form: dict[str, tuple[torch.dtype, list[int]]] = {}
         self._rows: StepRows | None = None
         self._calls: dict[tuple[str, TapSite], _Call] = {}
         self._missing: set[tuple[str, TapSite]] = set()
@@ -120,7 +128,9 @@ class TapsInLayers(WorkerHalf):
             taps = self._taps.of(source)
         except RequestError as error:  # the engine's half got other sites
             self._report.failed[source.request_id] = str(error), ""
-        self._requests[source.request_id] = _Request(taps, len(source.prompt_token_ids))
+        before = self._requests.get(source.request_id)  # it was preempted
+        forms = {} if before is None else before.forms
+        self._requests[source.request_id] = _Request(taps, len(source.prompt_token_ids), forms)
 
     def added(
         self,
@@ -187,57 +197,92 @@ class TapsInLayers(WorkerHalf):
             values = values + _of(residual, call)
         tap = self._built[name][0]
         changed = self._called(tap, "change", site, values, call)
-        if changed is not None:
-            values = changed
+        if changed:
+            values = _replaced(values, changed, call)
             # Set, not added: kernels that add them give these very bits, and others keep theirs.
             if is_sum:
                 residual, delta = _with(residual, values, call), _with(delta, None, call)
             else:
                 delta = _with(delta, values, call)
         if self._reports:
-            found = self._called(tap, "read", site, values, call)
-            if found is not None:
-                self._keep(f"{name}/{site.layer}/{site.place}", found, call)
+            for places, found in self._called(tap, "read", site, values, call):
+                self._keep(_key(tap, site), found, places, call)
         return residual, delta
 
     def _called(
         self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, call: _Call
-    ) -> torch.Tensor | None:
-        """Return the result of a method; if it fails, its results for each request on its own.
+    ) -> list[tuple[range, torch.Tensor]]:
+        """Return the results of a method, and the places of the requests that each is of.
 
-        Requests for which it fails end; they keep the values that they have.
+        If it fails for all together, it is called for each on its own. Requests for which it fails
+        end; they keep the values that they have.
         """
         if getattr(type(tap), method) is getattr(ActivationTap, method):
-            return None
+            return []
+        every = range(len(call.request_ids))
         try:
-            return self._result(tap, method, site, values, call.rows)
+            return self._results(tap, method, site, values, call, every)
         except BaseException as cause:
             self._context.describe_fault(cause)  # raises an interrupt again
-            if len(call.request_ids) == 1:
+            if len(every) == 1:
                 self._fail(tap, method, call.request_ids[0], cause)
-                return None
-        found: list[torch.Tensor | None] = []
-        for index, request_id in enumerate(call.request_ids):
-            own = values[call.rows.starts[index] : call.rows.starts[index + 1]]
+                return []
+        found = []
+        for place in every:
             try:
-                rows = _single_request(call.rows, index)
-                found.append(self._result(tap, method, site, own, rows))
+                one = range(place, place + 1)
+                found += self._results(tap, method, site, values, call, one)
             except BaseException as cause:
-                self._fail(tap, method, request_id, cause)
-                found.append(None)
-        if all(part is None for part in found):
-            return None
-        if method == "change":
-            spans = zip(call.rows.starts, call.rows.starts[1:], found, strict=True)
-            return torch.cat([values[a:b] if part is None else part for a, b, part in spans])
-        like = next(part for part in found if part is not None)
-        parts = zip(call.rows.spans(), found, strict=True)
-        return torch.cat(
-            [
-                like.new_zeros(len(tokens), *like.shape[1:]) if part is None else part
-                for (_, tokens), part in parts
-            ]
-        )
+                self._fail(tap, method, call.request_ids[place], cause)
+        return found
+
+    def _results(
+        self,
+        tap: ActivationTap,
+        method: str,
+        site: TapSite,
+        values: torch.Tensor,
+        call: _Call,
+        places: range,
+    ) -> list[tuple[range, torch.Tensor]]:
+        """Return the result of a method for all requests or one of them; none if it gives None.
+
+        Raises:
+            _FailedError: it cannot be used.
+            BaseException: the method failed.
+        """
+        starts, names = call.rows.starts, call.request_ids[places.start : places.stop]
+        is_all = len(names) == len(call.request_ids)
+        rows = call.rows if is_all else _single_request(call.rows, places.start)
+        own = values[starts[places.start] : starts[places.stop]]
+        found = self._result(tap, method, site, own, rows)
+        if found is None:
+            return []
+        if method == "read":
+            self._check_form(_key(tap, site), names, found)
+        return [(places, found)]
+
+    def _check_form(self, key: str, request_ids: Sequence[str], found: torch.Tensor) -> None:
+        """Check that numbers can be joined with those of the same requests in steps before.
+
+        New requests are compared with the last ones: if their form differs, the tap is called for
+        each request alone, which gives the form of each.
+
+        Raises:
+            _FailedError: they cannot.
+        """
+        form = found.dtype, list(found.shape[1:])
+        last = None if len(request_ids) == 1 else self._last_form.get(key)
+        for name in request_ids:
+            before = self._requests[name].forms.get(key, last)
+            if before not in (None, form):
+                raise _FailedError(
+                    f"read() gave {form[0]} {form[1]} for a position, expected {before[0]} "
+                    f"{before[1]}, as for those before"
+                )
+        for name in request_ids:
+            self._requests[name].forms[key] = form
+        self._last_form[key] = form
 
     def _result(
         self, tap: ActivationTap, method: str, site: TapSite, values: torch.Tensor, rows: TapRows
@@ -277,13 +322,14 @@ class TapsInLayers(WorkerHalf):
         source = self._taps.components.source(KIND, tap.name)
         self._report.failed.setdefault(request_id, (f"{source}: its {defect}", tap.name))
 
-    def _keep(self, key: str, found: torch.Tensor, call: _Call) -> None:
+    def _keep(self, key: str, found: torch.Tensor, places: range, call: _Call) -> None:
         if found.dtype is torch.bfloat16:  # which numpy does not have
             found = found.float()
         found = found.detach().clone()  # of memory that the step goes on with
-        for index, request_id in enumerate(call.request_ids):
-            start, end = call.rows.starts[index : index + 2]
-            self._read.append((request_id, key, found[start:end]))
+        starts = call.rows.starts
+        for place in places:
+            start, end = (at - starts[places.start] for at in starts[place : place + 2])
+            self._read.append((call.request_ids[place], key, found[start:end]))
 
     def report(self) -> bytes | None:
         """Return the numbers that taps have read in the step."""
@@ -330,6 +376,23 @@ def _with(values: torch.Tensor, changed: torch.Tensor | None, call: _Call) -> to
         return torch.zeros_like(values) if changed is None else changed
     result = values.clone()
     result[call.indices] = 0 if changed is None else changed
+    return result
+
+
+def _key(tap: ActivationTap, site: TapSite) -> str:
+    """Return the name of what a tap reads at a site."""
+    return f"{tap.name}/{site.layer}/{site.place}"
+
+
+def _replaced(
+    values: torch.Tensor, changed: Sequence[tuple[range, torch.Tensor]], call: _Call
+) -> torch.Tensor:
+    """Return the values of a call's requests, with those that were changed."""
+    if len(changed[0][0]) == len(call.request_ids):
+        return changed[0][1]
+    result = values.clone()
+    for places, part in changed:
+        result[call.rows.starts[places.start] : call.rows.starts[places.stop]] = part
     return result
 
 

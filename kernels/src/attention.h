@@ -321,6 +321,7 @@ struct Layer {
   Heads<T> heads;
   Layout<T, S> layout;
   float scale, softcap;  // 0 is without a soft cap
+  const float* sinks;    // of heads; null is without
 
   long group() const { return plan.heads / plan.kv_heads; }
   // A result: the weighted sum of values, the maximum, the sum of exponentials.
@@ -466,7 +467,9 @@ template <class T, class S>
 void finish(const Layer<T, S>& layer, const float* result, long row, long head) {
   size_t width = layer.result_size() - PANEL;
   long size = layer.heads.head_size;
-  float factor = 1.0f / result[width + 1];
+  float sum = result[width + 1];
+  if (layer.sinks) sum += std::exp(layer.sinks[head] - result[width]);
+  float factor = 1.0f / sum;
   T* out = layer.out + (row * layer.plan.heads + head) * size;
   for (long i = 0; i < size; i += LANES) {
     Floats value = load(result + i) * factor;
@@ -890,13 +893,15 @@ class Attended {
 
 template <class T, class S>
 void attend(const T* q, long q_stride, const T* k, long k_stride, const T* v, long v_stride, T* out,
-            S* cache, const Plan* plan, long head_size, float scale, float softcap) {
+            S* cache, const Plan* plan, long head_size, float scale, float softcap,
+            const float* sinks) {
   static thread_local Workspace<T> work;
   static thread_local Scratch<float> scratch;
   Heads<T> heads_of(head_size);
   Layer<T, S> layer{q,        k,     v,     q_stride, k_stride,
                     v_stride, out,   cache, *plan,    heads_of,
-                    Layout<T, S>(heads_of, plan->kv_heads, plan->block_size), scale, softcap};
+                    Layout<T, S>(heads_of, plan->kv_heads, plan->block_size), scale, softcap,
+                    sinks};
   // Waking a thread takes about as long as this much work.
   int threads = (int)std::clamp<long>(plan->work * head_size / (64 * 20), 1, omp_get_max_threads());
   for_each_item(plan->tokens, [&](long token) { write_token(layer, token); }, threads);

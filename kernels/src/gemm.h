@@ -6,13 +6,15 @@
 // processors that multiply pairs as well as those that do not.
 //
 // Every element of y is one chain of additions over the depth, in order, whatever the number of
-// rows, threads and blocks: a row's result never depends on the other rows.
+// rows, threads and blocks: a row's result never depends on the other rows. Processors that have
+// tiles add up those (`tiles.h`); a panel of weights is padded to whole ones.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 
 #include "parallel.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace gemm {
@@ -37,6 +39,13 @@ constexpr int AHEAD = 12;           // of a panel, in lines of memory
 template <class W>
 constexpr size_t panel_size(long depth) {
   return (size_t)(sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth) * PANEL;
+}
+
+// Depths of packed weights, with those that are padded.
+template <class W>
+constexpr long padded_depth(long depth) {
+  constexpr long UNIT = tiles::AVAILABLE<W> ? tiles::DEPTH : sizeof(W) == 2 ? 2 : 1;
+  return (depth + UNIT - 1) / UNIT * UNIT;
 }
 
 // What is multiplied with packed weights.
@@ -163,7 +172,7 @@ __attribute__((noinline)) void tile(const Product<W, Y>& product, const Operand<
                                     Later later) {
   constexpr int V = P * PANEL_VECTORS;
   const W* weights[V];
-  size_t size = panel_size<W>(product.depth);
+  size_t size = panel_size<W>(padded_depth<W>(product.depth));
   for (int v = 0; v < V; v++)
     weights[v] = product.weights + (panel + v / PANEL_VECTORS) * size + from * PANEL +
                  (v % PANEL_VECTORS) * LANES * (4 / sizeof(W));
@@ -305,12 +314,17 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
   long call = ++calls;
   Product<W, Y> product{weights, bias, y, y_stride, columns, depth};
   long panels = (columns + PANEL - 1) / PANEL;
-  long padded = sizeof(W) == 2 ? (depth + 1) / 2 * 2 : depth;
+  long padded = padded_depth<W>(depth);
+  constexpr bool TILES = tiles::AVAILABLE<W>;
+  constexpr int UNIT = TILES ? 2 * tiles::ROWS : TILE_ROWS;
   int group = rows <= STREAM_ROWS ? STREAM_PANELS : TILE_PANELS;
-  long most = std::clamp<long>(CACHED / depth / TILE_ROWS * TILE_ROWS, TILE_ROWS, MAX_ROWS);
+  if (TILES) group = rows <= tiles::ROWS ? tiles::FEW : tiles::PAIR;
+  // Whole units, so that a block that is rounded up to units has no more than MAX_ROWS.
+  constexpr int LARGEST = TILES ? 8 * UNIT : MAX_ROWS / UNIT * UNIT;
+  long most = std::clamp<long>(CACHED / depth / UNIT * UNIT, UNIT, LARGEST);
   long groups = (panels + group - 1) / group, row_blocks = (rows + most - 1) / most;
   // Blocks of about the same size: each reads all of W.
-  long at_once = (rows + row_blocks * TILE_ROWS - 1) / (row_blocks * TILE_ROWS) * TILE_ROWS;
+  long at_once = (rows + row_blocks * UNIT - 1) / (row_blocks * UNIT) * UNIT;
   // An item is a few groups of panels for one block of rows, so that converting the rows costs
   // little beside multiplying them.
   long per_item = std::max<long>(1, std::min<long>(groups / (4 * omp_get_max_threads()), 8));
@@ -323,9 +337,21 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
     const Operand<W>* operand = operands.at;
     long stride = operands.stride;
     long end = std::min(first + per_item, groups);
+    size_t size = panel_size<W>(padded);
+#if defined(__AMX_BF16__)
+    if constexpr (TILES) {
+      tiles::Registers registers;
+      for (long g = first; g < end; g++) {
+        int width = (int)std::min<long>(group, panels - g * group);
+        tiles::multiply(product, operand, stride, row, count, g * group, width, size, padded,
+                        registers);
+      }
+      return;
+    }
+#endif
     for (long g = first; g < end; g++) {
       int width = (int)std::min<long>(group, panels - g * group);
-      const W* next = g + 1 < end ? weights + (g + 1) * group * panel_size<W>(depth) : nullptr;
+      const W* next = g + 1 < end ? weights + (g + 1) * group * size : nullptr;
       if (rows <= STREAM_ROWS)
         blocks<STREAM_ROWS, STREAM_PANELS>(product, operand, stride, row, count, g * group, width,
                                            next);
@@ -341,7 +367,7 @@ void linear(const X* x, long x_stride, const W* weights, const W* bias, Y* y, lo
 template <class W>
 void pack(const W* from, W* to, long columns, long depth) {
   long panels = (columns + PANEL - 1) / PANEL;
-  size_t size = panel_size<W>(depth);
+  size_t size = panel_size<W>(padded_depth<W>(depth));
   constexpr int PER = sizeof(W) == 2 ? 2 : 1;
   for_each_item(panels, [&](long panel) {
     W* out = to + panel * size;

@@ -3,6 +3,12 @@
 #include <cstdint>
 #include <utility>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 #include "codes.h"
 #include "codes_linear.h"
@@ -63,15 +69,25 @@ int hp_supports(const char* path) {
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!strcmp(path, "avx2")) return avx2;
   if (!strcmp(path, "avx512")) return avx512;
-  if (!strcmp(path, "avx512_bf16"))
-    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  bool bf16s =
+      avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  if (!strcmp(path, "avx512_bf16")) return bf16s;
+#if defined(__linux__)
+  // Linux has a process ask for the registers of tiles.
+  unsigned a, b, c, d;
+  constexpr unsigned TILES = 1u << 24 | 1u << 22;  // of EDX: AMX-TILE and AMX-BF16
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  if (!strcmp(path, "amx_bf16"))
+    return bf16s && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES) == TILES &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#endif
 #endif
   return !strcmp(path, "plain");
 }
 
 #define OF_TYPE(NAME, T)                                                                          \
   long hp_packed_size_##NAME(long columns, long depth) {                                          \
-    return (columns + PANEL - 1) / PANEL * (long)gemm::panel_size<T>(depth);                      \
+    return (columns + PANEL - 1) / PANEL * (long)gemm::panel_size<T>(gemm::padded_depth<T>(depth)); \
   }                                                                                               \
   void hp_pack_##NAME(const T* from, T* to, long columns, long depth) {                           \
     gemm::pack(from, to, columns, depth);                                                         \
@@ -144,10 +160,10 @@ int hp_supports(const char* path) {
   }                                                                                               \
   void hp_attend_##NAME(const T* q, long q_stride, const T* k, long k_stride, const T* v,         \
                         long v_stride, T* out, long stored, void* cache, const void* const* plan, \
-                        long head_size, float scale, float softcap) {                             \
+                        long head_size, float scale, float softcap, const float* sinks) {         \
     with_stored<T>(stored, [=](auto s) {                                                          \
       attention::attend(q, q_stride, k, k_stride, v, v_stride, out, (decltype(s)*)cache,          \
-                        (const attention::Plan*)*plan, head_size, scale, softcap);                \
+                        (const attention::Plan*)*plan, head_size, scale, softcap, sinks);         \
       return 0L;                                                                                  \
     });                                                                                           \
   }                                                                                               \

@@ -5,7 +5,8 @@ What it computes for one sequence, whose queries are those of its last tokens:
     keys, values = cache[block_table].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :length]
     scores = softcap * tanh(q @ keys.T * scale / softcap)
     hidden = (key > position) | (key <= position - window)
-    out = scores.masked_fill(hidden, -inf).softmax(-1) @ values
+    scores = torch.cat((scores.masked_fill(hidden, -inf), sink of the head), -1)
+    out = scores.softmax(-1)[:, :-1] @ values
 
 The softmax is computed online, over tiles of keys. The query heads that share a key head are rows
 of one tile. Sequences with a single query are split over their keys, and the parts are combined;
@@ -162,6 +163,19 @@ def _attend_tiles(
 
 
 @triton.jit
+def _first_state(sinks, head, is_row, is_sunk, BLOCK_M: tl.constexpr, SUNK: tl.constexpr):
+    """Return the largest score and the sum before any key: those of a sink, if `is_sunk`."""
+    top = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SUNK:
+        has_sink = is_row & is_sunk
+        sink = tl.load(sinks + head, mask=has_sink, other=0.0)
+        top = tl.where(has_sink, sink * 1.4426950408889634, top)  # base 2
+        total = tl.where(has_sink, 1.0, total)
+    return top, total
+
+
+@triton.jit
 def _find_sequence(starts, first, num_seqs, tile, BLOCK_Q: tl.constexpr):
     """Return the sequence of a tile of queries, and the number of the tile in it.
 
@@ -184,10 +198,12 @@ def _find_sequence(starts, first, num_seqs, tile, BLOCK_Q: tl.constexpr):
     do_not_specialize_on_alignment=["table", "starts", "lens"],
 )
 def chunks_kernel(
-    q, cache, table, starts, lens, out, q_stride, table_stride, first, num_seqs, window, scale, cap,
+    q, cache, table, starts, lens, sinks, out, q_stride, table_stride, first, num_seqs, window,
+    scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for some queries of one sequence, and query heads that share a key head."""
     BLOCK_Q: tl.constexpr = BLOCK_M // PACK
@@ -220,8 +236,7 @@ def chunks_kernel(
     first_position = length - count + query
     last_position = tl.minimum(first_position + BLOCK_Q, length) - 1
     position = first_position + row // PACK
-    top = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    top, total = _first_state(sinks, head, is_row, True, BLOCK_M, SUNK)
     values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys_at = cache + kv_head * BLOCK_SIZE * HEAD_SIZE
     table += sequence.to(tl.int64) * table_stride
@@ -291,12 +306,12 @@ def find_split(
 
 @triton.jit
 def _attend_split(
-    sequence, split, q, cache, table, lens, out, split_sums, split_values, q_stride, table_stride,
-    num_splits, window, scale, cap,
+    sequence, split, q, cache, table, lens, sinks, out, split_sums, split_values, q_stride,
+    table_stride, num_splits, window, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for the only query of a sequence to a split; program 1 gives the heads."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -316,10 +331,11 @@ def _attend_split(
         queries = queries.to(tl.float32)
     lowest = tl.maximum(length - window, 0) if WINDOWED else 0
     first = start + split * size
+    top, total = _first_state(sinks, head, is_row, split == 0, BLOCK_M, SUNK)
     # Only what is loaded needs a mask: a split's keys are seen by all rows.
     top, total, values = _attend_tiles(
-        queries, tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_D], tl.float32), cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
+        queries, top, total, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        cache + kv_head * BLOCK_SIZE * HEAD_SIZE,
         table + sequence * table_stride, first, tl.minimum(first + size, length), lowest,
         tl.full([BLOCK_M], 0, tl.int32) + length - 1, window, scale, cap,
         KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D, CAPPED, WINDOWED, WIDEN, True,
@@ -342,12 +358,13 @@ def _attend_split(
     do_not_specialize_on_alignment=["table", "lens"],
 )
 def singles_kernel(
-    q, cache, table, lens, out, split_sums, split_values, q_stride, table_stride, num_splits,
+    q, cache, table, lens, sinks, out, split_sums, split_values, q_stride, table_stride, num_splits,
     num_seqs, window, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, LISTED: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for sequences with one query, query heads that share a key head, to some splits.
 
@@ -360,10 +377,10 @@ def singles_kernel(
     )
     while sequence < num_seqs:
         _attend_split(
-            sequence.to(tl.int64), split, q, cache, table, lens, out, split_sums, split_values,
-            q_stride, table_stride, num_splits, window, scale, cap,
+            sequence.to(tl.int64), split, q, cache, table, lens, sinks, out, split_sums,
+            split_values, q_stride, table_stride, num_splits, window, scale, cap,
             HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, PACK, BLOCK_M, BLOCK_N, BLOCK_D,
-            SPLIT_TOKENS, MAX_SPLITS, CAPPED, WINDOWED, WIDEN,
+            SPLIT_TOKENS, MAX_SPLITS, CAPPED, WINDOWED, SUNK, WIDEN,
         )  # fmt: skip
         place += tl.num_programs(0)
         # Found again: what is kept would take registers.
@@ -503,6 +520,7 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention to the cache, [tokens, heads, head_size].
 
@@ -513,6 +531,7 @@ def attend(
         scale: multiplies the scores.
         window: sliding window in tokens, the token itself included; None is unlimited.
         softcap: a scaled score s becomes softcap * tanh(s / softcap); None leaves it.
+        sinks: float32 [heads], a score of each that has no value; None is without.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     factors = (scale * _LOG2_E, 0.0)
@@ -520,16 +539,21 @@ def attend(
         factors = (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
     limits = (window or 0, *factors)
     layer = _layer(q, cache)
-    options = {"CAPPED": softcap is not None, "WINDOWED": window is not None}
+    options = {
+        "CAPPED": softcap is not None,
+        "WINDOWED": window is not None,
+        "SUNK": sinks is not None,
+    }
+    sinks = step.lens if sinks is None else sinks  # it is not read then
     if step.num_single:
-        _attend_singles(q, cache, step, out, layer, limits, options)
+        _attend_singles(q, cache, step, sinks, out, layer, limits, options)
     chunks = step.lens.shape[0] - step.num_single
     if chunks:
         constants, tiles = layer.chunks()
         queries = constants["BLOCK_M"] // constants["PACK"]
         programs = (q.shape[0] - step.num_single) // queries + chunks
         chunks_kernel[programs, layer.packs(tiles)](
-            q, cache, step.block_table, step.starts, step.lens, out, q.stride(0),
+            q, cache, step.block_table, step.starts, step.lens, sinks, out, q.stride(0),
             step.block_table.stride(0), step.num_single, chunks, *limits,
             **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -540,6 +564,7 @@ def _attend_singles(
     q: torch.Tensor,
     cache: torch.Tensor,
     step: PagedStep,
+    sinks: torch.Tensor,
     out: torch.Tensor,
     layer: _Layer,
     limits: tuple[int, float, float],
@@ -560,7 +585,7 @@ def _attend_singles(
     packs = layer.packs(tiles)
     programs = max(min(step.num_single * max(splits, 1), STEP_PROGRAMS // packs), 1)
     singles_kernel[programs, packs](
-        q, cache, step.block_table, step.lens, out, sums, values, q.stride(0),
+        q, cache, step.block_table, step.lens, sinks, out, sums, values, q.stride(0),
         step.block_table.stride(0), splits, step.num_single, *limits,
         **constants, **options, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -574,7 +599,7 @@ def _attend_singles(
 _TYPES = {
     **dict.fromkeys(("q", "cache", "out"), "*{}"),
     **dict.fromkeys(("table", "starts", "lens"), "*i64"),
-    **dict.fromkeys(("split_sums", "split_values"), "*fp32"),
+    **dict.fromkeys(("sinks", "split_sums", "split_values"), "*fp32"),
     "q_stride": "i32:16",
     **dict.fromkeys(("table_stride", "first", "num_seqs", "num_splits", "window"), "i32"),
     **dict.fromkeys(("scale", "cap"), "fp32"),
@@ -586,7 +611,11 @@ def _variants(
 ) -> Iterator[Variant]:
     """Yield the kernels of a layer, of which `limits` names what it has."""
     layer = _Layer(heads, kv_heads, head_size, 16, 4 if dtype == "fp32" else 2)
-    options = {"CAPPED": "soft cap" in limits, "WINDOWED": "window" in limits}
+    options = {
+        "CAPPED": "soft cap" in limits,
+        "WINDOWED": "window" in limits,
+        "SUNK": "sinks" in limits,
+    }
     combined = _Tiles(0, 0, _COMBINE_WARPS, 2)
     for kernel, (constants, tiles) in (
         (chunks_kernel, layer.chunks()),
@@ -607,6 +636,7 @@ VARIANTS = (
     *_variants("bf16", 16, 8, 128),  # Qwen3-0.6B
     *_variants("bf16", 32, 8, 128, ", window"),
     *_variants("bf16", 16, 8, 256, ", window, soft cap"),
+    *_variants("bf16", 64, 8, 64, ", window, sinks"),  # gpt-oss
     *_variants("bf16", 16, 8, 256),
     *_variants("bf16", 64, 1, 256),  # of one key head, which has more query heads than a tile rows
     *_variants("fp16", 16, 8, 256),

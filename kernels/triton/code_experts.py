@@ -39,17 +39,19 @@ def _pointer(addresses, index: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_row", "count"])
 def _multiply_kernel(
-    x, addresses, order, tiles, weights, y,
-    x_stride, y_stride, per_row, first_row, count, columns, group, num_lines,
+    x, addresses, biases, order, tiles, weights, y,
+    x_stride, y_stride, bias_stride, per_row, first_row, count, columns, group, num_lines,
     SCALE: tl.constexpr, OFFSET: tl.constexpr, IS_LAST: tl.constexpr,
     BITS: tl.constexpr, PAIRED: tl.constexpr, NESTED: tl.constexpr, OFFSETS: tl.constexpr,
     HAS_VALUES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """Multiply the pairs of a tile, in their order, with some rows of their expert's part.
 
     Args:
         x: by rows; where it is the last product, by pairs in their order.
         addresses: addresses of the tensors of each expert's part, int64 [experts, 7].
+        biases: [experts, bias_stride], of which the first are those of the columns of y.
         order, tiles: see experts.py.
         weights: weights of the pairs, which multiply the last product, float32.
         y: by pairs in their order; of the last product as they are numbered, float32.
@@ -63,7 +65,8 @@ def _multiply_kernel(
     at = tl.load(tiles + 1) + tl.arange(0, BLOCK_M)
     is_pair = at < tl.load(tiles + 2)
     pair = tl.load(order + at, is_pair, 0)
-    addresses += tl.load(tiles) * 7
+    expert = tl.load(tiles)
+    addresses += expert * 7
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < count
     row = at if IS_LAST else pair // per_row
@@ -76,6 +79,9 @@ def _multiply_kernel(
         first_row + n, n_inside, 0, num_lines, columns, group, num_lines,
         BITS, PAIRED, NESTED, OFFSETS, HAS_VALUES, BLOCK_M, BLOCK_N, LINES,
     )  # fmt: skip
+    if BIASED:
+        biases += expert.to(tl.int64) * bias_stride + n
+        total += tl.load(biases, n_inside, 0).to(tl.float32)[None, :]
     out_row = at
     if IS_LAST:
         out_row = pair
@@ -88,7 +94,8 @@ def code_experts(
     gate_up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
     shape: tuple[int, int],
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
+    activate: Callable[[torch.Tensor], torch.Tensor],
+    biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Return the function (x, chosen, weights) -> the weighted sum of experts.
 
@@ -98,7 +105,8 @@ def code_experts(
         gate_up, down: matrices of each expert, as `pack` of packed_codes.py returned them,
             [2 * width, hidden] and [hidden, width].
         shape: (hidden, width).
-        silu_and_mul: [pairs, 2 * width] -> [pairs, width].
+        activate: [pairs, 2 * width] -> [pairs, width]; silu(gate) * up, or another.
+        biases: those of the results of both; None is without.
 
     Raises:
         ValueError: one is packed from a matrix of another shape, or damaged.
@@ -108,7 +116,8 @@ def code_experts(
     leave = [read(packed, shape) for packed in down]
     if not (_are_alike(enter) and _are_alike(leave)):
         return None
-    entering, leaving = _Parts(enter, hidden), _Parts(leave, width)
+    into, out_of = biases or (None, None)
+    entering, leaving = _Parts(enter, hidden, into), _Parts(leave, width, out_of)
 
     def run(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         y = torch.empty((len(x), hidden), dtype=x.dtype, device=x.device)
@@ -121,7 +130,7 @@ def code_experts(
         tiles = list_tiles(chosen, experts, tile.x_rows)
         inner = torch.empty((pairs, 2 * width), dtype=x.dtype, device=x.device)
         entering.multiply(x, inner, tiles, tile, chosen.shape[1], 0)
-        inner = silu_and_mul(inner)
+        inner = activate(inner)
         step = max(_BUFFER // (4 * pairs) // _SUMMED, 1) * _SUMMED
         for start in range(0, hidden, step):
             part = y[:, start : start + step]
@@ -142,8 +151,14 @@ def _are_alike(experts: Sequence[Sequence[Part]]) -> bool:
 class _Parts:
     """The parts of all experts' matrices of one kind."""
 
-    def __init__(self, experts: Sequence[Sequence[Part]], columns: int) -> None:
+    def __init__(
+        self,
+        experts: Sequence[Sequence[Part]],
+        columns: int,
+        biases: Sequence[torch.Tensor] | None,
+    ) -> None:
         self._columns = columns
+        self._biases = None if biases is None else torch.stack(list(biases))
         self._parts = [
             (parts[0], Addresses([code_tensors(part) for part in parts]))
             for parts in zip(*experts, strict=True)
@@ -167,11 +182,13 @@ class _Parts:
             if begin < end:
                 out = y[:, begin - start : end - start]
                 factors = tiles.order if weights is None else weights  # the first are not read
+                biases = x if self._biases is None else self._biases[:, begin:]  # x is not read
                 _multiply_kernel[(tiles.bound, triton.cdiv(end - begin, tile.rows))](
-                    x, addresses.table(), tiles.order, tiles.table, factors, out,
-                    x.stride(0), out.stride(0), per_row, begin - first, end - begin,
-                    self._columns, form.group, part.codes.shape[1] // 16,
+                    x, addresses.table(), biases, tiles.order, tiles.table, factors, out,
+                    x.stride(0), out.stride(0), biases.stride(0), per_row, begin - first,
+                    end - begin, self._columns, form.group, part.codes.shape[1] // 16,
                     **_constants(form, tile, is_last=weights is not None),
+                    BIASED=self._biases is not None,
                     num_warps=tile.warps, num_stages=tile.stages,
                 )  # fmt: skip
             first += form.rows
@@ -190,14 +207,14 @@ def _variant(*, is_last: bool) -> Variant:
     form = Form(1536, 4, 32, 4, 4, has_values=False)
     tile = product_tile(2, form.rows, torch.bfloat16)
     types = {
-        "x": "*bf16", "addresses": "*i64", "order": "*i32", "tiles": "*i32",
+        "x": "*bf16", "addresses": "*i64", "biases": "*bf16", "order": "*i32", "tiles": "*i32",
         "weights": "*fp32" if is_last else "*i32", "y": "*fp32" if is_last else "*bf16",
         "first_row": "i32", "count": "i32", "per_row": "i32",
     }  # fmt: skip
-    numbers = ("x_stride", "y_stride", "columns", "group", "num_lines")
+    numbers = ("x_stride", "y_stride", "bias_stride", "columns", "group", "num_lines")
     types |= dict.fromkeys(numbers, "i32:16")
     name = f"code_experts, Q4_K, bf16, {'down' if is_last else 'gate_up'} of 128 x 768"
-    constants = _constants(form, tile, is_last=is_last)
+    constants = _constants(form, tile, is_last=is_last) | {"BIASED": False}
     return Variant(name, _multiply_kernel, types, constants, tile.warps, tile.stages)
 
 

@@ -6,6 +6,9 @@ In torch, for the experts of a row from the lowest to the highest (arXiv:1701.06
     total += weight * ((F.silu(gate) * up) @ down[e].T).float()
     y[row] = total
 
+Both products may have biases, and the activation may be clamped: gate * sigmoid(alpha * gate) *
+(up + 1).
+
 Pairs of a row and an expert are listed by expert, in tiles of which each belongs to one. The grids
 are as large as any choice may need, and programs without a tile end at once. Results of pairs are
 kept apart and added up in order, so that sums depend on no other row.
@@ -23,7 +26,7 @@ import triton.language as tl
 from .addresses import Addresses
 from .arithmetic import multiply_add, rounded
 from .launch import Variant, power_of_2
-from .layers import silu_times
+from .layers import sigmoid, silu_times
 
 __all__ = ["VARIANTS", "Experts", "Tiles", "list_tiles", "product_tile", "sum_pairs"]
 
@@ -92,15 +95,26 @@ def _place(bound, column_tiles, GROUP: tl.constexpr):
     return group * GROUP + rest % rows, rest // rows
 
 
+@triton.jit
+def clamped_times(gate, up, alpha, limit):
+    """Return gate * sigmoid(alpha * gate) * (up + 1) of float32, clamped; a NaN stays one."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate * sigmoid(alpha * gate) * (up + 1.0)
+
+
 @triton.jit(do_not_specialize=["bound", "column_tiles"])
 def _enter_kernel(
-    x, matrices, order, tiles, out, bound, column_tiles, per_row, hidden, width, x_stride,
+    x, matrices, biases, order, tiles, out, bound, column_tiles, per_row, hidden, width, x_stride,
+    alpha, limit,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    BIASED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of silu(gate) * up of a tile's pairs, in their order.
 
     Args:
         matrices: addresses of [2 * width, hidden] of each expert, int64.
+        biases: [experts, 2 * width].
         out: [pairs, width].
     """
     tile, column_tile = _place(bound, column_tiles, GROUP)
@@ -110,7 +124,8 @@ def _enter_kernel(
     at = tl.load(tiles + 1) + tl.arange(0, ROWS)
     is_row = at < tl.load(tiles + 2)
     row = tl.load(order + at, is_row, 0) // per_row
-    matrix = tl.load(matrices + tl.load(tiles)).to(tl.pointer_type(x.dtype.element_ty))
+    expert = tl.load(tiles)
+    matrix = tl.load(matrices + expert).to(tl.pointer_type(x.dtype.element_ty))
     matrix = tl.multiple_of(matrix, 16)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < width
@@ -126,22 +141,31 @@ def _enter_kernel(
         mask = is_depth[:, None] & is_column[None, :]
         gate = multiply_add(numbers, tl.load(gate_matrix + start, mask, 0), gate)
         up = multiply_add(numbers, tl.load(up_matrix + start, mask, 0), up)
+    if BIASED:
+        biases += expert.to(tl.int64) * 2 * width + column
+        gate += tl.load(biases, is_column, 0).to(tl.float32)[None, :]
+        up += tl.load(biases + width, is_column, 0).to(tl.float32)[None, :]
     dtype: tl.constexpr = x.dtype.element_ty
-    y = silu_times(rounded(gate, dtype).to(tl.float32), rounded(up, dtype).to(tl.float32))
+    gate = rounded(gate, dtype).to(tl.float32)
+    up = rounded(up, dtype).to(tl.float32)
+    y = clamped_times(gate, up, alpha, limit) if CLAMPED else silu_times(gate, up)
     out += at.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out, rounded(y, dtype), is_row[:, None] & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=["bound", "column_tiles", "first_column"])
 def _leave_kernel(
-    x, matrices, order, tiles, weights, out, bound, column_tiles, first_column, columns, depth_size,
+    x, matrices, biases, order, tiles, weights, out, bound, column_tiles, first_column, columns,
+    depth_size, bias_size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of down x, times the weight, of a tile's pairs.
 
     Args:
         x: rows of the pairs in their order, [pairs, depth_size].
         matrices: addresses of [columns and others, depth_size] of each expert, int64.
+        biases: [experts, bias_size]; those of `columns` and others.
         weights: weights of the pairs, float32.
         out: results of the pairs as they are numbered, float32 [pairs, columns].
         first_column: row of a matrix that the first column of `out` is of.
@@ -153,7 +177,8 @@ def _leave_kernel(
     at = tl.load(tiles + 1) + tl.arange(0, ROWS)
     is_row = at < tl.load(tiles + 2)
     pair = tl.load(order + at, is_row, 0)
-    matrix = tl.load(matrices + tl.load(tiles)).to(tl.pointer_type(x.dtype.element_ty))
+    expert = tl.load(tiles)
+    matrix = tl.load(matrices + expert).to(tl.pointer_type(x.dtype.element_ty))
     matrix = tl.multiple_of(matrix, 16)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
@@ -167,6 +192,9 @@ def _leave_kernel(
         y = multiply_add(
             numbers, tl.load(matrix + start, is_depth[:, None] & is_column[None, :], 0), y
         )
+    if BIASED:
+        biases += expert.to(tl.int64) * bias_size + first_column + column
+        y += tl.load(biases, is_column, 0).to(tl.float32)[None, :]
     y *= tl.load(weights + pair, is_row, 0)[:, None]
     out += pair.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out, y, is_row[:, None] & is_column[None, :])
@@ -279,14 +307,20 @@ class Experts:
         gate_up: Sequence[torch.Tensor],
         down: Sequence[torch.Tensor],
         shape: tuple[int, int],
+        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        clamped: tuple[float, float] | None = None,
     ) -> None:
         """Keep the matrices, of one dtype, [2 * width, hidden] and [hidden, width] of each expert.
 
         Args:
             gate_up, down: as above.
             shape: (hidden, width).
+            biases: those of the results of both; None is without.
+            clamped: alpha and limit of the activation; None is silu.
         """
         self._shape = shape
+        self._biases = None if biases is None else [torch.stack(list(side)) for side in biases]
+        self._clamped = clamped
         # The kernels read whole vectors of 16 bytes at the addresses.
         self._gate_up, self._down = (
             Addresses([[_aligned(matrix)] for matrix in side]) for side in (gate_up, down)
@@ -307,9 +341,12 @@ class Experts:
         tiles = list_tiles(chosen, experts, tile["ROWS"])
         inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
         count = triton.cdiv(width, tile["COLUMNS"])
+        into, out_of = self._biases or (x, x)  # which is not read then
+        is_biased = self._biases is not None
         _enter_kernel[(tiles.bound * count,)](
-            x, self._gate_up.table(), tiles.order, tiles.table, inner, tiles.bound, count,
-            chosen.shape[1], hidden, width, x.stride(0), **tile,
+            x, self._gate_up.table(), into, tiles.order, tiles.table, inner, tiles.bound, count,
+            chosen.shape[1], hidden, width, x.stride(0), *(self._clamped or (0.0, 0.0)), **tile,
+            BIASED=is_biased, CLAMPED=self._clamped is not None,
         )  # fmt: skip
         down = self._down.table()
         step = max(_BUFFER // (4 * pairs) // _SUMMED, 1) * _SUMMED
@@ -319,8 +356,8 @@ class Experts:
             results = torch.empty((pairs, columns), dtype=torch.float32, device=x.device)
             count = triton.cdiv(columns, tile["COLUMNS"])
             _leave_kernel[(tiles.bound * count,)](
-                inner, down, tiles.order, tiles.table, weights, results, tiles.bound, count,
-                start, columns, width, **tile,
+                inner, down, out_of, tiles.order, tiles.table, weights, results, tiles.bound,
+                count, start, columns, width, hidden, **tile, BIASED=is_biased,
             )  # fmt: skip
             sum_pairs(results, chosen, experts, part)
         return y
@@ -333,30 +370,34 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _product_variants(
-    name: str, pairs: int, experts: int, dtype: str = "bf16"
+    name: str, pairs: int, experts: int, dtype: str = "bf16", *, is_gpt_oss: bool = False
 ) -> tuple[Variant, ...]:
-    """Return variants of both products."""
+    """Return variants of both products, those of gpt-oss with biases and clamped."""
     tile = product_tile(pairs, experts, 4 if dtype == "fp32" else 2)
     constants = {key: value for key, value in tile.items() if not key.startswith("num_")}
     both = {
-        "x": f"*{dtype}", "matrices": "*i64", "order": "*i32", "tiles": "*i32", "bound": "i32",
-        "column_tiles": "i32",
+        "x": f"*{dtype}", "matrices": "*i64", "biases": f"*{dtype}", "order": "*i32",
+        "tiles": "*i32", "bound": "i32", "column_tiles": "i32",
     }  # fmt: skip
     enter = {
         "out": f"*{dtype}", "per_row": "i32", "hidden": "i32:16", "width": "i32:16",
-        "x_stride": "i32:16",
+        "x_stride": "i32:16", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
     leave = {
         "weights": "*fp32", "out": "*fp32", "first_column": "i32", "columns": "i32:16",
-        "depth_size": "i32:16",
+        "depth_size": "i32:16", "bias_size": "i32:16",
     }  # fmt: skip
-    sides = ("gate_up", _enter_kernel, enter), ("down", _leave_kernel, leave)
+    biased = {"BIASED": is_gpt_oss}
+    sides = (
+        ("gate_up", _enter_kernel, enter, {**biased, "CLAMPED": is_gpt_oss}),
+        ("down", _leave_kernel, leave, biased),
+    )
     return tuple(
         Variant(
-            f"{side} of experts, {dtype}, {name}", kernel, both | types, constants,
+            f"{side} of experts, {dtype}, {name}", kernel, both | types, constants | further,
             num_warps=tile["num_warps"], num_stages=tile["num_stages"],
         )
-        for side, kernel, types in sides
+        for side, kernel, types, further in sides
     )  # fmt: skip
 
 
@@ -367,6 +408,7 @@ VARIANTS: tuple[Variant, ...] = (
     *_product_variants("512 rows of Qwen3-30B-A3B", 4096, 128),
     *_product_variants("4096 rows of Mixtral", 8192, 8),
     *_product_variants("4096 rows", 8192, 8, "fp32"),
+    *_product_variants("64 rows of gpt-oss-20b", 256, 32, is_gpt_oss=True),
     *(
         Variant(
             f"list of {pairs} pairs, {experts} experts",

@@ -286,10 +286,10 @@ class RequestCallables(LogitsProcessor):
         return arguments
 
     def start(self, request: LogitsRequest) -> list[RequestProcessor]:
-        """Return a processor per callable."""
+        """Return a processor per callable, of which each completion of a request has its own."""
         prompt = _prompt_of(request)
         return [
-            RequestProcessor(prompt, call, call_signature(call))
+            RequestProcessor(prompt, call, call_signature(call)).copy()
             for call in request.params.logits_processors
         ]
 
@@ -298,17 +298,14 @@ class RequestCallables(LogitsProcessor):
         return state  # defined because only states that advance are forked
 
     def fork(self, state: list[RequestProcessor]) -> list[RequestProcessor]:
-        """Return new processors of the same callables, which belong to the caller."""
-        return [
-            RequestProcessor(processor.prompt, processor.call, processor.form)
-            for processor in state
-        ]
+        """Return the state unchanged: `apply` makes the copies for draft rows."""
+        return state
 
     def apply(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the logits, edited row by row."""
         for row, request, processors in zip(logits, rows.requests, rows.states(), strict=True):
             for processor in processors:
-                self._results.run(processor, request, row)
+                self._results.run_for(processor, request, row)
         return logits
 
 

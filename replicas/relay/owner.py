@@ -59,6 +59,9 @@ class SharedEngines:
 
     The process that owns it has a frontend of its own. Ids of relayed requests get a prefix of
     their frontend, so that those of two frontends never meet.
+
+    Attributes:
+        faults: returns the faults of plugins so far, for frontends that come later.
     """
 
     def __init__(self) -> None:
@@ -68,6 +71,7 @@ class SharedEngines:
         self._group: EngineGroup | None = None
         self._ready: EngineCoreReadyResponse | None = None
         self._history: list[Notice] = []
+        self.faults: Callable[[], Sequence[Notice]] = list
         self._lock = threading.Lock()
         self._following: set[str] = set()  # tokens of links whose frontends read notices
         self.changes = FrontendChanges(
@@ -131,7 +135,7 @@ class SharedEngines:
         link = Link(self._group, self._ready, answer)
         with self._lock:
             self._links[link.token] = link
-            for notice in self._history:
+            for notice in (*self._history, *self.faults()):
                 link.notify(notice)
         return link
 
@@ -147,11 +151,13 @@ class SharedEngines:
 
         Args:
             but: one that does not need it.
-            keep: whether frontends that come later get it, too.
+            keep: whether frontends that come later get it, too, unless another one of its topic
+                follows.
         """
         with self._lock:
             if keep:
-                self._history.append(notice)
+                others = [one for one in self._history if one.topic != notice.topic]
+                self._history = [*others, notice]
             for link in self._links.values():
                 if link is not but:
                     link.notify(notice)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import BalancerContext, EngineCoreRequest, LoadBalancer
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.declared import declared_result
 from hardpoint.testing.pace import cpu_cost
 from hardpoint.testing.scripted import ScriptedClock
@@ -63,7 +63,7 @@ _BURST = 128  # requests
 _IN_TURN = 200  # decisions between two readings of a clock
 
 
-class LoadBalancerSuite(ComponentSuite):
+class LoadBalancerSuite(LiveComponentSuite):
     """Base class of a test class, which sets `balancer`, and `options` if it has some.
 
     Attributes:

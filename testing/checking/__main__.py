@@ -74,7 +74,7 @@ def _check(request: CheckRequest, send: Send) -> None:
     from .enabling import describe_cost, describe_enabling  # noqa: PLC0415 - after the plugin, to see
     from .made_suite import make_suite  # noqa: PLC0415 - what it imports itself
 
-    suite, is_drawn = make_suite(kind, target, source.name, options)
+    suite = make_suite(kind, target, source.name, options)
     send(
         {
             "record": "plugin",
@@ -83,12 +83,13 @@ def _check(request: CheckRequest, send: Send) -> None:
             "package": source.package,
             "contract": target.contract,
             "accepted_contracts": _accepted(kind),
+            "changes_live": kind.can_change(target),
             "deprecated": "".join(warn_of_earlier([(kind, source, target)])),
             "suite": kind.suite,
             "hardpoint": installed_version(),
         }
     )
-    _run_suite(request, f"{kind.name}/{source.name}", target, suite, is_drawn, send)
+    _run_suite(request, target, suite, send)
     info = ComponentInfo(
         kind=kind.name,
         name=source.name,
@@ -160,9 +161,7 @@ def _configured_options(
     return found
 
 
-def _run_suite(
-    request: CheckRequest, label: str, target: Any, suite: type, is_drawn: bool, send: Send
-) -> None:
+def _run_suite(request: CheckRequest, target: Any, suite: type, send: Send) -> None:
     """Run the tests of a suite; send a record of each."""
     import pytest  # noqa: PLC0415 - after the plugin
 
@@ -179,9 +178,7 @@ def _run_suite(
     expected = dict(getattr(target, "expected_failures", {}))
     known = {name for name in dir(suite) if name.startswith("test_")}
     has_own_suite = getattr(target, "conformance_suite", None) is not None
-    recorder = CheckRecorder(
-        send, expected, label, drawn_arguments=is_drawn, has_own_suite=has_own_suite
-    )
+    recorder = CheckRecorder(send, expected, request.reference, has_own_suite=has_own_suite)
     options = ["-c", str(ini), "--rootdir", request.folder, "--basetemp", f"{request.folder}/t"]
     quiet = ["-q", "-p", "no:cacheprovider", "--no-header", "--no-summary"]
     pytest.main([str(file), *options, *quiet], plugins=[recorder])

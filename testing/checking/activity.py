@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import os
 import sys
 import threading
@@ -80,8 +81,8 @@ class ActivityWatch:
     def start(self) -> None:
         """Start to note."""
         sys.addaudithook(self._hook)
-        self._import = builtins.__import__
-        builtins.__import__ = self._importing
+        self._import, self._import_module = builtins.__import__, importlib.import_module
+        builtins.__import__, importlib.import_module = self._importing, self._importing_module
 
     def _importing(
         self,
@@ -91,11 +92,20 @@ class ActivityWatch:
         **kwargs: Any,
     ) -> Any:
         """Import as Python does; note it, which no audit event does of what is imported already."""
-        importer = str((globals or {}).get("__name__", ""))
         level = kwargs.get("level", args[2] if len(args) > 2 else 0)
-        if not level and self._owns(importer):
-            self._note("imported", name.partition(".")[0])
+        if not level:
+            self._note_import(name, sys._getframe(1))
         return self._import(name, globals, *args, **kwargs)
+
+    def _importing_module(self, name: str, package: str | None = None) -> Any:
+        """Import as `importlib.import_module` does; note it."""
+        if not name.startswith("."):
+            self._note_import(name, sys._getframe(1))
+        return self._import_module(name, package)
+
+    def _note_import(self, name: str, importer: FrameType) -> None:
+        if self._owns(importer.f_globals.get("__name__") or ""):
+            self._note("imported", name.partition(".")[0])
 
     def report(self) -> dict[str, list[str]]:
         """Return the noted names, paths, addresses and commands, by kind of event."""

@@ -26,7 +26,7 @@ from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing.scripted import scripted_engine, write_scripted_model
 from hardpoint.typed import convert
 
-_RUNS = frozenset(
+RUN_KINDS = frozenset(
     {
         "logits_processors",
         "samplers",
@@ -111,7 +111,7 @@ def describe_cost(
         changed: the one with it; None if it is refused.
     """
     record: dict[str, Any] = {"record": "cost", "reason": ""}
-    if kind.name not in _RUNS:
+    if kind.name not in RUN_KINDS:
         return {**record, "reason": f"a run of the scripted model uses no {kind.name}"}
     if changed is None:
         return {**record, "reason": "it cannot be enabled"}

@@ -24,7 +24,8 @@ NEEDS = "needs "
 MODULE = "plugin_under_check"
 """Name of the module that holds the class."""
 
-_GUIDE = "docs/conformance-kit.md"
+GUIDE = "docs/conformance-kit.md"
+"""The page on how to give samples."""
 
 _SAMPLES = {
     "AdapterResolverSuite": ("known", "provide"),
@@ -72,8 +73,8 @@ def subject_of(suite: type) -> str:
 
 def make_suite(
     kind: Kind, target: Any, name: str, options: Mapping[str, Any]
-) -> tuple[type[ConformanceSuite], bool]:
-    """Return a test class for a component, and whether its arguments are drawn from their type.
+) -> type[ConformanceSuite]:
+    """Return a test class for a component, whose arguments are drawn from their declared type.
 
     What only an author can give skips the tests that use it, with a reason.
 
@@ -92,22 +93,16 @@ def make_suite(
         given["options"] = dict(options)
     if suite.name is None:
         given["name"] = name
-    is_drawn = False
     declared = getattr(target, "Arguments", None)
-    if (
-        getattr(suite, "arguments", None) is None
-        and inspect.isclass(declared)
-        and issubclass(declared, msgspec.Struct)
-    ):
+    if inspect.isclass(declared) and issubclass(declared, msgspec.Struct):
         drawn = arguments_of(declared)
-        is_drawn = drawn is not None
-        if is_drawn:
+        if drawn is not None and getattr(suite, "arguments", None) is None:
             given["arguments"] = drawn
     if hasattr(suite, "place_options"):
         given |= _place(suite, target, options)
     for missing in _missing(suite, kind, given):
         given[missing] = _skipping(suite, missing)
-    return type("TestPlugin", (suite,), given), is_drawn
+    return type("TestPlugin", (suite,), given)
 
 
 def _place(suite: Any, target: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +140,6 @@ def _skipping(suite: type, missing: str) -> Any:
     """Return the attribute, or method, that skips the test that uses it."""
 
     def skip(self: Any, *_args: Any) -> Any:  # noqa: ARG001
-        pytest.skip(f"{NEEDS}`{missing}`: write a test, or name a suite ({_GUIDE})")
+        pytest.skip(f"{NEEDS}`{missing}`: write a test, or name a suite ({GUIDE})")
 
     return skip if callable(getattr(suite, missing, None)) else property(skip)

@@ -23,6 +23,7 @@ from hardpoint.errors import HardpointError, PluginConflictError, PluginNotFound
 from hardpoint.plugins.config import ConfigSources, EngineConfig
 from hardpoint.registry.discovery import InstalledPlugin, describe_unknown_kind, discover
 from hardpoint.registry.kinds import KINDS
+from hardpoint.registry.loading import snake_case
 from hardpoint.typed import suggest
 
 from .request import CANNOT_LOAD, FAILED, OK, CheckLimits, CheckRequest, check_record
@@ -61,12 +62,14 @@ def check_plugin(
             )
     tree = msgspec.to_builtins(config)
     given = msgspec.convert(dict(limits), CheckLimits)
-    for found in _find(name):
+    all_found = _find(name)
+    for found in all_found:
         with tempfile.TemporaryDirectory(prefix="hardpoint-check-") as folder:
             request = CheckRequest(
                 kind=found.kind,
                 name=found.name,
                 value=found.value,
+                reference=name if len(all_found) == 1 else f"{found.kind}/{found.name}",
                 distribution=found.distribution,
                 version=found.version,
                 config=tree,
@@ -94,7 +97,7 @@ def _find(name: str) -> list[InstalledPlugin]:
         return known
     if not named and ":" in name:
         module, _, attribute = name.partition(":")
-        plugin = attribute.rpartition(".")[2]
+        plugin = snake_case((attribute or module).rpartition(".")[2])
         return [InstalledPlugin("", plugin, name, f"module {module}", "")]
     if not named:
         known_names = sorted({f.name for f in installed} | {f.distribution for f in installed})

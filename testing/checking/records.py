@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hardpoint.testing.pace import EVIDENCE
+from hardpoint.testing.suite import NOTHING_DRAWN
 
-from .made_suite import NEEDS
+from .made_suite import GUIDE, NEEDS
 from .request import check_record
 
 Send = Callable[[Mapping[str, Any]], None]
@@ -20,9 +21,17 @@ _UNDECIDED = (NEEDS, "this machine ", "undecidable ", "the engine cannot import"
 """Begin the reasons of checks that this run could not make; others do not apply to the class."""
 
 _REFUSED = re.compile(
-    r"^  observed: (no engine can be opened with it: |.*\b(ConfigError|ModelError): )", re.M
+    r"^(?:  observed: (?:no engine can be opened with it: |.*\b(?:ConfigError|ModelError): )"
+    r"|E +\S*\b(?:ConfigError|ModelError): ).*$",
+    re.M,
 )
 """In a report: the component named what it lacks, in the place of keeping or breaking the rule."""
+
+_LACKING = re.compile(r"its constructor raised ImportError: (.*)$", re.M)
+"""In a report: a library is not there, which the component names; a slip is another class."""
+
+_UNDRAWN = re.compile(rf"^  observed: {NOTHING_DRAWN}: (.*)\n  fix: (.*)$", re.M)
+"""In a report: nothing was drawn with which the component does anything; only its author can."""
 
 _REPLAY = re.compile(r"^( *replay: HARDPOINT_SEED=\d+)( HARDPOINT_EXAMPLES=\S+)? pytest .*$", re.M)
 
@@ -36,7 +45,6 @@ class CheckRecorder:
         expected: Mapping[str, str],
         name: str,
         *,
-        drawn_arguments: bool,
         has_own_suite: bool,
     ) -> None:
         """Create a recorder.
@@ -45,14 +53,12 @@ class CheckRecorder:
             send: gets each record.
             expected: reasons of expected failures by test.
             name: what to check again, for replays.
-            drawn_arguments: whether arguments are drawn from their type alone, so that one that has
-                an effect may be rare.
-            has_own_suite: whether the author's suite gives options, files and samples.
+            has_own_suite: whether the author's suite gives options, arguments, files and samples,
+                which are drawn from their types without it, so that one with an effect may be rare.
         """
         self._send = send
         self._expected = expected
         self._name = name
-        self._drawn = drawn_arguments
         self._has_own_suite = has_own_suite
         self._claims: dict[str, str] = {}
 
@@ -105,12 +111,19 @@ class CheckRecorder:
             decided = not reason.startswith(_UNDECIDED)
             return ("not_applicable" if decided else "not_proved"), reason, ""
         message = self._message(report)
-        if self._drawn and name == "test_effect":
-            reason = f"{NEEDS}`arguments` that have an effect; those drawn from the type had none"
+        if lacking := _LACKING.search(message):
+            return "not_proved", f"this machine lacks what it needs: {lacking[1]}", ""
+        if self._has_own_suite:
+            return "failed", "", message
+        if name == "test_effect":
+            reason = f"{NEEDS}`arguments` or `params` with an effect; what the suite drew had none"
             return "not_proved", reason, message
-        if not self._has_own_suite and _REFUSED.search(message):
+        if refused := _REFUSED.search(message):
             reason = f"{NEEDS}options, files or a configuration that it accepts; it refuses these"
-            return "not_proved", reason, message
+            return "not_proved", reason, refused[0].strip()
+        if undrawn := _UNDRAWN.search(message):
+            reason = f"{NEEDS}a suite of its author: {undrawn[1]}; {undrawn[2]} ({GUIDE})"
+            return "not_proved", reason, ""
         return "failed", "", message
 
     def _message(self, report: pytest.TestReport) -> str:

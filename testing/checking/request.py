@@ -46,6 +46,7 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
         kind: name of its kind; empty to find it out.
         name: under which it is enabled.
         value: its FQCN.
+        reference: what a command calls it, for replays.
         distribution, version: what offers it.
         config: the current configuration, as plain data.
         config_sources: source of each value of it.
@@ -59,6 +60,7 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     name: str
     value: str
+    reference: str
     distribution: str
     version: str
     config: dict[str, Any]

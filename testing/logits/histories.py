@@ -28,6 +28,7 @@ from .subject import MAX_ROWS, Case, Subject
 
 _MIN_STEPS, _MAX_STEPS = 10, 30
 _MAX_LENGTH = 64
+_RUN = 3  # tokens of a request that follow each other in its arguments, now and then
 
 
 @dataclass(frozen=True)
@@ -183,12 +184,17 @@ def _single_row(subject: Subject, entry: _HistoryRequest, logits: torch.Tensor) 
 
 
 def _token(entry: _HistoryRequest, vocab_size: int) -> int:
-    """Return a request's next token: often one of a few, or one of its arguments'."""
-    mixed = (entry.number * 1_000_003 + len(entry.outputs) * 7_919 + 12_345) * 48_271 % (2**31 - 1)
-    ids = entry.case.argument_ids
-    if ids and mixed % 3 == 0:
-        return ids[mixed // 3 % len(ids)]
+    """Return a request's next token: often one of a few, or the next of its arguments'."""
+    at, ids = len(entry.outputs), entry.case.argument_ids
+    run = _mixed(entry.number, at // _RUN)
+    if ids and run % 2:
+        return ids[(run // 2 + at) % len(ids)]
+    mixed = _mixed(entry.number, at)
     return mixed % min(4, vocab_size) if mixed % 5 else mixed % vocab_size
+
+
+def _mixed(number: int, at: int) -> int:
+    return (number * 1_000_003 + at * 7_919 + 12_345) * 48_271 % (2**31 - 1)
 
 
 def _logits(entry: _HistoryRequest, vocab_size: int) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import torch
-from hypothesis import assume
+from hypothesis import assume, reject
 from hypothesis import strategies as st
 
 from hardpoint import typed
@@ -34,7 +35,8 @@ MAX_LENGTH = 512
 """Maximum number of tokens of a request in a test."""
 
 _CPU = torch.device("cpu")
-_MOST_IDS = 8  # of a request's arguments that are drawn into its prompt and outputs
+_MOST_IDS = 16  # of a request's arguments that are drawn into its prompt and outputs
+_MOST_IN_A_RUN = 4
 _GREEDY, _RANDOM = 0.0, 1.0
 
 
@@ -49,7 +51,7 @@ class Case:
     Attributes:
         arguments: prepared arguments; None for a request that does not use the processor.
         outputs: its output tokens when it enters the batch.
-        argument_ids: the token ids in its arguments.
+        argument_ids: the token ids in its arguments, given and prepared, in their order.
     """
 
     arguments: Any
@@ -99,6 +101,8 @@ class Subject:
     """A processor class with the settings of its LogitsProcessorSuite.
 
     Attributes:
+        tokenizer: what `prepare` gets; None gives some requests the `default_tokenizer`.
+        default_tokenizer: its ids are below `vocab_size`.
         rejections: the messages with which `prepare` rejected requests, in order.
     """
 
@@ -108,6 +112,7 @@ class Subject:
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None = None
+    default_tokenizer: Tokenizer | None = None
     reasoning: ReasoningMarkers | None = None
     rejections: list[str] = field(default_factory=list)
 
@@ -189,6 +194,7 @@ class Subject:
         base: SamplingParams,
         prompt: Sequence[int] = (1,),
         outputs: Sequence[int] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> Case:
         """Return a request with prepared arguments; `given` None does not ask for the processor.
 
@@ -201,9 +207,10 @@ class Subject:
             params = self._requesting_params(given, base)
         elif self.used_by_default(base):
             given = {}
-        arguments = (
-            None if given is None else self._prepared(self.convert_arguments(given), params, prompt)
-        )
+        arguments = None
+        if given is not None:
+            converted = self.convert_arguments(given)
+            arguments = self._prepared(converted, params, prompt, tokenizer)
         return Case(arguments, params, tuple(prompt), tuple(outputs), self.stop_token_ids)
 
     def _requesting_params(self, given: Any, base: SamplingParams) -> SamplingParams:
@@ -219,14 +226,20 @@ class Subject:
         }
         return msgspec.structs.replace(base, **fields)
 
-    def _prepared(self, arguments: Any, params: SamplingParams, prompt: Sequence[int]) -> Any:
+    def _prepared(
+        self,
+        arguments: Any,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer | None,
+    ) -> Any:
         context = PrepareContext(
             options=self.checked_options(),
             params=params,
             prompt_token_ids=list(prompt),
             stop_token_ids=list(self.stop_token_ids),
             vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             reasoning=self.reasoning,
         )
         try:
@@ -236,7 +249,8 @@ class Subject:
             raise RequestRejectedError(str(error)) from None
         except Exception as cause:
             raise Violation(
-                f"prepare raised {type(cause).__name__}: {cause}, for {short_repr(arguments)}",
+                f"prepare raised {type(cause).__name__}: {cause}, for {short_repr(arguments)}"
+                f"{' without a tokenizer' if tokenizer is None else ''}",
                 "let prepare reject a request by a ValueError, whose message reaches the user",
             ) from cause
         if not isinstance(prepared, prepared_type(self.cls)):
@@ -266,9 +280,8 @@ class Subject:
         given = st.just({}) if arguments is None else arguments
         temperatures = st.just(_RANDOM) if sampled_only else st.sampled_from([_RANDOM, _GREEDY])
         uses = st.just(True) if users_only else st.sampled_from([True, True, False])
-        tokens = drawn_tokens(self.vocab_size)
-        prompts = st.lists(tokens, min_size=1, max_size=8)
-        outputs = st.lists(tokens, max_size=0 if self.observes else 8)
+        prompts = drawn_tokens(self.vocab_size, min_size=1, max_size=8)
+        outputs = drawn_tokens(self.vocab_size, max_size=0 if self.observes else 8)
 
         def make(
             uses: bool,
@@ -277,29 +290,82 @@ class Subject:
             temperature: float,
             prompt: list[int],
             outputs: list[int],
+            tokenizers: list[Tokenizer | None],
         ) -> Case:
             params = msgspec.structs.replace(params, temperature=temperature)
-            ids = _token_ids_in(given, self.vocab_size) if uses else ()
-            prompt = [_meeting_token(number, ids) for number in prompt]
-            outputs = [_meeting_token(number, ids) for number in outputs]
-            try:
-                case = self.case(given if uses else None, params, prompt, outputs)
-            except RequestRejectedError:
-                assume(False)
-                raise
+            case = None
+            for tokenizer in tokenizers:
+                with contextlib.suppress(RequestRejectedError):
+                    asked = given if uses else None
+                    case = self._meeting_case(asked, params, prompt, outputs, tokenizer)
+                    break
+            if case is None:
+                reject()
             assume(not (sampled_only and case.params.greedy))
+            return case
+
+        tokenizers = st.sampled_from(self._tokenizers())
+        return st.builds(make, uses, given, base, temperatures, prompts, outputs, tokenizers)
+
+    def _tokenizers(self) -> list[list[Tokenizer | None]]:
+        """Return the choices of what `prepare` gets: one after another, until it does not refuse.
+
+        An engine need not have a tokenizer, so each processor has to take that, or refuse it.
+        """
+        if self.tokenizer is not None or self.default_tokenizer is None:
+            return [[self.tokenizer]]
+        return [[self.default_tokenizer], [None, self.default_tokenizer]]
+
+    def _meeting_case(
+        self,
+        given: Any,
+        params: SamplingParams,
+        prompt: list[int],
+        outputs: list[int],
+        tokenizer: Tokenizer | None,
+    ) -> Case:
+        """Return `case`, with the arguments' ids in the place of negative numbers.
+
+        It is made again if `prepare` found other ids than were given, such as those of a text.
+        """
+
+        def make(ids: tuple[int, ...]) -> Case:
+            begun = [_meeting_token(number, ids) for number in prompt]
+            generated = [_meeting_token(number, ids) for number in outputs]
+            case = self.case(given, params, begun, generated, tokenizer)
             return replace(case, argument_ids=ids)
 
-        return st.builds(make, uses, given, base, temperatures, prompts, outputs)
+        ids = token_ids_in(given, self.vocab_size)
+        case = make(ids)
+        found = token_ids_in(case.arguments, self.vocab_size)
+        if set(found) <= set(ids):
+            return case
+        return make((*found, *(token for token in ids if token not in found)))
 
 
-def drawn_tokens(vocab_size: int) -> st.SearchStrategy[int]:
-    """Return a strategy for token ids, in which small ones are frequent, as in arguments.
+def drawn_tokens(
+    vocab_size: int, *, min_size: int = 0, max_size: int
+) -> st.SearchStrategy[list[int]]:
+    """Return a strategy for lists of token ids, in which small ones are frequent, as in arguments.
 
-    Negative numbers stand for the ids in a request's arguments (`Case.token`): so prompt, outputs
-    and arguments often have the same ids, whatever an author draws for the latter.
+    Negative numbers stand for the ids in a request's arguments (`Case.token`), and often follow
+    each other: so prompt, outputs and arguments often have the same ids, in the same order,
+    whatever an author draws for the latter.
+
+    Args:
+        vocab_size: ids are less.
+        min_size: 0 or 1.
+        max_size: the same of the list.
     """
-    return st.integers(-_MOST_IDS, 3) | st.integers(0, vocab_size - 1)
+    tokens = st.integers(-_MOST_IDS, 3) | st.integers(0, vocab_size - 1)
+    runs = st.builds(
+        lambda first, length: list(range(first, min(first + length, 0))),
+        st.integers(-_MOST_IDS, -1),
+        st.integers(2, _MOST_IN_A_RUN),
+    )
+    pieces = tokens.map(lambda token: [token]) | runs
+    lists = st.lists(pieces, min_size=min_size, max_size=max_size)
+    return lists.map(lambda drawn: [token for piece in drawn for token in piece][:max_size])
 
 
 def _meeting_token(number: int, argument_ids: Sequence[int]) -> int:
@@ -308,16 +374,16 @@ def _meeting_token(number: int, argument_ids: Sequence[int]) -> int:
     return argument_ids[number % len(argument_ids)] if argument_ids else -number % 4
 
 
-def _token_ids_in(given: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return the numbers in arguments that may be token ids, each once, and not too many."""
-    found: dict[int, None] = {}
-    pending = [msgspec.to_builtins(given, str_keys=False)]
+def token_ids_in(arguments: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return the numbers in arguments that may be token ids, in their order, and not too many."""
+    found: list[int] = []
+    pending = [msgspec.to_builtins(arguments, str_keys=False)]
     while pending and len(found) < _MOST_IDS:
         value = pending.pop()
         if isinstance(value, Mapping):
-            pending += [*value.values(), *value]
+            pending += reversed([*value, *value.values()])
         elif isinstance(value, list | tuple | set):
-            pending += value
+            pending += reversed([*value])
         elif type(value) is int and 0 <= value < vocab_size:
-            found[value] = None
+            found.append(value)
     return tuple(found)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
 
 from hardpoint.plugins import (
     Phase,
@@ -18,9 +17,17 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.logits import LogitsPlugin
+from hardpoint.testing.component_suite import LIVE, check_live_change
 from hardpoint.testing.engine_access import plugin_name
 from hardpoint.testing.pytest_hooks import examples_scale
-from hardpoint.testing.suite import ConformanceSuite, Violation, reject_replaced_tests
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
+from hardpoint.testing.suite import (
+    NOTHING_DRAWN,
+    ConformanceSuite,
+    Violation,
+    checks,
+    reject_replaced_tests,
+)
 
 from .histories import check_history, steps
 from .host_sync import UndecidableError
@@ -28,7 +35,7 @@ from .rules import claims, results, states
 from .subject import MAX_ROWS, Case, Subject, drawn_tokens
 
 _SEEDS = st.integers(0, 2**16)
-_DRAFTS = st.integers(-2, 3)  # see drawn_tokens
+_DRAFTED = 4  # ids of drafts are less, or the arguments'
 
 
 class LogitsProcessorSuite(ConformanceSuite):
@@ -43,7 +50,9 @@ class LogitsProcessorSuite(ConformanceSuite):
         params: a strategy for the other SamplingParams of requests.
         vocab_size: width of the logits.
         stop_token_ids: the stop tokens of every request.
-        tokenizer, reasoning: what `prepare` gets.
+        tokenizer: what `prepare` gets. None, the default: one token per byte for most requests, and
+            none for others; with a `vocab_size` below 257, for all.
+        reasoning: what `prepare` gets.
         budget_us_per_row: maximum microseconds per row; None does not measure.
         budget_vocab_size: width of the logits for that measurement.
     """
@@ -51,7 +60,7 @@ class LogitsProcessorSuite(ConformanceSuite):
     processor: ClassVar[type[LogitsPlugin]]
     arguments: ClassVar[st.SearchStrategy[Any] | None] = None
     params: ClassVar[st.SearchStrategy[SamplingParams] | None] = None
-    vocab_size: ClassVar[int] = 131
+    vocab_size: ClassVar[int] = 257
     stop_token_ids: ClassVar[tuple[int, ...]] = (2, 5)
     tokenizer: ClassVar[Tokenizer | None] = None
     reasoning: ClassVar[ReasoningMarkers | None] = None
@@ -82,7 +91,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             round(300 / scale),
             lambda _, **drawn: seen.add(**drawn),
             cases=self._several_users(),
-            tokens=st.lists(drawn_tokens(self.vocab_size), max_size=6),
+            tokens=drawn_tokens(self.vocab_size, max_size=6),
             seed=_SEEDS,
         )
         self._run_checks(results.EFFECT, seen.check)
@@ -98,7 +107,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             "history: a row's result depends on its own request only",
             50,
             check_history,
-            cases=st.lists(self._cases(), min_size=1, max_size=5),
+            cases=self._some_users(1, 5),
             history=steps(),
         )
 
@@ -109,7 +118,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             "swaps: requests that exchange rows keep their state",
             40,
             states.check_swaps,
-            cases=st.lists(self._cases(), min_size=2, max_size=4),
+            cases=self._some_users(2, 4),
             swaps=st.lists(st.tuples(rows, rows), min_size=1, max_size=4),
             seed=_SEEDS,
         )
@@ -124,7 +133,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             "bystanders: rows of requests that do not use the processor keep their bits",
             60,
             results.check_bystanders,
-            cases=st.lists(self._cases(), min_size=1, max_size=4),
+            cases=self._some_users(1, 4),
             seed=_SEEDS,
         )
 
@@ -161,13 +170,12 @@ class LogitsProcessorSuite(ConformanceSuite):
         """
         if self._subject.observes:
             pytest.skip("it observes: a state is never started on a history")
-        tokens = drawn_tokens(self.vocab_size)
         self._search_cases(
             "advance: start on the whole history equals start and advance",
             60,
             states.check_advance,
             cases=self._several_users(),
-            tokens=st.lists(tokens, min_size=1, max_size=8),
+            tokens=drawn_tokens(self.vocab_size, min_size=1, max_size=8),
             seed=_SEEDS,
         )
 
@@ -181,7 +189,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             60,
             states.check_fork,
             case=self._users(),
-            drafts=st.lists(_DRAFTS, min_size=1, max_size=4),
+            drafts=drawn_tokens(_DRAFTED, min_size=1, max_size=4),
             seed=_SEEDS,
         )
 
@@ -196,11 +204,11 @@ class LogitsProcessorSuite(ConformanceSuite):
                 60,
                 states.check_observed_drafts,
                 case=self._users(),
-                drafts=st.lists(_DRAFTS, min_size=1, max_size=4),
+                drafts=drawn_tokens(_DRAFTED, min_size=1, max_size=4),
                 seed=_SEEDS,
             )
             return
-        drafts = st.lists(st.lists(_DRAFTS, max_size=3), min_size=1, max_size=3)
+        drafts = st.lists(drawn_tokens(_DRAFTED, max_size=3), min_size=1, max_size=3)
         self._search_cases(
             "drafts: a draft's row equals that of a request that generated the token",
             60,
@@ -223,7 +231,7 @@ class LogitsProcessorSuite(ConformanceSuite):
             60,
             states.check_resumed,
             case=self._users(),
-            tokens=st.lists(drawn_tokens(self.vocab_size), min_size=1, max_size=5),
+            tokens=drawn_tokens(self.vocab_size, min_size=1, max_size=5),
             seed=_SEEDS,
         )
 
@@ -290,6 +298,13 @@ class LogitsProcessorSuite(ConformanceSuite):
         except UndecidableError as reason:
             pytest.skip(f"undecidable without a device: {reason}")
 
+    @checks(LIVE)
+    def test_live_change(self) -> None:
+        """A second instance is built and closed next to the first, as a live change does: nothing
+        of module and class changes, no thread of the first ends, and none is left at the end.
+        """
+        check_live_change(self.processor, lambda: self._subject.build().processor)
+
     def test_memory(self) -> None:
         """Finished requests are not referenced any more, and nothing grows with their number."""
         self._search_cases(
@@ -303,7 +318,7 @@ class LogitsProcessorSuite(ConformanceSuite):
         """A row costs no more than the budget: the median of the best round."""
         if self.budget_us_per_row is None:
             pytest.skip("budget_us_per_row is None")
-        subject = self._make_subject(self.budget_vocab_size)
+        subject = self._with_vocabulary(self.budget_vocab_size)
         case = subject.cases(self.arguments, self.params, users_only=True, sampled_only=True)
         self._search(
             "speed: a row costs no more than its budget",
@@ -317,9 +332,14 @@ class LogitsProcessorSuite(ConformanceSuite):
 
     @cached_property
     def _subject(self) -> Subject:
-        return self._make_subject(self.vocab_size)
+        return self._with_vocabulary(self.vocab_size)
 
-    def _make_subject(self, vocab_size: int) -> Subject:
+    @cached_property
+    def _rejections(self) -> list[str]:
+        return []
+
+    def _with_vocabulary(self, vocab_size: int) -> Subject:
+        default = ByteTokenizer()
         return Subject(
             cls=self.processor,
             name=self.name or plugin_name(self.processor),
@@ -327,11 +347,16 @@ class LogitsProcessorSuite(ConformanceSuite):
             vocab_size=vocab_size,
             stop_token_ids=self.stop_token_ids,
             tokenizer=self.tokenizer,
+            default_tokenizer=default if default.vocab_size <= vocab_size else None,
             reasoning=self.reasoning,
+            rejections=self._rejections,
         )
 
-    def _cases(self) -> st.SearchStrategy[Case]:
-        return self._subject.cases(self.arguments, self.params)
+    def _some_users(self, min_size: int, max_size: int) -> st.SearchStrategy[list[Case]]:
+        """Return a strategy for requests of which some use the processor: at least one."""
+        cases = self._subject.cases(self.arguments, self.params)
+        drawn = st.lists(cases, min_size=min_size, max_size=max_size)
+        return drawn.filter(lambda cases: any(case.uses for case in cases))
 
     def _users(self) -> st.SearchStrategy[Case]:
         return self._subject.cases(self.arguments, self.params, users_only=True, sampled_only=True)
@@ -350,15 +375,14 @@ class LogitsProcessorSuite(ConformanceSuite):
         check: Callable[..., None],
         **strategies: st.SearchStrategy[Any],
     ) -> None:
-        """Search with `check(subject, **drawn)`; explain strategies that prepare rejects."""
-        try:
-            self._search(rule, examples, partial(check, self._subject), **strategies)
-        except Unsatisfiable:
-            rejections = self._subject.rejections
-            reason = f", the last time because {rejections[-1]!r}" if rejections else ""
-            violation = Violation(
-                f"no request could be drawn: prepare rejected everything from `arguments`{reason}",
-                "let the strategy `arguments` draw what prepare accepts; set vocab_size, "
-                "stop_token_ids, tokenizer, reasoning or params if it needs them",
-            )
-            self._fail(rule, violation)
+        """Search with `check(subject, **drawn)`."""
+        self._search(rule, examples, partial(check, self._subject), **strategies)
+
+    def _nothing_drawn(self) -> Violation:
+        rejections = self._rejections
+        reason = f", the last time because {rejections[-1]!r}" if rejections else ""
+        return Violation(
+            f"{NOTHING_DRAWN}: prepare rejected everything from `arguments`{reason}",
+            "let the strategy `arguments` draw what prepare accepts; set vocab_size, "
+            "stop_token_ids, tokenizer, reasoning or params if it needs them",
+        )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from hardpoint.plugins import KVSpec
-from hardpoint.testing.suite import Rule
+from hardpoint.testing.suite import Rule, short_repr
+
+from .sequences import WholeHistory
 
 RESULT = Rule(
     "result: attend returns a tensor of the shape, dtype and device of q",
@@ -34,11 +37,22 @@ SOFTCAP = Rule(
     "compute softcap * tanh(score * scale / softcap) where spec.softcap is not None, or leave the "
     "class attribute `softcaps` False: models that need it are refused then",
 )
+SINKS = Rule(
+    "sinks: each head has one more score, that of spec.sinks, whose value is 0",
+    "where spec.sinks is not None, add exp(sinks[head] - maximum) to each query's sum of weights, "
+    "and read the tensor in each step; or leave the class attribute `has_sinks` False: "
+    "models that need them are refused then",
+)
 SEES = Rule(
     "sees: a token sees the keys of its sequence up to the position in step.sees",
     "mask the keys after step.sees, where the step has it, and not those after the token itself; "
     "windows begin where they do without it; or leave the class attribute `sees_ahead` False: "
     "models that need it are refused then",
+)
+VALUES = Rule(
+    "values: with spec.value_size, values are the last so many elements of the keys",
+    "store k alone, which v is, and return value_size elements of each head; or leave the property "
+    "`shares_values` False: `attend` gets such a layer without it then, and keys as values",
 )
 CACHE = Rule(
     "cache: the tokens of earlier steps are remembered",
@@ -92,6 +106,7 @@ ROWS = Rule(
     "same order however many rows, sequences and threads a step has; or leave `batch_invariant` of "
     "the suite False, which allows rows to differ within the tolerance",
 )
+_TOLERANCES = {torch.bfloat16: 0.06, torch.float16: 0.01}
 MOST_ROWS = 16
 """Of a sequence that decodes: a token and its drafts."""
 
@@ -104,11 +119,13 @@ class Case:
         heads: query heads and key heads per layer.
         windows: per layer.
         softcap: softcap of all layers.
+        has_sinks: whether all layers have sinks.
         steps: tokens by sequence; an ended sequence of the same name starts again.
         ends: sequences that end after each step.
         shuffled: whether blocks are handed out in any order.
         grouped: whether each layer is a group, with blocks of its own in a cache that they share.
         cache_dtype: `kv_cache.dtype`.
+        shares_values: whether values are part of the keys.
     """
 
     block_size: int
@@ -119,14 +136,27 @@ class Case:
     ends: tuple[str, ...] = ()
     shuffled: bool = False
     softcap: float | None = None
+    has_sinks: bool = False
     grouped: bool = False
     cache_dtype: str = "auto"
+    shares_values: bool = False
 
-    @property
-    def specs(self) -> list[KVSpec]:
-        """Return one spec per layer."""
+    def specs(self, device: torch.device) -> list[KVSpec]:
+        """Return one spec per layer; the sinks of heads differ."""
+        generator = torch.Generator().manual_seed(0)
+        own = value_size(self.head_size) if self.shares_values else None
+
+        def sinks(heads: int) -> torch.Tensor | None:
+            drawn = torch.randn(heads, generator=generator) * 2
+            return drawn.to(device) if self.has_sinks else None
+
         return [
-            KVSpec(num_heads, num_kv_heads, self.head_size, 0.4, window, self.softcap)
+            KVSpec(
+                *(num_heads, num_kv_heads, self.head_size, 0.4, window),
+                softcap=self.softcap,
+                sinks=sinks(num_heads),
+                value_size=own,
+            )
             for (num_heads, num_kv_heads), window in zip(self.heads, self.windows, strict=True)
         ]
 
@@ -205,3 +235,69 @@ def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     a, b = x[..., :size].float().chunk(2, -1)
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return torch.cat((turned, x[..., size:]), -1)
+
+
+def value_size(head_size: int) -> int:
+    """Return how many elements of keys are values, where they are part of them."""
+    return head_size - head_size // 4
+
+
+def copied(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return copies of queries, keys and values, which stay one tensor if they are."""
+    keys = k.clone()
+    return q.clone(), keys, keys if v is k else v.clone()
+
+
+def tolerance(dtype: torch.dtype, stated: float | None) -> float:
+    """Return the maximum difference of results of a dtype; `stated` is the suite's."""
+    return stated or _TOLERANCES.get(dtype, 1e-4)
+
+
+def check_output(
+    rule: Rule,
+    out: Any,
+    q: torch.Tensor,
+    history: WholeHistory,
+    counts: Sequence[tuple[str, int]],
+    limit: float,
+) -> None:
+    """Compare the result of a step with plain attention.
+
+    Args:
+        rule: what is broken if it differs.
+        out: the result.
+        q: queries of the step.
+        history: the layer, to which the step was appended.
+        counts: the sequences and their tokens.
+        limit: maximum difference.
+    """
+    if not isinstance(out, torch.Tensor):
+        raise RESULT.violation(f"attend returned {short_repr(out)}, no tensor")
+    size = history.spec.value_size
+    like = q if size is None else q[..., :size]
+    got, wanted = ((x.dtype, list(x.shape), x.device) for x in (out, like))
+    if got != wanted:
+        what = "q is" if size is None else "with value_size it should be"
+        raise RESULT.violation(
+            f"attend returned {got[0]} {got[1]} on {got[2]}, {what} {wanted[0]} {wanted[1]} on "
+            f"{wanted[2]}"
+        )
+    out = out.double().cpu()
+    expected = history.attend(counts, q)
+    difference = (out - expected).abs().nan_to_num(torch.inf)
+    if float(difference.max()) <= limit:
+        return
+    query = int(difference.flatten(1).amax(-1).argmax())
+    names = [f"query {i} of {name!r}" for name, count in counts for i in range(count)]
+    observed = (
+        f"in a step of {', '.join(f'{count} tokens of {name!r}' for name, count in counts)}, "
+        f"the output of {names[query]} differs from plain attention by "
+        f"{float(difference[query].max()):.3g}, at most {limit:.3g} is accepted"
+    )
+    for mistake, wrong in history.with_mistakes(counts, q):
+        if (wrong - expected).abs().max() > limit and (out - wrong).abs().max() <= limit:
+            observed += f"; the output is {mistake}"
+            break
+    raise rule.violation(observed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,30 +34,35 @@ from .attention_cases import (
     ROWS,
     SEES,
     SEQUENCES,
+    SINKS,
     SOFTCAP,
+    VALUES,
     WINDOW,
     Case,
     RowsCase,
+    check_output,
+    copied,
     drawn_angles,
     rotated,
     rows_cases,
     seen_ahead,
     threads_of_torch,
+    tolerance,
+    value_size,
 )
 from .block_views import (
     BLOCK_VIEWS,
     MOVED_BLOCKS,
     NUM_BLOCKS,
+    check_size,
     check_views,
     move_blocks,
-    num_bytes,
     tensors_of,
 )
 from .sequences import SequenceBlocks, WholeHistory, ordered, softmax_attention
 
 _NUM_BLOCKS = 328  # four sequences of 80 tokens, in blocks of one token
 _MOVED_LENGTHS = (17, 3, 1)
-_TOLERANCES = {torch.bfloat16: 0.06, torch.float16: 0.01}
 
 
 class AttentionBackendSuite(ComponentSuite):
@@ -122,8 +128,8 @@ class AttentionBackendSuite(ComponentSuite):
             functools.partial(self._check_size, block_size, spec, cache_dtype)
             for block_size in self.block_sizes
             for heads in self.heads
-            for spec in [KVSpec(*heads, self.head_sizes[0], 0.4)]
             for cache_dtype in ("auto", *self._coded_dtypes())
+            for spec in self._specs(heads, self.head_sizes[0], block_size, cache_dtype)
         ]
         self._run_checks("sizes: a block takes bytes_per_block", *checks)
 
@@ -163,6 +169,16 @@ class AttentionBackendSuite(ComponentSuite):
                 dtype=dtype,
             )
 
+    def test_sinks(self) -> None:
+        """Heads have sinks, in steps of all kinds, and the tensor is read in each. A backend whose
+        class does not state `has_sinks = True` is not asked to, and refuses models that have them.
+        """
+        if not self._make(self.block_sizes[0]).has_sinks:
+            pytest.skip("`has_sinks` of the backend is False")
+        for dtype in self.dtypes:
+            heads, windows = self.heads, self.windows
+            self._compare(SINKS, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
+
     def test_sees_ahead(self) -> None:
         """Tokens see later ones of the step, by `AttentionStep.sees`. A backend whose class does
         not state `sees_ahead = True` is not asked to, and refuses models that need it.
@@ -172,6 +188,16 @@ class AttentionBackendSuite(ComponentSuite):
         for dtype in self.dtypes:
             heads, windows = self.heads, self.windows
             self._compare(SEES, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
+
+    def test_values(self) -> None:
+        """Values are the last elements of the keys, by `KVSpec.value_size`. A backend whose
+        `shares_values` is False is not asked to, and stores the keys of such layers twice.
+        """
+        if not self._make(self.block_sizes[0]).shares_values:
+            pytest.skip("`shares_values` of the backend is False")
+        for dtype in self.dtypes:
+            heads, windows = self.heads, self.windows
+            self._compare(VALUES, heads=heads, windows=windows, names="abc", steps=3, dtype=dtype)
 
     def test_cache(self) -> None:
         """A prompt in chunks, then tokens one by one."""
@@ -311,11 +337,12 @@ class AttentionBackendSuite(ComponentSuite):
         except Exception as cause:
             self._run_checks(BLOCK_VIEWS.text, functools.partial(_reraise, cause))
         checks = [
-            functools.partial(self._check_blocks, block_size, heads, dtype, cache_dtype)
+            functools.partial(self._check_blocks, block_size, spec, dtype, cache_dtype)
             for dtype in self.dtypes
             for block_size in self.block_sizes
             for heads in self.heads
             for cache_dtype in ("auto", *self._coded_dtypes())
+            for spec in self._specs(heads, self.head_sizes[-1], block_size, cache_dtype)
         ]
         self._run_checks(BLOCK_VIEWS.text, *checks)
 
@@ -380,6 +407,15 @@ class AttentionBackendSuite(ComponentSuite):
             return (None, *self.softcaps)
         return self.softcaps if rule is SOFTCAP else (None,)
 
+    def _specs(
+        self, heads: tuple[int, int], head_size: int, block_size: int, cache_dtype: str
+    ) -> list[KVSpec]:
+        """Return a layer, and the same with values in keys, if the backend has it."""
+        spec = KVSpec(*heads, head_size, 0.4)
+        if not self._make(block_size, cache_dtype=cache_dtype).shares_values:
+            return [spec]
+        return [spec, replace(spec, value_size=value_size(head_size))]
+
     def _make(
         self, block_size: int, dtype: torch.dtype | None = None, cache_dtype: str = "auto"
     ) -> AttentionBackend:
@@ -424,7 +460,9 @@ class AttentionBackendSuite(ComponentSuite):
             else st.just(()),
             shuffled=st.just(shuffled),
             softcap=st.sampled_from(self._softcaps_of(rule)),
+            has_sinks=st.just(rule is SINKS),
             grouped=st.just(grouped),
+            shares_values=st.just(rule is VALUES),
             cache_dtype=st.sampled_from(
                 self._needed_codes() if rule in (CODES, CODED_STEPS) else ["auto"]
             ),
@@ -437,27 +475,32 @@ class AttentionBackendSuite(ComponentSuite):
         """Run the steps of a case; compare each layer of each step."""
         backend, device = self._make(case.block_size, dtype, case.cache_dtype), self._device()
         blocks = SequenceBlocks(_NUM_BLOCKS, case.block_size, device, shuffled=case.shuffled)
-        groups = blocks.groups(case.windows) if case.grouped else [blocks]
-        group_of = range(len(groups)) if case.grouped else [0] * len(case.specs)
-        caches = [backend.allocate(spec, _NUM_BLOCKS) for spec in case.specs]
+        groups, specs = (
+            blocks.groups(case.windows) if case.grouped else [blocks],
+            case.specs(device),
+        )
+        group_of = range(len(groups)) if case.grouped else [0] * len(specs)
+        caches = [backend.allocate(spec, _NUM_BLOCKS) for spec in specs]
         if case.grouped:
             caches = caches[:1] * len(groups)
-        histories = [WholeHistory(spec, self.reference, case.cache_dtype) for spec in case.specs]
+        histories = [WholeHistory(spec, self.reference, case.cache_dtype) for spec in specs]
         generator = torch.Generator().manual_seed(0)
         for index, given in enumerate(case.steps):
             counts = ordered(list(given.items()))
             ahead = seen_ahead(generator, counts) if rule is SEES else ()
             plans = [backend.plan(group.step(counts, ahead)) for group in groups]
             tokens = sum(count for _, count in counts)
+            for sinks in (spec.sinks for spec in specs if spec.sinks is not None):
+                sinks.neg_()  # the tensor stays, its elements may change
             for layer, (cache, history) in enumerate(zip(caches, histories, strict=True)):
                 q, k, v = self._inputs(generator, history.spec, tokens, backend.context.dtype)
-                spec, plan, tensors = history.spec, plans[group_of[layer]], (q.clone(), k.clone())
+                spec, plan, tensors = history.spec, plans[group_of[layer]], copied(q, k, v)
                 if rule is ROTATES:
                     angles = drawn_angles(generator, spec, tokens, device)
-                    out = backend.rotate_and_attend(spec, cache, plan, *tensors, v.clone(), angles)
+                    out = backend.rotate_and_attend(spec, cache, plan, *tensors, angles)
                     q, k = rotated(q, angles), rotated(k, angles)
                 else:
-                    out = backend.attend(spec, cache, plan, *tensors, v.clone())
+                    out = backend.attend(spec, cache, plan, *tensors)
                 history.append(counts, k, v, ahead)
                 self._check_output(rule, out, q, history, counts)
             if index < len(case.ends):
@@ -511,10 +554,11 @@ class AttentionBackendSuite(ComponentSuite):
     def _inputs(
         self, generator: torch.Generator, spec: KVSpec, tokens: int, dtype: torch.dtype
     ) -> list[torch.Tensor]:
-        return [
+        q, k, v = (
             self.draw(generator, (tokens, heads, spec.head_size)).to(self._device(), dtype)
             for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        ]
+        )
+        return [q, k, v if spec.value_size is None else k]
 
     def _check_output(
         self,
@@ -524,31 +568,7 @@ class AttentionBackendSuite(ComponentSuite):
         history: WholeHistory,
         counts: Sequence[tuple[str, int]],
     ) -> None:
-        if not isinstance(out, torch.Tensor):
-            raise RESULT.violation(f"attend returned {short_repr(out)}, no tensor")
-        got, wanted = ((x.dtype, list(x.shape), x.device) for x in (out, q))
-        if got != wanted:
-            raise RESULT.violation(
-                f"attend returned {got[0]} {got[1]} on {got[2]}, q is {wanted[0]} {wanted[1]} on "
-                f"{wanted[2]}"
-            )
-        out, limit = out.double().cpu(), self.tolerance or _TOLERANCES.get(q.dtype, 1e-4)
-        expected = history.attend(counts, q)
-        difference = (out - expected).abs().nan_to_num(torch.inf)
-        if float(difference.max()) <= limit:
-            return
-        query = int(difference.flatten(1).amax(-1).argmax())
-        names = [f"query {i} of {name!r}" for name, count in counts for i in range(count)]
-        observed = (
-            f"in a step of {', '.join(f'{count} tokens of {name!r}' for name, count in counts)}, "
-            f"the output of {names[query]} differs from plain attention by "
-            f"{float(difference[query].max()):.3g}, at most {limit:.3g} is accepted"
-        )
-        for mistake, wrong in history.with_mistakes(counts, q):
-            if (wrong - expected).abs().max() > limit and (out - wrong).abs().max() <= limit:
-                observed += f"; the output is {mistake}"
-                break
-        raise rule.violation(observed)
+        check_output(rule, out, q, history, counts, tolerance(q.dtype, self.tolerance))
 
     @torch.inference_mode()
     def _check_rows(self, dtype: torch.dtype, case: RowsCase) -> None:
@@ -576,7 +596,7 @@ class AttentionBackendSuite(ComponentSuite):
             attend(0, case.before)
         rows = range(case.before, length)
         alone = torch.cat([attend(row, row + 1) for row in rows])
-        limit = 0.0 if self.batch_invariant else self.tolerance or _TOLERANCES.get(dtype, 1e-4)
+        limit = 0.0 if self.batch_invariant else tolerance(dtype, self.tolerance)
         for threads in (1, 2):
             for chunk in (0, min(case.chunk, case.before)):
                 with threads_of_torch(threads):
@@ -593,33 +613,14 @@ class AttentionBackendSuite(ComponentSuite):
                     )
 
     def _check_size(self, block_size: int, spec: KVSpec, cache_dtype: str) -> None:
-        backend = self._make(block_size, cache_dtype=cache_dtype)
-        size = backend.bytes_per_block(spec)
-        if type(size) is not int or size < 1:
-            raise Violation(
-                f"bytes_per_block returned {short_repr(size)}", "return a whole number >= 1"
-            )
-        few, many = backend.allocate(spec, 8), backend.allocate(spec, 40)
-        taken = (num_bytes(many) - num_bytes(few)) / 32
-        if taken and not taken <= size <= 2 * taken:
-            raise Violation(
-                f"each block of {block_size} tokens takes {taken:.0f} bytes of what allocate "
-                f"returns, bytes_per_block says {size} for {spec}",
-                "count keys and values of all tokens and key heads of a block, in the context's "
-                "dtype or as codes and their scales: the engine makes as many blocks as fit into "
-                "memory by this number",
-            )
-        for tensor in tensors_of(few):
-            if tensor.any():
-                raise Violation("a new cache is not zero", "allocate with torch.zeros")
+        check_size(self._make(block_size, cache_dtype=cache_dtype), block_size, spec)
 
     @torch.inference_mode()
     def _check_blocks(
-        self, block_size: int, heads: tuple[int, int], dtype: torch.dtype, cache_dtype: str
+        self, block_size: int, spec: KVSpec, dtype: torch.dtype, cache_dtype: str
     ) -> None:
         """Compute a sequence, copy its blocks to another cache, and continue in that."""
         backend, device = self._make(block_size, dtype, cache_dtype), self._device()
-        spec = KVSpec(*heads, self.head_sizes[-1], 0.4)
         check_views(backend, spec, tensors_of)
         old = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=True)
         new = SequenceBlocks(NUM_BLOCKS, block_size, device, shuffled=False)
@@ -631,7 +632,7 @@ class AttentionBackendSuite(ComponentSuite):
             step, copy = blocks.step(counts), new.step(counts) if index == 0 else None
             q, k, v = self._inputs(generator, spec, count, dtype)
             plan = backend.plan(step)
-            out = backend.attend(spec, cache, plan, q.clone(), k.clone(), v.clone())
+            out = backend.attend(spec, cache, plan, *copied(q, k, v))
             history.append(counts, k, v)
             self._check_output(MOVED_BLOCKS, out, q, history, counts)
             if copy is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hardpoint.plugins import AttentionBackend, KVSpec
-from hardpoint.testing.suite import Rule, short_repr
+from hardpoint.testing.suite import Rule, Violation, short_repr
 
 NUM_BLOCKS = 24
 """Of a cache under check."""
@@ -130,3 +130,29 @@ def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
 def num_bytes(cache: Any) -> int:
     """Return the bytes of the tensors of a cache."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(cache))
+
+
+def check_size(backend: AttentionBackend, block_size: int, spec: KVSpec) -> None:
+    """Check that a block takes what `bytes_per_block` returns, and that a new cache is zero.
+
+    Raises:
+        Violation: it is not so.
+    """
+    size = backend.bytes_per_block(spec)
+    if type(size) is not int or size < 1:
+        raise Violation(
+            f"bytes_per_block returned {short_repr(size)}", "return a whole number >= 1"
+        )
+    few, many = backend.allocate(spec, 8), backend.allocate(spec, 40)
+    taken = (num_bytes(many) - num_bytes(few)) / 32
+    if taken and not taken <= size <= 2 * taken:
+        raise Violation(
+            f"each block of {block_size} tokens takes {taken:.0f} bytes of what allocate "
+            f"returns, bytes_per_block says {size} for {spec}",
+            "count keys and values of all tokens and key heads of a block, in the context's "
+            "dtype or as codes and their scales: the engine makes as many blocks as fit into "
+            "memory by this number",
+        )
+    for tensor in tensors_of(few):
+        if tensor.any():
+            raise Violation("a new cache is not zero", "allocate with torch.zeros")

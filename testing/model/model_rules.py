@@ -23,14 +23,25 @@ ATTEND = Rule(
     "pass q [tokens, num_heads, head_size], and k and v [tokens, num_kv_heads, head_size], in the "
     "context's dtype; let kv_specs say the same",
 )
+STATES = Rule(
+    "states: state_specs has the tensors of each layer with a state, always the same",
+    "return a list with a tuple of TensorSpec per layer, known before the weights are loaded",
+)
+RECUR = Rule(
+    "recur: forward calls recur once per layer of state_specs, with an advance that returns an "
+    "output per token and the states as the specs say",
+    "pass inputs [tokens, ...], and return the outputs [tokens, ...] and one tensor [seqs, ...] "
+    "per TensorSpec",
+)
 SHAPES = Rule(
     "shapes: hidden states [tokens, hidden], logits [rows, vocab_size]",
     "return one row of a constant width per token, and one logit per token id of config.vocab_size",
 )
 BATCH = Rule(
     "batch: a sequence's hidden states depend on its own tokens alone",
-    "compute each token from its id, its position and what attend returns; batches mix sequences, "
-    "and a prompt may come in parts",
+    "compute each token from its id, its position and what attend and recur return; batches mix "
+    "sequences, and a prompt may come in parts: advance continues from its states, each sequence "
+    "from its own",
 )
 POSITIONS = Rule(
     "positions: a token's position is the one in batch.positions",
@@ -39,5 +50,6 @@ POSITIONS = Rule(
 )
 STATE = Rule(
     "state: forward keeps nothing for the next step",
-    "keep keys and values in the cache, through attend, and nothing of a step in the model",
+    "keep keys and values in the cache, through attend, states in what advance returns, and "
+    "nothing of a step in the model",
 )

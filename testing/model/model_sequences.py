@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hardpoint.plugins import ForwardBatch, Model
+from hardpoint.plugins.model import Advance, Recur
 from hardpoint.testing.snapshots import snapshot
 from hardpoint.testing.suite import short_repr
 
 from . import model_rules as rules
 from .sequences import QueryAttention, WholeHistory
 
-__all__ = ["ModelSequences", "relative_difference", "summary"]
+__all__ = ["ModelSequences", "SequenceStates", "relative_difference", "summary"]
 
 
 class ModelSequences:
@@ -29,6 +31,7 @@ class ModelSequences:
         """Begin without sequences; `attention` is that of one query."""
         self._model = model
         self._histories = [WholeHistory(spec, attention) for spec in model.kv_specs()]
+        self._states = SequenceStates(model)
         self._lengths: dict[str, int] = {}
         self._width: int | None = None
         self.changed: list[str] = []
@@ -63,6 +66,11 @@ class ModelSequences:
             angles: torch.Tensor | None = None,
         ) -> torch.Tensor:
             self._check_call(called, layer, {"q": q, "k": k, "v": v}, len(flat))
+            if self._histories[layer].spec.value_size is not None and v is not k:
+                raise rules.ATTEND.violation(
+                    f"forward called attend for layer {layer} with values that are not its keys, "
+                    f"expected one tensor as k and v, as kv_specs has a value_size"
+                )
             if angles is not None:
                 for x in (q, k):
                     self._model.context.ops.rotate(x[..., : angles.shape[1]], angles)
@@ -75,7 +83,8 @@ class ModelSequences:
         ids = torch.tensor([token for part in tokens.values() for token in part], device=device)
         where = torch.tensor(list(positions or flat), device=device)
         before = {"token_ids": snapshot(ids), "positions": snapshot(where)}
-        hidden = self._model.forward(ForwardBatch(ids, where, attend, hidden))
+        recur = self._states.of_step(counts)
+        hidden = self._model.forward(ForwardBatch(ids, where, attend, hidden, recur=recur))
         after = {"token_ids": snapshot(ids), "positions": snapshot(where)}
         self.changed += [name for name in before if before[name] != after[name]]
         if missing := sorted(set(range(len(self._histories))) - called):
@@ -83,6 +92,7 @@ class ModelSequences:
                 f"forward called attend for no layer {', '.join(map(str, missing))}, kv_specs has "
                 f"{len(self._histories)} layers"
             )
+        self._states.check_complete()
         self._check_hidden(hidden, len(flat))
         return hidden
 
@@ -135,3 +145,63 @@ def summary(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     return short_repr(value)
+
+
+class SequenceStates:
+    """Runs the recurrences of a model, all sequences of a step at once."""
+
+    def __init__(self, model: Model) -> None:
+        """Begin without sequences."""
+        self._specs, self._device = model.state_specs(), model.context.device
+        self._states: dict[tuple[int, str], list[torch.Tensor]] = {}
+        self._called: set[int] = set()
+
+    def of_step(self, counts: Sequence[tuple[str, int]]) -> Recur:
+        """Return the recurrence of a step, of so many further tokens by sequence."""
+        starts = np.cumsum([0, *(count for _, count in counts)])
+        self._called.clear()
+
+        def recur(layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:
+            self._check_call(layer)
+            specs, keys = self._specs[layer], [(layer, name) for name, _ in counts]
+            held = [self._states.get(key) or self._new(layer) for key in keys]
+            states = [torch.stack(list(tensors)) for tensors in zip(*held, strict=True)]
+            output, after = advance(states, starts, *inputs)
+            for spec, state in zip(specs, after, strict=True):
+                shape, dtype = (len(counts), *spec.shape), getattr(torch, spec.dtype)
+                if tuple(state.shape) != shape or state.dtype != dtype:
+                    raise rules.RECUR.violation(
+                        f"advance of layer {layer} gave a state {state.dtype} {list(state.shape)}, "
+                        f"expected {dtype} {list(shape)}, as state_specs says"
+                    )
+            if len(output) != starts[-1]:
+                raise rules.RECUR.violation(
+                    f"advance of layer {layer} gave {len(output)} outputs for {starts[-1]} tokens"
+                )
+            for row, key in enumerate(keys):
+                self._states[key] = [state[row].clone() for state in after]
+            return output
+
+        return recur
+
+    def check_complete(self) -> None:
+        """Check that every layer was called in the step."""
+        if missing := sorted(set(range(len(self._specs))) - self._called):
+            raise rules.RECUR.violation(
+                f"forward called recur for no layer {', '.join(map(str, missing))}, state_specs "
+                f"has {len(self._specs)} layers"
+            )
+
+    def _new(self, layer: int) -> list[torch.Tensor]:
+        return [
+            torch.full(spec.shape, spec.fill, dtype=getattr(torch, spec.dtype), device=self._device)
+            for spec in self._specs[layer]
+        ]
+
+    def _check_call(self, layer: Any) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < len(self._specs) or layer in self._called:
+            raise rules.RECUR.violation(
+                f"forward called recur for layer {layer!r}, expected each of the "
+                f"{len(self._specs)} layers of state_specs once"
+            )
+        self._called.add(layer)

@@ -28,13 +28,17 @@ head_size], all float64.
 def softmax_attention(
     spec: KVSpec, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Return softmax(scale * q . k) . v of one query, with the soft cap; see `QueryAttention`."""
+    """Return softmax(scale * q . k) . v of one query, capped, with sinks; see `QueryAttention`."""
     # Query heads that share a key head are neighbours.
     grouped = query.view(spec.num_kv_heads, -1, spec.head_size)
     scores = grouped @ keys.permute(1, 2, 0) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    return (scores.softmax(-1) @ values.transpose(0, 1)).view(spec.num_heads, spec.head_size)
+    if spec.sinks is not None:
+        sinks = spec.sinks.to(scores).view(*scores.shape[:2], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    return (weights @ values.transpose(0, 1)).view(spec.num_heads, spec.head_size)
 
 
 def ordered(counts: Counts) -> Counts:
@@ -151,8 +155,21 @@ def read_coded(cache_dtype: str) -> Read:
     return read
 
 
+def mistaken_sinks(spec: KVSpec) -> Iterator[tuple[str, KVSpec]]:
+    """Yield common mistakes with the sinks of a layer, if it has some, and their specs."""
+    if spec.sinks is None:
+        return
+    yield "that without the sinks", replace(spec, sinks=None)
+    scaled = replace(spec, sinks=spec.sinks * spec.scale)
+    yield "that with sinks that are scaled as scores are", scaled
+    reverse = replace(spec, sinks=spec.sinks.flip(0))
+    yield "that with the sinks of the heads in reverse order", reverse
+
+
 def misread_codes(cache_dtype: str) -> Iterator[tuple[str, Read]]:
     """Yield common mistakes in caches of codes, with their descriptions."""
+    if cache_dtype not in CODE_DTYPES:
+        return
     read = read_coded(cache_dtype)
     yield "that of keys and values as they are, not as codes", read_uncoded
 
@@ -238,7 +255,10 @@ class WholeHistory:
                 start += count
 
     def attend(self, counts: Counts, q: torch.Tensor) -> torch.Tensor:
-        """Return float64 [tokens, num_heads, head_size] of a step that was appended."""
+        """Return float64 [tokens, num_heads, head_size] of a step that was appended.
+
+        With `KVSpec.value_size`, that of heads.
+        """
         return self._attend(counts, q, self.spec)
 
     def with_mistakes(self, counts: Counts, q: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -271,9 +291,10 @@ class WholeHistory:
             # Of softcap * tanh(s / softcap) * scale, where s is the score that is not scaled.
             cap = replace(spec, softcap=spec.softcap * spec.scale)
             yield "that of a soft cap on scores that are not scaled", self._attend(counts, q, cap)
-        if self._cache_dtype in CODE_DTYPES:
-            for what, read in misread_codes(self._cache_dtype):
-                yield what, self._attend(counts, q, spec, read=read)
+        for what, other in mistaken_sinks(spec):
+            yield what, self._attend(counts, q, other)
+        for what, read in misread_codes(self._cache_dtype):
+            yield what, self._attend(counts, q, spec, read=read)
         if 1 < spec.num_kv_heads < spec.num_heads:
             heads = [head % spec.num_kv_heads for head in range(spec.num_heads)]
             found = self._attend(counts, q, spec, kv_heads=heads)
@@ -317,4 +338,5 @@ class WholeHistory:
                 first = 0 if spec.window is None else max(last - spec.window, 0)
                 seen = slice(first if cached else max(first, total - count), end)
                 outputs.append(self._attention(spec, next(queries), keys[seen], values[seen]))
-        return torch.stack(outputs)
+        attended, size = torch.stack(outputs), spec.value_size
+        return attended if size is None else attended[..., -size:]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from hardpoint.plugins import Op, Ops, OpsContext
+from hardpoint.plugins import ClampedSwiGLU, Op, Ops, OpsContext
 from hardpoint.plugins.component import Component
 from hardpoint.plugins.quantization import AffineCodes
 from hardpoint.testing.component_suite import ComponentSuite, first_device
@@ -19,10 +20,10 @@ from hardpoint.testing.suite import checks
 
 from . import ops_rules as rules
 from .code_matrices import FORMS
+from .formulas import EPS, attention, clamped_swiglu, gelu, norm, silu
 from .logits_ops import KINDS, check_choice, check_in_place, check_mask, described, draw_logits
 
 _TOLERANCES = {torch.bfloat16: 0.01, torch.float16: 0.002}
-_EPS = 1e-5
 _CODE_COLUMNS = (50, 300)  # of which more than share an outer scale
 
 
@@ -166,8 +167,8 @@ class OpsSuite(ComponentSuite):
         def run(ids: torch.Tensor) -> torch.Tensor:
             x = ops.gather_rows(table, ids)
             ops.rotate(x.view(rows, 1, size), angles)
-            delta = ops.silu_and_mul(multiply(ops.rms_norm(x, weight, _EPS)))
-            return ops.gelu_and_mul(multiply(ops.add_rms_norm(x, delta, weight, _EPS)))
+            delta = ops.silu_and_mul(multiply(ops.rms_norm(x, weight, EPS)))
+            return ops.gelu_and_mul(multiply(ops.add_rms_norm(x, delta, weight, EPS)))
 
         def run_experts(ids: torch.Tensor) -> torch.Tensor:
             return mix(run(ids), chosen, share)
@@ -175,7 +176,7 @@ class OpsSuite(ComponentSuite):
         def run_sums(ids: torch.Tensor) -> torch.Tensor:
             x = ops.gather_rows(table, ids)
             ops.scale(x, 0.3)
-            ops.add(x, ops.rms_norm(x, weight, _EPS))
+            ops.add(x, ops.rms_norm(x, weight, EPS))
             return x
 
         for function in (run, run_experts, run_sums):
@@ -204,8 +205,8 @@ class OpsSuite(ComponentSuite):
         heads = self._draw(rows, 4, size, dtype=dtype)
         for x in (wide[:, :size], heads, heads[:, 1:3]):
             for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
-                norm = functools.partial(ops.rms_norm, weight=weight, eps=_EPS)
-                self._compare(norm, x, _norm(x, weight), dtype, "rms_norm")
+                apply = functools.partial(ops.rms_norm, weight=weight, eps=EPS)
+                self._compare(apply, x, norm(x, weight), dtype, "rms_norm")
 
     @checks(rules.VALUES, cases=_tensors)
     def test_add_rms_norm(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
@@ -214,9 +215,9 @@ class OpsSuite(ComponentSuite):
         for weight in (self._draw(size, dtype=dtype), self._draw(size, dtype=torch.float32)):
             x = self._draw(rows, size, dtype=dtype)
             kept, total = delta.clone(), (x + delta).double()
-            result = ops.add_rms_norm(x, delta, weight, _EPS)
+            result = ops.add_rms_norm(x, delta, weight, EPS)
             self._check_close(x, total, "x after add_rms_norm")
-            self._check_close(result, _norm(x, weight), "add_rms_norm")
+            self._check_close(result, norm(x, weight), "add_rms_norm")
             self._check_kept(delta, kept, "add_rms_norm", "delta")
 
     @checks(rules.VALUES, cases=_tensors)
@@ -263,23 +264,40 @@ class OpsSuite(ComponentSuite):
         """SiLU and the tanh form of GELU, gate before up."""
         x = self._draw(rows, 2 * size, dtype=dtype) * 4
         gate, up = x.double().chunk(2, -1)
-        self._compare(ops.silu_and_mul, x, _silu(gate) * up, dtype, "silu_and_mul")
-        self._compare(ops.gelu_and_mul, x, _gelu(gate) * up, dtype, "gelu_and_mul")
+        self._compare(ops.silu_and_mul, x, silu(gate) * up, dtype, "silu_and_mul")
+        self._compare(ops.gelu_and_mul, x, gelu(gate) * up, dtype, "gelu_and_mul")
 
     @checks(rules.VALUES, cases=_tensors)
     def test_experts(self, ops: Ops, dtype: torch.dtype, size: int, rows: int) -> None:
-        """Mixtures of experts, of which rows choose some, none, or some that are elsewhere."""
+        """Mixtures of experts, of which rows choose some, none, or some that are elsewhere; without
+        biases, and with biases and `ClampedSwiGLU` if `experts` takes them.
+        """
+        self._check_experts(ops, dtype, size, rows, clamped=None)
+        if "biases" in inspect.signature(ops.experts).parameters:
+            self._check_experts(ops, dtype, size, rows, clamped=ClampedSwiGLU(1.702, 0.4))
+
+    def _check_experts(
+        self, ops: Ops, dtype: torch.dtype, size: int, rows: int, *, clamped: ClampedSwiGLU | None
+    ) -> None:
         width, count = size + 1, 4
         matrices = [
             [self._draw(*shape, dtype=dtype).abs() / size for _ in range(count)]
             for shape in ((2 * width, size), (size, width))
         ]
         packed = [[self._pack(ops, matrix) for matrix in side] for side in matrices]
-        apply = ops.experts(packed[0], packed[1], (size, width))
+        further: dict[str, Any] = {}
+        biases = [torch.zeros(1, device=matrices[0][0].device)] * 2
+        if clamped is not None:
+            drawn = [self._draw(count, len(side[0]), dtype=dtype).abs() for side in matrices]
+            biases = [side.double().unsqueeze(1) for side in drawn]
+            further = {"biases": tuple(list(side) for side in drawn), "clamped": clamped}
+        apply = ops.experts(packed[0], packed[1], (size, width), **further)
         x = self._draw(rows, size, dtype=dtype).abs()  # nothing cancels: each step is rounded
         enter, leave = (torch.stack(side).double() for side in matrices)
-        gate, up = torch.einsum("rh,ewh->erw", x.double(), enter).chunk(2, -1)
-        results = torch.einsum("erw,ehw->erh", _silu(gate) * up, leave)
+        inner = torch.einsum("rh,ewh->erw", x.double(), enter) + biases[0]
+        gate, up = inner.chunk(2, -1)
+        inner = silu(gate) * up if clamped is None else clamped_swiglu(gate, up, clamped)
+        results = torch.einsum("erw,ehw->erh", inner, leave) + biases[1]
         for per_row in (1, 3):
             # Numbers but 0 to 3 stand for no expert.
             draws = [torch.randperm(count + 2)[:per_row] - 1 for _ in range(rows)]
@@ -396,7 +414,7 @@ class OpsSuite(ComponentSuite):
             self._check_kept(wide, kept, "attend_within", "q, k or v")
             for first, end in itertools.pairwise(starts):
                 a, b, c = (x[first:end] for x in (q, k, v))
-                expected = _attention(a, b, c, scale, window)
+                expected = attention(a, b, c, scale, window)
                 self._check_close(result[first:end], expected, "attend_within")
                 alone = ops.attend_within(a, b, c, [0, end - first], scale, window)
                 if self.batch_invariant and not torch.equal(alone, result[first:end]):
@@ -605,27 +623,3 @@ def _pack_codes(parts: Sequence[AffineCodes], ops: Ops) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten().view(torch.uint8)
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    wide = x.double()
-    return wide / (wide.square().mean(-1, keepdim=True) + _EPS).sqrt() * weight.double()
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sigmoid()
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
-
-
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> torch.Tensor:
-    """Return the attention of one sequence in both directions, float64 [tokens, heads, size]."""
-    scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
-    if window is not None:
-        places = torch.arange(len(q), device=q.device)
-        scores.masked_fill_((places - places[:, None]).abs() > window, -math.inf)
-    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.double())

@@ -210,6 +210,11 @@ class ScriptedWorker:
         with self._called("set_max_model_len", max_model_len):
             pass
 
+    def set_num_states(self, num_states: int) -> None:
+        """Note it."""
+        with self._called("set_num_states", num_states):
+            pass
+
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         """Return None, or of a plan without tokens a result, which is wrong but in one rank."""
         with self._called("execute_model", plan.step):

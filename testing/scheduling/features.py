@@ -8,6 +8,7 @@ from typing import Any
 
 from hardpoint.plugins import HardpointError, PauseState, RepetitionDetection, Scheduler
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
+from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 
 from .simulator import SchedulerSimulator
@@ -59,6 +60,7 @@ FEATURES: dict[str, Feature] = {
     "repetition": Feature(
         request={"repetition_detection": RepetitionDetection(max_pattern=2, min_count=2)}
     ),
+    "forks": Feature(request={"resumed": ResumedOutputs([1])}),
     "stops": Feature(request={"stop_token_ids": [1, 2], "eos_token_ids": [3]}),
     "clients": Feature({"report_finished": True, "log_stats": True}, {"client_index": 1}),
     "faults": Feature(),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PolicyContext, SchedulingPolicy
 from hardpoint.plugins.component import Component
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import load_default_scheduler, policy_arguments
 
 from .checks import policy as rules
@@ -22,7 +22,7 @@ _VOCAB_SIZE = 257  # for `prepare`
 _ALL_SUPPORTED = UnsupportedFeatures({}, frozenset())
 
 
-class SchedulingPolicySuite(ComponentSuite):
+class SchedulingPolicySuite(LiveComponentSuite):
     """Base class of a test class, which sets `policy`, and `options` if it has some.
 
     Attributes:
@@ -154,6 +154,8 @@ class SchedulingPolicySuite(ComponentSuite):
             requests=self._requests(6),
             tokens=st.lists(st.integers(1, 20), max_size=12),
         )
+        if self.policy.export_state is SchedulingPolicy.export_state:
+            pytest.skip("export_state is not overridden: it needs none to keep the order")
 
     def test_memory(self) -> None:
         """Finished requests leave nothing behind."""

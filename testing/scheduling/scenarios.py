@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hardpoint.plugins import PauseState, RepetitionDetection, RequestError, Scheduler, StepCost
 from hardpoint.plugins.requests import LoRARequest, MultiModalFeature
+from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.testing.scheduling.fakes.connector import Compile, Transfer
 from hardpoint.testing.suite import ReplayableCase, exceptions_as_violations
 
@@ -330,6 +331,11 @@ def _requests(draw: st.DrawFn, features: set[str], max_len: int) -> dict[str, An
             request |= draw(_FIELDS[name])
     if "encoder" in features and draw(st.integers(0, 3)):
         request["features"] = draw(_features(len(request["prompt"])))
+    if "forks" in features and draw(st.booleans()):
+        had = len(request["prompt"]) if "prompt_logprobs" in request else 0
+        room = min(request["max_tokens"], max_len - len(request["prompt"])) - 1
+        begun = draw(st.lists(st.sampled_from(_GOES_ON), max_size=room, unique=True))
+        request["resumed"] = ResumedOutputs(begun, num_prompt_logprobs=had)
     return request
 
 
@@ -371,6 +377,8 @@ _TRANSFER = st.builds(
     failed_block=st.none() | st.integers(0, 2),
     save_steps=st.sampled_from([0, 0, 1, 3]),
 )
+_GOES_ON = (2, 3, 5, 6, 7, 9, 10)
+"""Tokens with which no drawn request ends, unless one is repeated."""
 _FIELDS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "transfers": st.fixed_dictionaries({"transfer": _TRANSFER}),
     "grammars": st.fixed_dictionaries(

@@ -120,6 +120,15 @@ class SchedulerSuite(ComponentSuite):
         sometimes = ("asynchronous", "salts", "stops")
         self._situation(200, always=("loras",), sometimes=sometimes, events=("abort",))
 
+    def test_forks(self) -> None:
+        """Requests come with outputs, as forks do: these are computed, and not sent again."""
+        sometimes = (
+            *("asynchronous", "drafts", "no_prefix_cache", "prompt_logprobs", "stops"),
+            *("threshold", "windows", "unchunked", "repetition", "loras"),
+        )
+        events = ("abort", "lose", "reset")
+        self._situation(150, always=("forks",), sometimes=sometimes, events=events)
+
     def test_lost_plans(self) -> None:
         """Plans are lost, executed or not."""
         sometimes = ("asynchronous", "drafts", "encoder", "loras", "prompt_logprobs", "windows")

@@ -114,9 +114,9 @@ class SchedulerSimulator(SimulatorState):
         if self.connector is not None:
             self.connector.expect(request_id, script.transfer)
         self.scheduler.add_request(source)
-        request = ExpectedRequest(
-            source, script, expected_reply(source, self.next_token, self.limits.max_model_len)
-        )
+        reply = expected_reply(source, self.next_token, self.limits.max_model_len)
+        begun = () if source.resumed is None else source.resumed.output_token_ids
+        request = ExpectedRequest(source, script, reply, list(begun))
         if not self._fits_cache(request):
             request.may_exceed_cache = True
             request.allowed_reasons.add(FinishReason.ERROR)

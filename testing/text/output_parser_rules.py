@@ -35,8 +35,8 @@ TOKENS = Rule(
 )
 MARKERS = Rule(
     "markers: reasoning begins and ends at the token ids that markers() returns",
-    "return every sequence that leads to reasoning and from it; grammars and thinking budgets go "
-    "by them",
+    "return every sequence that leads to reasoning and from it, and as `calls` every token that "
+    "ends it where the request has tools; grammars and thinking budgets go by them",
 )
 ROLES = Rule(
     "roles: where one role is on, what the other would find is content",

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+import pytest
 from hypothesis import strategies as st
 
 from hardpoint.plugins import (
@@ -35,7 +37,7 @@ from hardpoint.plugins.output_parser import (
     join_events,
 )
 from hardpoint.plugins.structured import Format, TagFormat, TokenFormat, walk_formats
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import load_tokenizer
 from hardpoint.testing.pace import PYTHON, cpu_seconds, slowdown
 from hardpoint.testing.scripted_tokenizer import ByteTokenizer
@@ -94,7 +96,7 @@ def _samples(suite: OutputParserSuite) -> Iterator[tuple[OutputSample]]:
     return ((sample,) for sample in suite.samples)
 
 
-class OutputParserSuite(ComponentSuite):
+class OutputParserSuite(LiveComponentSuite):
     """Base class of a test class, which sets `parser` and `samples`; `options` if it has some.
 
     Attributes:
@@ -204,6 +206,8 @@ class OutputParserSuite(ComponentSuite):
     @checks(rules.TOKENS, cases=_samples)
     def test_tokens(self, sample: OutputSample) -> None:
         """The text of a special token is no marker: any other text in its place does the same."""
+        if not self._subject.token_ids:
+            pytest.skip("token_ids is empty: it takes no special token as an id")
         taken = [p for p in self._pieces(sample.text) if isinstance(p, int)]
         if not taken:
             return
@@ -231,6 +235,8 @@ class OutputParserSuite(ComponentSuite):
             raise rules.MARKERS.violation(
                 f"markers returned {short_repr(markers)}, no ReasoningMarkers"
             )
+        if not sample.tools:
+            markers = msgspec.structs.replace(markers, calls=())
         tracker = ReasoningTracker(markers)
         opening = markers.start[0] if sample.reasoning_open and markers.start else ()
         position = tracker.after(opening)
@@ -260,7 +266,7 @@ class OutputParserSuite(ComponentSuite):
         content.
         """
         if len(self.parser.roles) == 1:
-            return
+            pytest.skip(f"its only role is {self.parser.roles[0]!r}")
         both = self._parsed(sample)
         finds: tuple[tuple[Role, tuple[type, ...]], ...] = (
             ("reasoning", (ReasoningText,)),
@@ -291,8 +297,9 @@ class OutputParserSuite(ComponentSuite):
         """`call_format` returns a grammar of the calls of any tools, whose special tokens the
         tokenizer has. A class may leave it out: then calls cannot be required.
         """
-        if "tools" in self.parser.roles:
-            self._run_checks(rules.CALL_FORMAT.text, self._check_call_formats)
+        if "tools" not in self.parser.roles:
+            pytest.skip("its roles have no tools: it parses no calls")
+        self._run_checks(rules.CALL_FORMAT.text, self._check_call_formats)
 
     @checks(rules.INDEPENDENT)
     def test_independent(self) -> None:
@@ -456,11 +463,15 @@ class OutputParserSuite(ComponentSuite):
 
     def _check_call_formats(self) -> None:
         now = {"now": _TOOLS["now"]}
-        for tools, required, parallel in itertools.product((now, _TOOLS), _BOTH, _BOTH):
+        for number, (tools, required, parallel) in enumerate(
+            itertools.product((now, _TOOLS), _BOTH, _BOTH)
+        ):
             given = f"call_format({list(tools)}, required={required}, parallel={parallel})"
             try:
                 found = self._subject.call_format(tools, required=required, parallel=parallel)
             except NotImplementedError:
+                if not number:
+                    pytest.skip("call_format gives no grammar: calls cannot be required")
                 return
             except Exception as cause:
                 raise rules.CALL_FORMAT.violation(

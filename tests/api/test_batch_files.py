@@ -106,6 +106,30 @@ class TestAnswers:
         assert found["c"]["response"]["body"]["error"]["code"] == "model_not_found"
         assert "2 requests failed; the first one: id 'a': max_tokens" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(
+        ("setting", "n"),
+        [
+            ("max_waiting = 1", 1),
+            ("max_waiting = 2", 2),
+            ("max_waiting_tokens = 1", 1),
+            ("max_waiting_tokens = 20", 2),
+        ],
+    )
+    def test_what_there_is_no_room_for_waits(self, here, scripted, setting, n):
+        write_config(here, scripted, "scheduler.max_num_seqs = 3", f"scheduler.{setting}")
+        body = {"prompt": "say abc", "max_tokens": 20, "n": n}
+        write(*(line(f"r{number}", **body) for number in range(30)))
+        assert run() == 0
+        assert {one["response"]["status_code"] for one in answers().values()} == {200}
+        assert len(answers()) == 30
+
+    def test_what_there_is_never_room_for_is_answered_so(self, here, scripted, capsys):
+        write_config(here, scripted, "scheduler.max_num_seqs = 2", "scheduler.max_waiting = 1")
+        write(line("a", prompt="say abc", n=9), line("b", prompt="say abc", n=9), line("c"))
+        assert run() == 1
+        found = {name: one["response"]["status_code"] for name, one in answers().items()}
+        assert found == {"a": 429, "b": 429, "c": 200}
+
     def test_a_wrong_line_has_its_own_error(self, here, capsys):
         write(line("a"), line("b", method="GET"), '{"custom_id": ', line("d", stream=True))
         assert run() == 1
@@ -276,6 +300,14 @@ class TestLines:
         assert read.problem.param == param
         assert read.problem.line == 5
         assert message in read.problem.message
+
+    @pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
+    @pytest.mark.parametrize("value", ["1e999", "9" * 5000], ids=["float", "digits"])
+    def test_numbers_that_are_too_large(self, name, value):
+        text = json.dumps(line() | {name: "?"}).replace('"?"', value)
+        problem = BatchReader("f", "m").read(1, text).problem
+        assert problem.message.startswith(f"f:1: {name}: expected ")
+        assert value[:60] in problem.message
 
     def test_missing_fields_are_named(self):
         for name in ("custom_id", "method", "url", "body"):

@@ -109,6 +109,14 @@ class TestServe:
             assert all("Authorization: Bearer of-file\r\n" in head for head in server.heads)
         assert "of-file" not in out
 
+    @pytest.mark.parametrize("key", ["\ufeffof-file", "of\nfile"], ids=["byte order mark", "lines"])
+    def test_a_key_that_no_header_can_have(self, capsys, folder, key):
+        (folder / "key").write_text(key)
+        with serving(FakeServer()) as server:
+            code, _, err = run(capsys, "serve", "--url", server.url, "--api-key-file", "key")
+        assert code == 2
+        assert "error: api_key: expected printable ASCII, got other characters" in err
+
     def test_an_interrupt_prints_what_there_is(self, capsys):
         def choose(number, body):
             if number == 3:
@@ -206,6 +214,14 @@ class TestSweep:
         assert lines[1].split()[:3] == ["VARIANT", "LOAD", "OK"]
         names = [re.split(r"  +", line)[:3] for line in lines[2:4]]
         assert names == [["as configured", f"{rate} requests/s", "4"] for rate in (50, 90)]
+
+    def test_a_load_without_any_answer_ends_with_one(self, capsys):
+        refused = Answer(status=500, body="{}", headers=("Retry-After: 0.001",))
+        with serving(FakeServer(lambda number, body: refused)) as server:
+            given = ["--url", server.url, "--concurrency", "1", "--requests", "2", "--warm-up", "0"]
+            code, out, _ = run(capsys, "sweep", *given)
+        assert code == 1
+        assert "1 stream: 2 failed: 500 {}" in out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

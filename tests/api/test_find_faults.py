@@ -22,7 +22,8 @@ SECTIONS = dict(
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    write_scripted_model(tmp_path / "scripted", {"say abc": " abc abc"})
+    replies = {"say abc": " abc abc", "user: say abc\nassistant: ": "abc"}
+    write_scripted_model(tmp_path / "scripted", replies)
     for name, text in FILES:
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
@@ -31,7 +32,11 @@ def folder(tmp_path, monkeypatch):
 def commands(transcript: str) -> list[tuple[list[str], str]]:
     """Return the commands of a transcript, each with what it prints."""
     parts = transcript.split("$ hardpoint ")[1:]
-    return [(shlex.split(head), body) for head, _, body in (one.partition("\n") for one in parts)]
+    lines = re.compile(
+        r"((?:\"[^\"]*\"|[^\"\n])*)\n(.*)", re.DOTALL
+    )  # a quoted text may have several
+    found = [match.groups() for one in parts if (match := lines.fullmatch(one))]
+    return [(shlex.split(command), printed) for command, printed in found]
 
 
 def pattern(printed: str) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,11 @@ class TestLines:
             (
                 b'{"prompt": "a", "max_tokens": 0}',
                 "max_tokens: expected a whole number >= 1, got 0",
+            ),
+            (b'{"prompt": "a", "temperature": 1e999}', "expected a line of JSON, got "),
+            (
+                b'{"prompt": "a", "logit_bias": {"%s": 1}}' % (b"9" * 5000),
+                "logit_bias: expected a whole number as key, got ",
             ),
             (b'{"custom_id": "a", "body": {}}', "custom_id: this is a line for OpenAI's batch"),
         ],
@@ -315,8 +321,11 @@ def test_progress_fits_the_terminal(here, monkeypatch, columns, term, drawn):
         monkeypatch.setattr(sys, "stderr", terminal)
         run("p.jsonl", "--output", "a.jsonl")
         monkeypatch.undo()
-        seen = os.read(ours, 4096).decode()
-    os.close(ours)
+    pieces = []
+    with open(ours, "rb", buffering=0) as screen, suppress(OSError):  # EIO: all was read
+        while piece := screen.read(4096):  # a read may give less than what was written
+            pieces.append(piece)
+    seen = b"".join(pieces).decode()
     *lines, summary = seen.split("\r\x1b[K")
     assert summary.startswith("hardpoint: 3 prompts finished, ")
     assert all(len(line) < columns for line in lines)

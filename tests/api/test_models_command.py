@@ -163,7 +163,7 @@ def test_a_checkpoint_that_lacks_weights_has_no_report(capsys, tmp_path, names, 
     [
         (
             {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            ": format: expected pack-quantized or int-quantized or naive-quantized or mixed-preci",
+            ": format: expected pack-quantized or int-quantized or naive-quantized or float-quan",
         ),
         ({"quant_method": "awq", "bits": 3}, ": bits: expected 4, got 3"),
         (
@@ -227,7 +227,7 @@ def test_the_longest_request_that_fits_is_the_longest(capsys, tiny, monkeypatch)
             "quantization.use: no quantisation scheme 'int9' is enabled (did you mean 'int8'?); "
             "expected auto, none, or one of ",
         ),
-        ({}, ("quantization.use=off",), "q8_0 (from argument --set quantization.use)"),
+        ({}, ("quantization.use=off",), "tq2_0 (from argument --set quantization.use)"),
         (
             {},
             ("quantization.use=int8", "plugin.int8.group_size=96", "parallel.tensor=2"),

@@ -12,7 +12,7 @@ import pytest
 from support.fake_api_server import Answer, FakeServer, serving
 
 from hardpoint.bench import RequestFields, Traffic
-from hardpoint.bench.answers import EventReader
+from hardpoint.bench.answers import Document, EventReader, StreamAnswer, Timeline, message_of
 from hardpoint.bench.client import NOT_SENT, Outcome
 from hardpoint.bench.connection import Pool
 from hardpoint.bench.load import Part
@@ -152,6 +152,21 @@ def test_what_failed_is_counted_by_its_kind_and_in_no_time(answer, kind):
     assert found["errors"] == {kind: 1}
     assert (found["requests"], found["failed"], found["output_tokens"]) == (1, 1, 0)
     assert (found["finished"], found["request_rate"], found["goodput"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("text", [b'"\xff"', b"[" * 5000], ids=["no UTF-8", "deep"])
+def test_what_cannot_be_read_is_an_error_of_its_request(text):
+    timeline = Timeline()
+    answer = StreamAnswer(timeline)
+    answer.head(200, {"content-type": "text/event-stream"})
+    answer.body(b'data: {"choices": [{"text": %b}]}\n\n' % text, 1.0)
+    answer.finish(2.0)
+    assert timeline.error == "stream: an event is not the JSON of a chunk"
+    assert message_of(b'{"error": %b}' % text).startswith('{"error": ')
+    document = Document()
+    document.head(200, {})
+    document.body(b'{"data": %b}' % text, 1.0)
+    assert document.json() is None
 
 
 def test_a_request_that_lasts_too_long_is_an_error():

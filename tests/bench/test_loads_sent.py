@@ -24,11 +24,10 @@ def synthetic(**fields) -> Load:
     return Load(synthetic=SyntheticLoad(**fields))
 
 
-def request(number: int, session: str | None = None, prompt: tuple = ()) -> SimulatedRequest:
+def request(number: int, session: str | None = None, prompt: tuple = (), **fields):
     prompt = prompt or (Segment(number, 5),)
-    return SimulatedRequest(
-        at=0.0, prompt=prompt, output=Segment(number + 1000, 5), session=session
-    )
+    output = Segment(number + 1000, 5)
+    return SimulatedRequest(at=0.0, prompt=prompt, output=output, session=session, **fields)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +127,25 @@ def test_turns_wait_for_the_turn_before():
     assert queue.offer(alone)
     assert queue.end(alone, Timeline(text="x")) is None
     assert queue.end(first, Timeline(text="one")) is second
-    assert queue.answers == {1000: "one"}
+    assert queue.answers(second) == {1000: "one"}
+    assert queue.answers(other) == queue.answers(alone) == {}
     assert queue.end(second, Timeline(error="500")) is third
     assert queue.has_failed(third)
     assert not queue.has_failed(other)
     assert queue.end(third, Timeline(error="not sent")) is None
     assert queue.offer(request(9, "s"))
+
+
+@pytest.mark.parametrize("error", ["", "500"])
+def test_what_no_later_turn_goes_on_from_is_not_kept(error):
+    queue = RequestQueue()
+    for turn in (request(0, "s"), request(1, "s"), request(2, "s", is_last=True)):
+        assert queue.offer(turn)
+        assert queue.has_failed(turn) == bool(error and turn.output.id > 1001)
+        queue.end(turn, Timeline(text="text", error=error if turn.output.id == 1001 else ""))
+        assert bool(queue.answers(turn)) == (turn.output.id == 1000 or not (error or turn.is_last))
+    assert not queue.answers(turn)
+    assert not queue.has_failed(turn)
 
 
 @pytest.mark.parametrize(

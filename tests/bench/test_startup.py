@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
+import psutil
 import pytest
+from support.waiting import wait_until
 
-from hardpoint.bench import StartupPlan, measure_startup, startup
+from hardpoint.bench import StartupPlan, first_token, measure_startup, startup
 from hardpoint.plugins import ConfigError, HardpointError
 
 STAGES = [*startup.STAGES, "to the first token", "close"]
@@ -21,6 +24,16 @@ def test_a_start_by_stage():
     total = sum(seconds[name] for name in startup.STAGES)
     assert seconds["to the first token"] == pytest.approx(total)
     assert found["bytes"]["caller"] > 50 << 20
+
+
+def test_a_process_that_has_ended_has_no_memory():
+    child = subprocess.Popen(["true"])
+    wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, 10)
+    pid = str(child.pid)
+    assert pid in first_token.children("self")  # until somebody waits for it
+    assert first_token.peak(pid) == 0
+    child.wait()
+    assert (first_token.peak(pid), first_token.children(pid)) == (0, [])
 
 
 @pytest.mark.nightly

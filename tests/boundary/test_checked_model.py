@@ -124,9 +124,15 @@ def stored(**changes):
         ("quantizable", ["a"], r"its quantizable\(\) gave 'a', expected names of matrices in we"),
         ("kv_specs", 3, r"'Scripted.*: its kv_specs\(\) gave 3, expected a list of KVSpec"),
         ("kv_specs", [KVSpec(1, 1, -8, 1.0)], "expected a list of KVSpec of whole numbers >= 1"),
-        ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "where num_kv_heads divides num_heads$"),
+        ("kv_specs", [KVSpec(1, 1, 8, 1.0, value_size=9)], "value_size is at most head_size"),
+        ("kv_specs", [KVSpec(3, 2, 8, 1.0)], "where num_kv_heads divides num_heads and value_size"),
         ("kv_specs", [KVSpec(2, 2, 8, 1.0, 0)], "window=0.*, expected a list of KVSpec of whole"),
-        ("kv_specs", [KVSpec(1, 1, 2, 1.0, None, -2.0)], "softcap=-2.0.*, .* and a softcap > 0,"),
+        ("kv_specs", [KVSpec(1, 1, 2, 1.0, None, -2.0)], "softcap=-2.0.*, .* a softcap > 0 and"),
+        (
+            "kv_specs",
+            [KVSpec(2, 2, 8, 1.0, sinks=torch.zeros(3))],
+            r"expected a list of KVSpec .* and sinks float32 \[num_heads\]",
+        ),
         ("kv_specs", [KVSpec(2, 2, 8, math.nan)], "scale=nan.*, expected .* a finite scale"),
         ("kv_specs", [KVSpec(2.0, 2, 8, 1.0)], "num_heads=2.0.*, expected a list of KVSpec"),
         (
@@ -156,7 +162,18 @@ def test_an_attention_backend_without_soft_caps_refuses_models_that_have_them(
     monkeypatch.setattr(Wrong, "kv_specs", specs)
     message = (
         r"^attention.use: .*'attention' .* has no soft cap of attention scores \(its class says "
-        r"softcaps = False\), and layer 1 has the soft cap 50; choose another attention backend"
+        r"softcaps = False\), which layer 1 needs; choose another attention backend for this model"
+    )
+    with pytest.raises(ModelError, match=message):
+        LLM(config=config(scripted))
+
+
+def test_an_attention_backend_without_sinks_refuses_models_that_have_them(scripted, monkeypatch):
+    specs = [KVSpec(1, 1, 2, 1.0), KVSpec(1, 1, 2, 1.0, sinks=torch.zeros(1))]
+    monkeypatch.setattr(Wrong, "kv_specs", specs)
+    message = (
+        r"^attention.use: .*'attention' .* has no sinks of attention \(its class says has_sinks = "
+        r"False\), which layer 1 needs; choose another attention backend"
     )
     with pytest.raises(ModelError, match=message):
         LLM(config=config(scripted))
@@ -196,6 +213,14 @@ RIGHT = torch.zeros(2, 1, 2)
 def test_attention_is_called_as_the_specs_declare(calls, message, scripted, monkeypatch):
     monkeypatch.setattr(Attends, "calls", calls)
     with pytest.raises(PluginFaultError, match=rf"'Scripted.*: its forward\(\) .*{message}"):
+        LLM(config=config(scripted, "Attends"))
+
+
+def test_values_that_are_part_of_keys_come_as_keys(scripted, monkeypatch):
+    monkeypatch.setattr(Wrong, "kv_specs", [KVSpec(1, 1, 2, 1.0, value_size=1)])
+    monkeypatch.setattr(Attends, "calls", [(0, RIGHT, RIGHT, RIGHT.clone())])
+    message = "layer 0 with v that is not k, expected one tensor, as .* value_size 1$"
+    with pytest.raises(PluginFaultError, match=message):
         LLM(config=config(scripted, "Attends"))
 
 

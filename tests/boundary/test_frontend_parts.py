@@ -214,7 +214,7 @@ def test_a_fault_ends_the_request_that_it_is_about_and_is_recorded():
     with pytest.raises(RequestError, match=rf"{name}: its prepare\(\) failed: KeyError: 'r'$"):
         parts.prepare(request(), None)
     with pytest.raises(RequestError, match=rf"{name}: its reads_answer\(\) failed: ValueError: no"):
-        parts.reads_answer(request(priority=1))
+        parts.validator_of(request(priority=1))
     assert [(part, request_id) for part, request_id, _ in recorded] == [("failing", "r")] * 2
 
 
@@ -228,7 +228,7 @@ def test_a_fault_ends_the_request_that_it_is_about_and_is_recorded():
 def test_a_fault_in_validation_is_the_flaw_and_the_answer_stays(answer, reason):
     parts, recorded = parts_of(Failing), []
     parts.report_to(lambda *fault: recorded.append(fault))
-    assert parts.reads_answer(request())
+    assert parts.validator_of(request())
     found = parts.validate(request(), answer)
     assert found.startswith("the answer cannot be validated: plugin 'failing'")
     assert found.endswith(reason)

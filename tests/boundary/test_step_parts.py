@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
+from support.core.engine_harness import ScriptedPart
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.boundary.parts.bound_half import BoundPart
@@ -27,7 +26,7 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.plan import PartData
-from hardpoint.plugins.requests import MultiModalFeature
+from hardpoint.plugins.requests import MultiModalFeature, PartArray
 from hardpoint.registry.ordering import ordered_parts
 
 
@@ -67,7 +66,7 @@ def parts_of(*halves, scope="request", faults=None):
     bound = []
     for index, half in enumerate(halves):
         name = f"part{index}"
-        part = SimpleNamespace(name=name, fault_scope=scope, moves_blocks=None, close=lambda: None)
+        part = ScriptedPart(name, scope)
         source = Source(name, f"acme:{name}", "acme", "1.0", "plugins.enable")
         bound.append(BoundPart(part, half, source, faults))
     return EngineParts(bound, VOCAB_SIZE)
@@ -323,6 +322,24 @@ def test_outputs_have_the_figures_of_the_parts_that_their_requests_include():
     assert outputs[0].outputs[0].part_figures is None
 
 
+def test_arrays_of_a_request_keep_their_form():
+    rows = iter([np.zeros((1, 2)), np.zeros((1, 2)), np.zeros((1, 3))])
+    half = half_of(figures={}, arrays=lambda name: {"x": PartArray(np.array([0]), next(rows))})
+    parts = parts_of(half)
+    parts.add(including("part0"))
+    given = []
+    for _ in range(3):
+        outputs = outputs_of("r")
+        parts.add_figures(plan_of("r"), outputs)
+        given.append(outputs[0].outputs[0].part_arrays)
+    assert [list(one["part0"]) for one in given[:2]] == [["x"], ["x"]]
+    assert given[2] is None
+    (fault,) = faults_of(parts, "r").values()
+    assert fault.message.endswith(
+        "its arrays() gave rows of float64 [3] as 'x', expected float64 [2], as it gave before"
+    )
+
+
 @pytest.mark.parametrize(
     ("halves", "expected"),
     [
@@ -541,9 +558,10 @@ def test_only_checks_of_parts_see_the_data_of_features():
     with pytest.raises(RequestError, match="not this one"):
         refusing.add(request)
     assert request.features is features
-    parts.add(request)
+    added = parts.add(request)
     assert [one.data for one in seen[0]] == [data]
-    assert request.features == [MultiModalFeature("x", 0, 1)]
+    assert added.features == [MultiModalFeature("x", 0, 1)]
+    assert request.features is features
 
 
 def test_a_request_refused_after_its_check_is_forgotten():

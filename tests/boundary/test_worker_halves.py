@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from support.core.engine_harness import ScriptedPart
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.boundary.parts.bound_half import BoundWorkerHalf
@@ -26,7 +25,7 @@ def parts_of(*halves):
     bound = []
     for index, half in enumerate(halves):
         source = Source(f"part{index}", f"acme:Part{index}", "acme", "1.0", "plugins.enable")
-        part = SimpleNamespace(name=source.name, moves_blocks=None, close=lambda: None)
+        part = ScriptedPart(source.name)
         bound.append(BoundWorkerHalf(part, half, PluginCalls(Activity(), "step_parts", source)))
     return WorkerParts(bound)
 

@@ -107,7 +107,7 @@ def test_decode_of_very_different_lengths_is_split_and_right(window, monkeypatch
 @pytest.mark.parametrize("window", [None, 30])
 def test_capped_scores_are_computed_some_rows_at_a_time(window, monkeypatch) -> None:
     module = "hardpoint.builtin_plugins.attention.torch"
-    monkeypatch.setattr(f"{module}._CAPPED_SCORES", 700)
+    monkeypatch.setattr(f"{module}._PLAIN_SCORES", 700)
     steps = [[("a", 90), ("b", 4)], [("a", 1), ("b", 50)], [("a", 1), ("b", 1)]]
     run(KVSpec(6, 2, 8, 0.3, window, 0.7), steps, block_size=16)
 

@@ -1,5 +1,7 @@
 """Grammars of tool calls: whatever they allow, the same parser finds as calls that fit."""
 
+# ruff: noqa: RUF001 - the markers of DeepSeek are written so
+
 from __future__ import annotations
 
 import itertools
@@ -38,6 +40,8 @@ TRICKS = (
     *("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "<|python_start|>["),
     *("</parameter>", "\n</function>", "\n<parameter=x>", "</function>", "<seed:tool_call>"),
     *("[now(", "x [order_food(", '{"name": ', 'x {"name": "order_food"', "<function=order_food>"),
+    *("<arg_key>", "</arg_value>", "<tool_calls>[", "functools[", "<function_calls>"),
+    *('<invoke name="now">', "\n</invoke>", "<answer>", "</response>"),
     *("\n", "\n\n", '\\"', "\\n", "\\", "'", '"', "{", "[", "é", "🙂", "5"),
     *(
         "null",
@@ -63,6 +67,11 @@ CLOSERS = (
     "</parameter>",
     "\n</function>",
     "</function>",
+    "</arg_value>",
+    "</steptml:parameter>",
+    "</｜DSML｜parameter>",
+    "</｜DSML｜function_calls>",
+    "</minimax:tool_call>",
 )
 
 
@@ -100,7 +109,7 @@ def walk(start, chosen, tokenizer, longest):
     state, ids = start.fork(), []
     words = -(-tokenizer.vocab_size // 32)
     encode = tokenizer.encode
-    while len(ids) < longest + 4000:
+    while len(ids) < longest + 20_000:
         row = np.zeros(words, np.int32)
         can_end = state.fill_bitmask(row)
         is_long = len(ids) > longest
@@ -315,6 +324,8 @@ REFUSED = [
     ("qwen3_coder", schema_of(properties={}), "'f'.*'properties'"),
     ("qwen3_coder", {"f": {"properties": {"a>": {}}}}, "'f'.*got 'a>'"),
     ("seed_oss", schema_of(type="string", enum=["</parameter>"]), "'f'.*'</parameter>'"),
+    ("minimax_m2", {"f": {"properties": {'a"': {}}}}, "'f'.*no angle brackets, quotes and line"),
+    ("glm45", schema_of(type="string", enum=["</arg_value>"]), "'f'.*'</arg_value>'"),
     ("json", {"f": {"type": "string"}}, "'f'.*schema of an object, got type 'string'"),
 ]
 
@@ -349,7 +360,10 @@ TREE = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
-@pytest.mark.parametrize("parser", ["gemma", "pythonic", "qwen3_coder", "seed_oss"])
+@pytest.mark.parametrize(
+    "parser",
+    ["gemma", "glm45", "glm45, special", "deepseek_v3_2", "pythonic", "qwen3_coder", "seed_oss"],
+)
 def test_values_that_are_no_json_fit_their_schema(parser, schema):
     tools = schema_of(**schema)
     tools["f"]["$defs"] = {"Tree": TREE}

@@ -26,6 +26,7 @@ from support.builtins.hostile_files import (
     write_gguf,
 )
 
+import hardpoint.builtin_plugins.models.transformers.model  # noqa: F401 - no cost of a file
 from hardpoint import ConfigError, ModelError
 
 SECONDS, MEBIBYTES = 2.0, 200.0

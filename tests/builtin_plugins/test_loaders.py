@@ -72,6 +72,19 @@ class TestSafetensors:
         self.edit(folder, "generation_config.json", eos_token_id=eos)
         assert open_loader(SafetensorsLoader, folder).config().eos_token_ids == expected
 
+    @pytest.mark.parametrize(
+        ("outside", "inside", "expected"),
+        [([3, 4], [5], (3, 4)), (None, [5, 6], (5, 6)), (None, 5, (5,)), (None, None, ())],
+    )
+    def test_an_inner_configuration_names_eos(
+        self, outside, inside, expected, folder: Path
+    ) -> None:
+        self.edit(folder, "generation_config.json", eos_token_id=None)
+        text = json.loads((folder / "config.json").read_text())
+        text["eos_token_id"] = inside
+        self.edit(folder, "config.json", eos_token_id=outside, text_config=text)
+        assert open_loader(SafetensorsLoader, folder).config().eos_token_ids == expected
+
     def test_generation_config_recommends_how_to_sample(self, folder: Path) -> None:
         assert open_loader(SafetensorsLoader, folder).config().default_sampling == {}
         stated = {"temperature": 1, "top_k": 20, "min_p": None, "do_sample": True, "num_beams": 2}
@@ -86,7 +99,8 @@ class TestSafetensors:
             ("config.json", {"architectures": None}, "architectures: expected a list .* got None"),
             ("config.json", {"architectures": [3]}, r"architectures\[0\]: expected a string"),
             ("config.json", {"vocab_size": "many"}, "vocab_size: expected a whole number"),
-            ("config.json", {"max_position_embeddings": None}, "max_position_embeddings: missing"),
+            ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings: expected"),
+            ("config.json", {"vocab_size": None, "model_type": "x"}, "vocab_size: missing, and it"),
             ("config.json", {"quantization_config": {"bits": 4}}, "expected none .*'bits': 4"),
             ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id: expected a token id"),
             ("generation_config.json", {"top_p": 7}, "top_p: expected a number <= 1, got 7"),
@@ -100,6 +114,24 @@ class TestSafetensors:
     def test_wrong_fields_are_refused(self, name, fields, message, folder: Path) -> None:
         self.edit(folder, name, **fields)
         refused(open_loader(SafetensorsLoader, folder), f"model/{name}: .*{message}|{message}")
+
+    @pytest.mark.parametrize(
+        ("fields", "length"),
+        [
+            ({"model_type": "gpt2"}, 1024),  # that of its class of transformers
+            ({"model_type": "bloom"}, 1 << 20),  # it has no length, and none is stated
+            ({"model_type": "x", "seq_length": 96}, 96),
+            ({"model_type": "x", "context_length": 80}, 80),
+            ({"model_type": "xmod", "max_position_embeddings": 66}, 64),
+            ({"text_config": {"model_type": "gemma3_text"}}, 131_072),
+        ],
+    )
+    def test_the_longest_context_has_several_names(
+        self, fields: dict[str, object], length: int, folder: Path
+    ) -> None:
+        self.edit(folder, "config.json", **({"max_position_embeddings": None} | fields))
+        found = open_loader(SafetensorsLoader, folder).config()
+        assert found.max_position_embeddings == length
 
     def test_missing_and_invalid_config_are_refused(self, folder: Path) -> None:
         (folder / "config.json").write_text("{")

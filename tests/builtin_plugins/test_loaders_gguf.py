@@ -21,17 +21,22 @@ from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_architectures import ARCHITECTURES
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
 from hardpoint.builtin_plugins.models.cohere2 import Cohere2
+from hardpoint.builtin_plugins.models.deepseek import DeepseekV2, DeepseekV3
 from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.glm4 import Glm4, Glm4Moe
+from hardpoint.builtin_plugins.models.gpt_oss import GptOss
 from hardpoint.builtin_plugins.models.granite import Granite
-from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.llama import Llama, Mistral
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.models.qwen3_next import Qwen3Next
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
 from hardpoint.plugins import ModelError, ModelFiles, WeightFormat
+from hardpoint.plugins.parallel import Communicator, Parallel
+from hardpoint.testing.model.rank_threads import run_ranks
 
 
 def list_of(tensor: gguf.ReaderTensor) -> list:
@@ -101,8 +106,44 @@ GLM = {
     "head_dim": 16,
     "use_qk_norm": True,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_group": 2,
+    "topk_group": 1,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+NEXT = EXPERTS | {
+    "shared_expert_intermediate_size": 40,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
+NEXT_NEAR = 3e-4
+"""On some processors, transformers' own float32 logits are 2e-4 from those in float64."""
 FAMILIES = {
     "llama": ("llama", "Llama", Llama, {}),
+    "mistral": ("llama", "Mistral", Mistral, {"sliding_window": 9}),
     "mixtral": (
         "llama",
         "Mixtral",
@@ -123,6 +164,13 @@ FAMILIES = {
         Qwen3Moe,
         EXPERTS | {"norm_topk_prob": True, "head_dim": 16},
     ),
+    "qwen3next": ("qwen3next", "Qwen3Next", Qwen3Next, NEXT),
+    "qwen3next-rotated": (
+        "qwen3next",
+        "Qwen3Next",
+        Qwen3Next,
+        NEXT | {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.0}},
+    ),
     "gemma2": ("gemma2", "Gemma2", Gemma2, GEMMA | CAPS),
     "gemma3": ("gemma3", "Gemma3", Gemma3, GEMMA),
     "granite": ("granite", "Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
@@ -137,6 +185,25 @@ FAMILIES = {
         Glm4Moe,
         GLM | {"n_group": 2, "first_k_dense_replace": 0, "use_qk_norm": False},
     ),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOss",
+        GptOss,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+    ),
+    "deepseek2": (
+        "deepseek2",
+        "DeepseekV2",
+        DeepseekV2,
+        LATENT | {"topk_method": "group_limited_greedy", "rope_parameters": LATENT_YARN},
+    ),
+    "deepseek2-whole": (
+        "deepseek2",
+        "DeepseekV2",
+        DeepseekV2,
+        LATENT | {"q_lora_rank": None, "n_group": None, "kv_b_by_head": False},
+    ),
+    "deepseek3": ("deepseek2", "DeepseekV3", DeepseekV3, LATENT | {"rope_parameters": LATENT_YARN}),
     "phi3": ("phi3", "Phi3", Phi3, {"sliding_window": 9}),
     "phi4": ("phi3", "Phi3", Phi3, {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", "SmolLM3", SmolLM3, {"num_hidden_layers": 4}),
@@ -161,7 +228,31 @@ def test_architectures_equal_transformers(family: str, tmp_path: Path) -> None:
         assert formats[weight] == WeightFormat("float32", 4 * math.prod(shape))
     tokens = list(range(40))
     got = Runner(model, dtype=torch.float32).logits([("a", tokens)])
-    assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < 1e-4
+    near = NEXT_NEAR if architecture == "qwen3next" else 1e-4
+    assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < near
+
+
+@torch.inference_mode()
+def test_ranks_have_parts_of_the_delta_rule(tmp_path: Path) -> None:
+    reference = random_model("Qwen3Next", **NEXT)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, reference, "qwen3next")
+    loader = open_loader(GGUFLoader, path)
+    tokens = list(range(40))
+
+    def logits(communicator: Communicator) -> torch.Tensor:
+        model = load_model(
+            Qwen3Next,
+            loader,
+            dtype=torch.float32,
+            max_model_len=64,
+            parallel=Parallel(communicator),
+        )
+        return Runner(model, dtype=torch.float32).logits([("a", tokens)])
+
+    expected = reference(torch.tensor([tokens])).logits[0]
+    for found in run_ranks(2, logits):
+        assert (found - expected).abs().max() < NEXT_NEAR
 
 
 def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
@@ -286,6 +377,7 @@ def test_the_largest_gemmas_scale_scores_by_the_hidden_size(name: str, layers: i
     ("family", "changes", "message"),
     [
         ("smollm3", {"rope.dimension_count": 8}, "dimension_count: expected the head size 16"),
+        ("qwen3", {"rope.dimension_count": 8}, "dimension_count: expected the head size 16"),
         ("phi4", {"rope.dimension_count": 18}, "dimension_count: expected the head size 16"),
         ("gemma2", {"final_logit_softcapping": "no"}, "softcapping: expected float, got 'no'"),
     ],

@@ -10,9 +10,12 @@ import torch
 from support.builtins.model_harness import Runner, build_model, load_model, open_loader
 
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
+from hardpoint.builtin_plugins.models.deepseek import DeepseekV2, DeepseekV3
 from hardpoint.builtin_plugins.models.glm4 import Glm4Moe
+from hardpoint.builtin_plugins.models.gpt_oss import GptOss
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
+from hardpoint.builtin_plugins.models.qwen3_next import Qwen3Next
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.plugins import Model, ModelError
 from hardpoint.plugins.parallel import Communicator, Cut, Parallel
@@ -39,6 +42,53 @@ GLM = {
     "routed_scaling_factor": 1.7,
     "head_dim": 16,
     "use_qk_norm": True,
+}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+LATENT = {
+    "num_key_value_heads": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+NEXT = EIGHT | {
+    "shared_expert_intermediate_size": 40,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 VARIANTS = {
     "mixtral": ("Mixtral", Mixtral, {"num_local_experts": 4, "sliding_window": 30}),
@@ -70,7 +120,46 @@ VARIANTS = {
             "use_qk_norm": False,
         },
     ),
+    "gpt-oss": ("GptOss", GptOss, GPT_OSS),
+    "deepseek2": ("DeepseekV2", DeepseekV2, LATENT | {"q_lora_rank": None}),
+    "deepseek2-groups": (
+        "DeepseekV2",
+        DeepseekV2,
+        LATENT
+        | {
+            "q_lora_rank": 18,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek3": (
+        "DeepseekV3",
+        DeepseekV3,
+        LATENT | {"q_lora_rank": 18, "n_group": 2, "topk_group": 1, "rope_parameters": YARN},
+    ),
+    "deepseek3-halves": (
+        "DeepseekV3",
+        DeepseekV3,
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
     "qwen3-dense-layers": ("Qwen3Moe", Qwen3Moe, EIGHT | {"mlp_only_layers": [1], "head_dim": 8}),
+    "qwen3-next": ("Qwen3Next", Qwen3Next, NEXT),
+    "qwen3-next-dense-layers": (
+        "Qwen3Next",
+        Qwen3Next,
+        NEXT | {"linear_num_value_heads": 2, "mlp_only_layers": [0], "linear_conv_kernel_dim": 2},
+    ),
 }
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -84,8 +173,9 @@ def variant(request, tmp_path_factory):
     torch.manual_seed(5)
     config = getattr(transformers, f"{family}Config")(**TINY | fields)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
-    for parameter in reference.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    for name, parameter in reference.named_parameters():
+        mean = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.data.normal_(-2.0 if name.endswith(("A_log", "dt_bias")) else mean, 0.2)
     for name, buffer in reference.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.builtins.model_harness import build_model, load_model, open_loader
-from support.builtins.transformers_parity import check_logits_and_greedy_tokens, check_parts
+from support.builtins.transformers_models import FAMILIES, MOE, TINY, save
+from support.builtins.transformers_parity import check_logits_and_greedy_tokens
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
@@ -17,79 +19,41 @@ from hardpoint.builtin_plugins.models.transformers import attention
 from hardpoint.builtin_plugins.models.transformers.model import ThroughTransformers
 from hardpoint.plugins import ModelError
 
-TINY: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-}
-EARLY: dict[str, Any] = {
-    "vocab_size": 97,
-    "n_positions": 256,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-}
-MOE = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
-GEMMA = {"head_dim": 16, "sliding_window": 9, "pad_token_id": 0}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", EARLY),
-    "gemma3_text": ("Gemma3ForCausalLM", TINY | GEMMA | {"num_hidden_layers": 7}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", TINY | MOE | {"head_dim": 16}),
-    "opt": ("OPTForCausalLM", TINY | {"ffn_dim": 48, "word_embed_proj_dim": 64, "pad_token_id": 1}),
-    "gpt_neox": ("GPTNeoXForCausalLM", TINY),
-    "phi": ("PhiForCausalLM", TINY),
-    "stablelm": ("StableLmForCausalLM", TINY),
-    "starcoder2": ("Starcoder2ForCausalLM", TINY | {"sliding_window": 9}),
-    "mistral": ("MistralForCausalLM", TINY | {"sliding_window": 9}),
-    "cohere": ("CohereForCausalLM", TINY),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", EARLY),
-    "granitemoe": ("GraniteMoeForCausalLM", TINY | MOE),
-    "smollm3": ("SmolLM3ForCausalLM", TINY),
-    "ctrl": ("CTRLLMHeadModel", EARLY | {"dff": 48}),
-}
-GATE = ("gpt2", "gemma3_text", "qwen3_moe")
+GATE = ("gpt2", "gemma3_text", "qwen3_moe", "gpt_oss")
 REFUSED = {
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        TINY | MOE,
-        r"layers\.0\.self_attn: sinks \(s_aux\): 4 numbers",
-    ),
     "diffllama": ("DiffLlamaForCausalLM", TINY, "attention: called more than once in a step"),
     "mpt": (
         "MptForCausalLM",
         {"vocab_size": 97, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
-        "2 layers, of which 0 call the attention interface",
+        r"attention of MptModel does not call the attention interface .* \(position_bias\)",
+    ),
+    "bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": 97, "hidden_size": 64, "n_head": 4, "n_layer": 2},
+        r"attention of BloomModel does not call .* adds biases of positions .* \(alibi\)",
+    ),
+    "bart": (
+        "BartForCausalLM",
+        {"vocab_size": 97, "d_model": 64, "decoder_layers": 2, "is_encoder_decoder": False},
+        "BartDecoder takes no position_ids and counts positions from the beginning of a step",
+    ),
+    "rwkv": (
+        "RwkvForCausalLM",
+        {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2},
+        r"layers that keep a state per sequence .* as transformers declares \(_is_stateful\)",
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        TINY | MOE,
+        r"2 layers, of which 1 call .*; model\.layers\.1 \(MiniMaxLightningAttention, ",
+    ),
+    "moshi": (
+        "MoshiForCausalLM",
+        TINY | {"ffn_dim": 48, "sliding_window": 9},
+        "a cache of fewer tokens than its masks show: sliding_window 9",
     ),
     "jamba": ("JambaForCausalLM", TINY, r"mamba\.conv1d \(Conv1d\), which keeps a state"),
 }
-
-
-def save(kind: str, name: str, fields: dict[str, Any], folder: Path) -> Any:
-    """Save a random model of transformers; return it."""
-    import transformers
-
-    torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(fields))
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
-    assert type(model).__name__ == name
-    for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 @pytest.mark.parametrize(
@@ -101,9 +65,42 @@ def test_logits_and_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) 
     check_logits_and_greedy_tokens((reference, ThroughTransformers, tmp_path))
 
 
-def test_two_ranks_divide_a_model_by_its_tp_plan(tmp_path: Path) -> None:
-    reference = save("smollm3", *FAMILIES["smollm3"], tmp_path)
-    check_parts((reference, ThroughTransformers, tmp_path), 2, 1)
+def test_experts_are_copied_as_they_come(tmp_path: Path) -> None:
+    save("qwen3_moe", *FAMILIES["qwen3_moe"], tmp_path)
+    loader = open_loader(SafetensorsLoader, tmp_path)
+    model = build_model(ThroughTransformers, loader.config(), dtype=torch.float32)
+    given: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in loader.weights(model.weight_shapes()):
+            assert isinstance(tensor, torch.Tensor)
+            if ".experts." in name:
+                given.append(weakref.ref(tensor))
+                alive.append(sum(one() is not None for one in given))
+            yield name, tensor
+
+    model.load_weights(watched())
+    assert len(given) == 2 * 4 * 3
+    assert max(alive) <= 2  # this one, and the one before, which the model has just copied
+
+
+def test_sinks_that_are_no_parameter_of_the_layer_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    save("gpt_oss", *FAMILIES["gpt_oss"], tmp_path)
+    config = open_loader(SafetensorsLoader, tmp_path).config()
+
+    def doubled(self: torch.nn.Module, name: str) -> Any:
+        found = torch.nn.Module.__getattr__(self, name)
+        return found * 2 if name == "sinks" else found
+
+    monkeypatch.setattr(GptOssAttention, "__getattr__", doubled, raising=False)
+    message = r"layers\.0\.self_attn: sinks \(s_aux\) that are no parameter of the layer: \[4\] n"
+    with pytest.raises(ModelError, match=message):
+        build_model(ThroughTransformers, config, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -120,11 +117,31 @@ def test_a_layer_that_was_observed_wrongly_is_found_when_weights_are_loaded(
 ) -> None:
     name, fields = FAMILIES["mistral"]
     save("mistral", name, fields | {"sliding_window": 3}, tmp_path)
-    monkeypatch.setattr(attention.Specs, "window_of", lambda *_: None)
+    monkeypatch.setattr(attention.Specs, "window_of", lambda *_: 5)
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn: eager attention .* differs by"):
         load_model(
             ThroughTransformers, open_loader(SafetensorsLoader, tmp_path), dtype=torch.float32
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_that_mix_a_little_of_other_tokens_are_found(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
+
+    forward = GPTNeoXMLP.forward
+
+    def mixing(self: Any, x: torch.Tensor) -> Any:
+        return forward(self, x + 0.05 * torch.nn.functional.pad(x, (0, 0, 1, -1)))
+
+    save("gpt_neox", *FAMILIES["gpt_neox"], tmp_path)
+    loader = open_loader(SafetensorsLoader, tmp_path)
+    load_model(ThroughTransformers, loader, dtype=dtype)
+    monkeypatch.setattr(GPTNeoXMLP, "forward", mixing)
+    message = "two prompts in one batch have other logits than .*: its modules mix tokens besides"
+    with pytest.raises(ModelError, match=message):
+        load_model(ThroughTransformers, loader, dtype=dtype)
 
 
 def test_an_engine_falls_back_and_reuses_prefixes(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import time
 import msgspec
 import pytest
 import zmq
-from support.builtins.peers import BLOCK, Peers, block, eventually, holds, key, peer_context
+from support.builtins.peers import BLOCK, Peers, block, holds, key, peer_context
+from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
 from hardpoint.builtin_plugins.kv_stores.p2p_messages import Get, Has, Renew, Take, encode
@@ -145,7 +146,7 @@ class TestForOne:
         a = peers.open("a", size_bytes=BLOCK)
         a.offer(key(1), block(5), 0.05)
         assert not a.store(key(2), block(2))
-        assert eventually(lambda: a.store(key(2), block(2)))
+        wait_until(lambda: a.store(key(2), block(2)))
 
     def test_many_offers_do_not_slow_down_one(self):
         pool, small = PeerBlocks(10**5), BlockBuffer(memoryview(bytearray(16)), [16])
@@ -181,7 +182,7 @@ class TestForOne:
         assert not a.store(key(4), block(4))
         assert a.lookup([key(9)]) == [False]
         assert b.fetch("a", key(1), block(), 1.0)
-        assert eventually(lambda: a.offer(key(3), block(3), 10.0))
+        wait_until(lambda: a.offer(key(3), block(3), 10.0))
 
     def test_two_peers_of_which_only_one_gets_it(self, peers):
         a, b = peers.open("a"), peers.open("b")
@@ -220,7 +221,7 @@ class TestWithoutPeers:
         assert time.monotonic() - began < 0.08
         a = peers.open("a")
         a.store(key(1), block(1))
-        assert eventually(lambda: b.lookup([key(1)]) == [True])
+        wait_until(lambda: b.lookup([key(1)]) == [True])
 
     def test_dead_ones_do_not_hide_others(self, peers):
         b = peers.open("b")
@@ -310,7 +311,7 @@ class TestWithoutPeers:
         assert not b.fetch("a", key(2), block(), 0.5)
         assert not b.load(key(1), block())
         a.store(key(3), block(3))
-        assert eventually(lambda: b.lookup([key(1), key(3)]) == [False, True])
+        wait_until(lambda: b.lookup([key(1), key(3)]) == [False, True])
 
     def test_closing_does_not_wait_for_answers(self, peers):
         peers.open("a")
@@ -332,7 +333,7 @@ class TestWithoutPeers:
         peers.close_all()
         assert len(server_threads()) == before
         assert not list((peers.folder / "sockets").iterdir())
-        assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= len(files) + 3)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= len(files) + 3)
 
 
 class Stranger:
@@ -527,5 +528,5 @@ class TestPeersThatAreGone:
         os.unlink(address)
         a = peers.open("a")
         a.offer(key(1), block(5), 10.0)
-        assert eventually(lambda: b.fetch("a", key(1), block(), 1.0))
+        wait_until(lambda: b.fetch("a", key(1), block(), 1.0))
         assert len(peers.faults) <= 2

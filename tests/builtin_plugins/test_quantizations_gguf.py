@@ -23,12 +23,16 @@ from hardpoint.builtin_plugins.models.qwen_moe import Qwen3Moe
 from hardpoint.plugins import Model, ModelError, WeightLoader
 from hardpoint.plugins.parallel import Communicator, Cut, Parallel
 from hardpoint.plugins.quantization import QuantizedWeight
+from hardpoint.testing.model.quantization_rules import num_bytes
 from hardpoint.testing.model.rank_threads import run_ranks
 
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+LOW = ("Q2_K", "Q3_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4")
 TOKENS = list(range(40))
 # Widths that blocks of 256 columns divide.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16}
+# The columns of attention's outputs, too, are two blocks.
+LARGE_EXPERTS = WIDE | {"num_attention_heads": 32}
 FAMILIES = {"llama": ("Llama", Llama), "phi3": ("Phi3", Phi3)}
 
 
@@ -42,9 +46,21 @@ def stored(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> QuantizedWeight
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(0, 5), count=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_any_bytes_are_read_as_the_library_does(name, rows, count, seed) -> None:
+    check_bytes(name, rows, count, seed)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_any_bytes_of_few_bits_are_read_as_the_library_does(name) -> None:
+    for rows, count, seed in ((0, 1, 0), (1, 1, 1), (5, 3, 2), (64, 2, 3)):
+        check_bytes(name, rows, count, seed)
+
+
+def check_bytes(name: str, rows: int, count: int, seed: int) -> None:
     kind = KINDS[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(seed).integers(0, 256, (rows, count * size), np.uint8)
+    if name == "MXFP4":
+        data.reshape(-1, size)[:, 0] %= 253  # others are refused
     weight = stored(data, kind)
     matrix = scheme(weight.scheme).read(weight)
     assert matrix.shape == weight.shape == (rows, count * block)
@@ -64,6 +80,22 @@ def test_any_bytes_are_read_as_the_library_does(name, rows, count, seed) -> None
 def test_bytes_as_stored_are_counted(name) -> None:
     block, size = gguf.GGML_QUANT_SIZES[KINDS[name]]
     assert scheme(name.lower()).stored_bytes((3, 4 * block)) == 3 * 4 * size
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_bytes_in_memory_are_counted(name) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[KINDS[name]]
+    weight = stored(np.zeros((3, 4 * size), np.uint8), KINDS[name])
+    assert scheme(weight.scheme).stored_bytes((3, 4 * block)) == num_bytes(
+        scheme(weight.scheme).read(weight)
+    )
+
+
+@pytest.mark.parametrize("exponent", [253, 255])
+def test_exponents_of_mxfp4_that_make_no_numbers_are_refused(exponent) -> None:
+    blocks = np.full((2, 17), exponent, np.uint8)
+    with pytest.raises(ValueError, match=f"blocks: expected exponents up to 252, got {exponent}"):
+        scheme("mxfp4_gguf").read(stored(blocks, KINDS.MXFP4))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +126,16 @@ def with_numbers(name: str) -> str:
 
 
 def with_types_of_the_loader(name: str) -> str:
-    """Types that no scheme reads, which the loader dequantises, among others."""
-    kinds = {"attn_k": "Q2_K", "attn_q": "IQ4_NL", "ffn_down": "Q3_K", "ffn_up": "Q5_1"}
+    """A type that no scheme reads, which the loader dequantises, among others."""
+    kinds = {"attn_k": "IQ1_S", "attn_q": "IQ4_NL", "ffn_down": "Q3_K", "ffn_up": "Q5_1"}
     return kinds.get(name.rpartition(".")[2], "IQ4_XS" if "attn" in name else "Q5_0")
+
+
+def of_few_bits(name: str) -> str:
+    """Each type of few bits, in both blocks of layers."""
+    kinds = {"attn_q": "Q2_K", "attn_k": "Q3_K", "attn_v": "IQ2_XXS", "attn_output": "IQ2_XS"}
+    kinds |= {"ffn_gate": "IQ2_S", "ffn_up": "IQ3_XXS", "ffn_down": "IQ3_S", "output": "MXFP4"}
+    return kinds.get(name.rpartition(".")[2], "TQ1_0")
 
 
 @functools.cache
@@ -116,7 +155,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("use", ["auto", "none"])
 @pytest.mark.parametrize("fields", [(), (("tie_word_embeddings", True),)], ids=["untied", "tied"])
-@pytest.mark.parametrize("kinds", [q4_k_m, with_numbers, with_types_of_the_loader])
+@pytest.mark.parametrize("kinds", [q4_k_m, with_numbers, with_types_of_the_loader, of_few_bits])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_files_equal_the_dequantised_model(family, kinds, fields, use, folder) -> None:
     loader, reference = written(folder, family, kinds, fields)
@@ -126,15 +165,24 @@ def test_mixed_files_equal_the_dequantised_model(family, kinds, fields, use, fol
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_experts_that_are_quantised_equal_the_dequantised_model(folder) -> None:
-    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-    reference = random_model("Qwen3Moe", **WIDE | fields, norm_topk_prob=True, head_dim=16)
-    kinds = {"blk.0.ffn_down_exps": "Q8_0", "blk.1.ffn_gate_exps": "Q5_1"}
+EXPERTS = {
+    "plain": ("Q4_1", {"blk.0.ffn_down_exps": "Q8_0", "blk.1.ffn_gate_exps": "Q5_1"}),
+    "few": ("TQ2_0", {"blk.0.ffn_down_exps": "Q3_K", "blk.1.ffn_gate_exps": "IQ2_XS"}),
+    "mixed": ("Q4_K", {"blk.0.ffn_down_exps": "Q6_K", "blk.1.ffn_up_exps": "MXFP4"}),
+}
+
+
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_that_are_quantised_equal_the_dequantised_model(form, folder) -> None:
+    # Their width: two ranks divide blocks of 256 columns.
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    reference = random_model("Qwen3Moe", **LARGE_EXPERTS | fields, norm_topk_prob=True, head_dim=16)
+    other, kinds = EXPERTS[form]
     write_gguf(
         folder / "experts.gguf",
         reference,
         "qwen3moe",
-        kinds=lambda name: "F32" if "inp" in name else kinds.get(name, "Q4_1"),
+        kinds=lambda name: "F32" if "inp" in name else kinds.get(name, other),
     )
     loader = open_loader(GGUFLoader, folder / "experts.gguf")
     expected = reference(torch.tensor([TOKENS])).logits[0]
@@ -190,8 +238,13 @@ def test_blocks_that_a_cut_divides_are_refused_or_dequantised(folder) -> None:
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+SCALED = ("Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_NL", "IQ4_XS")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("name", "at"), [(n, p[0]) for n in SCALES for p in SCALES[n]][3:])
+@pytest.mark.parametrize(
+    ("name", "at"), [(n, p[0]) for n in SCALES if n.name in SCALED for p in SCALES[n]]
+)
 def test_scales_that_are_not_finite_are_refused_with_their_tensor(name, at, value, folder) -> None:
     path = folder / "damaged.gguf"
     write_gguf(path, random_model("Llama", **WIDE), "llama", kinds=lambda _: name.name)
@@ -203,7 +256,7 @@ def test_scales_that_are_not_finite_are_refused_with_their_tensor(name, at, valu
     data.flush()
     with pytest.raises(
         ModelError,
-        match=r"'model.layers.1.mlp.up_proj.weight' of 'test': i?q._[knx][ls]?: a scale or offset",
+        match=r"'model.layers.1.mlp.up_proj.weight' of 'test': i?q._[knxs][ls]?: a scale or offset",
     ):
         load_model(Llama, open_loader(GGUFLoader, path), dtype=torch.float32)
 

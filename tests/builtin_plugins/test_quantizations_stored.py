@@ -73,6 +73,32 @@ def test_gptq(bits, shape, group, form, symmetric, shuffled):
         assert found.scales.dtype == torch.float16
 
 
+RULES = {
+    r"-:.*\.k_proj": {},
+    r"+:.*\.down_proj$": {"bits": 8, "group_size": 64, "mse": 2.0},
+    ".*proj": {"group_size": 16},
+}
+
+
+def test_rules_of_gptq_change_how_modules_are_stored():
+    scheme = build_scheme(GPTQ, gptq_config(dynamic=RULES))
+    for name, fields in (
+        ("mlp.down_proj", {"bits": 8, "group": 64}),
+        ("self_attn.q_proj", {"group": 16}),
+        ("lm_head", {"group": 32}),
+    ):
+        matrix = random_matrix(8, 128, **fields)
+        weight = QuantizedWeight("x", matrix.shape, checkpoints.gptq(matrix), f"{name}.weight")
+        assert torch.equal(scheme.read(weight).dequantize(), matrix.weight)
+        assert scheme.alignment(weight.shape, weight) is None  # g_idx may reorder
+    assert scheme.stored_bytes((8, 128)) is None
+    other = QuantizedWeight("x", weight.shape, weight.tensors, "self_attn.k_proj.weight")
+    with pytest.raises(
+        ValueError, match=r"dynamic: '-:.*k_proj' leaves it as it was, expected a w"
+    ):
+        scheme.check(other)
+
+
 def test_auto_round_packs_as_gptq_does():
     extra = {"lm_head": {"bits": 16, "data_type": "float"}, "model.layers.1": {"bits": 4}}
     scheme = build_scheme(AutoRound, auto_round_config(extra_config=extra))
@@ -389,10 +415,23 @@ INTEGERS = integers_config()
         (GPTQ, gptq_config(group_size="x"), "group_size: expected a whole number"),
         (GPTQ, gptq_config(desc_act="x"), "desc_act: expected true or false"),
         (GPTQ, gptq_config(checkpoint_format="marlin"), "expected gptq or gptq_v2, got 'marlin'"),
-        (GPTQ, gptq_config(dynamic={"+:.*": {"bits": 8}}), "dynamic: the field is not known"),
+        (
+            GPTQ,
+            gptq_config(dynamic={"+:.*": {"bits": 2}}),
+            r"dynamic.\+:.\*: bits: expected 4 or 8",
+        ),
+        (
+            GPTQ,
+            gptq_config(dynamic={".*": {"rotation": 1}}),
+            r"dynamic.\.\*: rotation: the field is",
+        ),
+        (GPTQ, gptq_config(dynamic={"+:.*": 8}), "dynamic: .*expected a table"),
+        (GPTQ, gptq_config(dynamic={"-:(a+)+": {}}), "dynamic: expected patterns with at most 4"),
+        (GPTQ, gptq_config(dynamic={"-:(a": {}}), r"dynamic: '-:\(a' is no pattern: missing"),
         (GPTQ, gptq_config(pack_dtype="int64"), "pack_dtype: expected int32"),
         (CompressedTensors, changed(INTEGERS, num_bits=3), "weights: num_bits: expected 4 or 8"),
-        (CompressedTensors, changed(INTEGERS, type="float"), "type: expected int, got 'float'"),
+        (CompressedTensors, changed(INTEGERS, type="x"), "type: expected int or float, got 'x'"),
+        (CompressedTensors, changed(INTEGERS, type="float"), "num_bits: expected 8, got 4"),
         (CompressedTensors, changed(INTEGERS, strategy="block"), "strategy: expected group or"),
         (CompressedTensors, changed(INTEGERS, dynamic=True), "dynamic: the field is not known"),
         (CompressedTensors, changed(INTEGERS, group_size=-5), "group_size: expected a whole"),
@@ -404,7 +443,7 @@ INTEGERS = integers_config()
             "config_groups.a: targets: expected a list of strings, got 'Linear'",
         ),
         (CompressedTensors, INTEGERS | {"config_groups": {"W4A16": ["Linear"]}}, "a table, got"),
-        (CompressedTensors, INTEGERS | {"format": "float-quantized"}, "format: expected pack-quan"),
+        (CompressedTensors, INTEGERS | {"format": "marlin-24"}, "format: expected pack-quan"),
         (CompressedTensors, INTEGERS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: ex"),
         (CompressedTensors, INTEGERS | {"transform_config": {"a": 1}}, "transform_config: expect"),
         (
@@ -417,7 +456,8 @@ INTEGERS = integers_config()
             INTEGERS
             | {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": 8}}}},
             "config_groups.a: input_activations: activations that are quantised are not supported, "
-            "expected none; got {'num_bits': 8}",
+            "expected none, or eight bits that are dynamic, whose weights alone are read; got "
+            "{'num_bits': 8}",
         ),
         (AutoRound, auto_round_config(bits=2), "bits: expected 4 or 8, got 2"),
         (

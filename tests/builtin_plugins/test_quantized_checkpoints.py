@@ -151,6 +151,51 @@ def test_matrices_that_no_codes_hold_are_dequantised_and_logged(tmp_path, caplog
     assert "matrices of few bits: 14 in gptq dequantised" in caplog.text
 
 
+RULES = {r"-:.*\.[kv]_proj": {}, r".*\.down_proj": {"group_size": 64}}
+FP8 = {"quant_method": "fp8", "weight_block_size": [1, 32]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "store", "fields"),
+    [
+        (FP8, checkpoints.fp8, {}),
+        (NF4, checkpoints.four_bit_floats, {"group": 64, "symmetric": True}),
+    ],
+    ids=["fp8", "nf4"],
+)
+def test_floats_of_few_bits_are_dequantised_and_logged(config, store, fields, tmp_path, caplog):
+    dense = write_checkpoint(tmp_path / "m", config, store, **fields)
+    expected = tokens(plain(tmp_path / "plain", dense))
+    with caplog.at_level(logging.INFO, logger="hardpoint"):
+        assert tokens(tmp_path / "m", quantization={"use": config["quant_method"]}) == expected
+    assert f"matrices of few bits: 14 in {config['quant_method']} dequantised" in caplog.text
+
+
+def test_modules_that_a_rule_leaves_are_numbers(tmp_path, caplog):
+    folder = tmp_path / "m"
+    dense = write_checkpoint(folder, gptq_config(dynamic=RULES), checkpoints.gptq)
+    other = write_checkpoint(tmp_path / "wide", gptq_config(64), checkpoints.gptq, group=64)
+    wide = {}
+    edit(tmp_path / "wide", wide.update)
+
+    def change(tensors):
+        for name in [name for name in tensors if ".k_proj." in name or ".v_proj." in name]:
+            del tensors[name]
+        for name in dense:
+            if ".k_proj." in name or ".v_proj." in name:
+                tensors[name] = dense[name]
+            elif ".down_proj." in name:
+                module, dense[name] = name.removesuffix("weight"), other[name]
+                tensors |= {n: tensor for n, tensor in wide.items() if n.startswith(module)}
+
+    edit(folder, change)
+    expected = tokens(plain(tmp_path / "plain", dense))
+    with caplog.at_level(logging.INFO, logger="hardpoint"):
+        assert tokens(folder) == expected
+    assert "matrices of few bits: 10 in gptq" in caplog.text
+
+
 def test_int8_of_plain_and_of_quantised_weights(folder, tmp_path, caplog):
     dense = write_checkpoint(tmp_path / "other", awq_config(), checkpoints.awq)
     numbers = plain(tmp_path / "plain", dense)
@@ -288,8 +333,8 @@ def test_wrong_tensors_are_refused_before_weights_are_read(folder, last, tensor,
         ({"bits": 3}, "config.json: quantization_config: bits: expected 4, got 3"),
         ({"group_size": 16}, "qzeros: expected int32 [4, 8] for a matrix [64, 64], got int32 [2, "),
         (
-            {"quant_method": "fp8"},
-            "has weights that are quantised by 'fp8', which is not supp",
+            {"quant_method": "hqq"},
+            "has weights that are quantised by 'hqq', which is not supp",
         ),
         (
             {"quant_method": "int8"},

@@ -16,7 +16,7 @@ from hardpoint.builtin_plugins.scaffold.names import PackageSpec
 from hardpoint.builtin_plugins.scaffold.project import make, plan_update, read_spec, update
 from hardpoint.builtin_plugins.scaffold.templates import Templates, templates_folder
 from hardpoint.cli import main
-from hardpoint.errors import RequestError
+from hardpoint.errors import HardpointError, RequestError
 from hardpoint.registry.kinds import KINDS
 
 QUICK = (
@@ -35,15 +35,18 @@ QUICK = (
 """Kinds whose suites take about a second; those of the others are in the test of all."""
 
 
+NEWEST = Templates().newest
+
+
 def spec(kind: str, version: int = 1) -> PackageSpec:
     return PackageSpec(version=version, kind=kind, name=f"acme-new-{kind.replace('_', '-')}")
 
 
-def write_packages(folder: Path, kinds) -> str:
+def write_packages(folder: Path, kinds, version: int = 1) -> str:
     """Write a package per kind, as if it were installed; return the path of their modules."""
     templates, paths = Templates(), []
     for kind in kinds:
-        made = spec(kind)
+        made = spec(kind, version)
         make(folder / made.name, templates.render(made))
         source = folder / made.name / "src"
         info = source / f"{made.module}-0.1.0.dist-info"
@@ -70,7 +73,7 @@ def test_published_templates_do_not_change():
         ("1/common/README.md.txt", None, ["1/common/README.md.txt is gone"]),
         ("1/common/MANIFEST.in.txt", "new", ["1/common/MANIFEST.in.txt is new"]),
         ("1/kinds/new_kind.txt", "new", []),
-        ("2/common/README.md.txt", "new", []),
+        ("9/common/README.md.txt", "new", []),
     ],
 )
 def test_a_change_of_published_templates_is_found(path, digest, expected):
@@ -109,6 +112,27 @@ def test_a_package_is_complete(kind):
     tomllib.loads(config)
 
 
+RESOLVES = """
+import sys, tomllib
+from pathlib import Path
+from hardpoint.registry.configuration import config_from
+from hardpoint.registry.plugin_set import resolve_plugins
+
+for folder in sorted(Path.cwd().iterdir()):
+    text = (folder / "README.md").read_text().partition("```toml\\n")[2].partition("```")[0]
+    module = folder.name.replace("-", "_")
+    plugins = resolve_plugins(*config_from({"model": "smollm2", **tomllib.loads(text)}, caller=""))
+    assert any(module in entry.value for entry in plugins.manifest.tree()), module
+    print(module)
+"""
+
+
+def test_their_readmes_enable_them(tmp_path):
+    path = write_packages(tmp_path, KINDS, NEWEST)
+    printed = run(sys.executable, "-c", RESOLVES, path=path, cwd=tmp_path)
+    assert len(printed.split()) == len(KINDS)
+
+
 def test_their_own_tests_pass(tmp_path):
     path = write_packages(tmp_path, QUICK)
     command = (
@@ -130,7 +154,7 @@ def installed(tmp_path_factory):
     """A folder with the packages of all kinds, `made`, built and installed into `site`."""
     folder = tmp_path_factory.mktemp("all")
     for kind in KINDS:
-        made = spec(kind)
+        made = spec(kind, NEWEST)
         make(folder / "made" / made.name, Templates().render(made))
     packages = [str(path) for path in sorted((folder / "made").iterdir())]
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -192,6 +216,9 @@ def test_the_command_makes_a_package_and_prints_the_next_ones(folder, capsys):
         (("hooks", "é"), "got 'é'"),
         (("hooks", "json"), "cannot have the module 'json', which Python, Hardpoint or the pack"),
         (("hooks", "class"), "cannot have the module 'class'"),
+        (("hooks", "none"), "cannot have the class 'None', which is a word of Python"),
+        (("hooks", "TRUE"), "cannot have the class 'True', which is a word of Python"),
+        (("hooks", "false"), "cannot have the class 'False', which is a word of Python"),
         (("hooks", "fair"), "'fair': scheduling_policies/fair of hardpoint 0.1.0 is a plugin of"),
         (("hooks", "tqdm"), "the module 'tqdm' is installed, at "),
         (("executors", "wrapper"), "whose class would be called Wrapper, as something that it im"),
@@ -217,13 +244,13 @@ def test_a_folder_that_is_none_is_refused(folder, capsys):
 
 @pytest.fixture
 def second(tmp_path):
-    """Templates with a second version: other README, a file more, no workflow."""
+    """Templates with one more version: other README, a file more, no workflow."""
     copied = tmp_path / "templates"
     shutil.copytree(Path(str(templates_folder())), copied)
-    common = copied / "2" / "common"
+    common = copied / f"{NEWEST + 1}" / "common"
     (common / "dot_github" / "workflows").mkdir(parents=True)
     (common / "dot_github" / "workflows" / "test.yml.txt").touch()
-    readme = (copied / "1" / "common" / "README.md.txt").read_text()
+    readme = (copied / "2" / "common" / "README.md.txt").read_text()
     (common / "README.md.txt").write_text(readme.replace("enables nothing.", "enables no plugin."))
     (common / "MANIFEST.in.txt").write_text("include README.md\n")
     return Templates(copied)
@@ -253,8 +280,26 @@ def test_an_update_keeps_what_the_author_has_changed(tmp_path, second):
     assert "enables no plugin." in text
     assert text.endswith("Mine.\r\n")
     assert text.count("\r\n") == text.count("\n")
-    assert read_spec(package, second).version == 2
+    assert read_spec(package, second).version == NEWEST + 1
     assert updated(package, second) == {}
+
+
+def test_an_update_that_stops_in_the_middle_can_be_made_again(tmp_path, second):
+    added = tmp_path / "templates" / f"{NEWEST + 1}" / "common" / "tests" / "more.py.txt"
+    added.parent.mkdir()
+    added.write_text("pass\n")
+    templates, package = Templates(tmp_path / "templates"), tmp_path / "acme"
+    make(package, second.render(spec("hooks")))
+    hindrance = package / "tests" / ".more.py.new"
+    hindrance.mkdir()
+    with pytest.raises(HardpointError, match=r"tests/more\.py cannot be written: Is a directory"):
+        updated(package, templates)
+    assert read_spec(package, templates).version == 1
+    hindrance.rmdir()
+    again = updated(package, templates)
+    assert (again["pyproject.toml"], again["tests/more.py"]) == ("updated", "added")
+    assert read_spec(package, templates).version == NEWEST + 1
+    assert updated(package, templates) == {}
 
 
 def test_a_conflict_leaves_both_and_is_to_be_decided_first(tmp_path, second):
@@ -264,7 +309,7 @@ def test_a_conflict_leaves_both_and_is_to_be_decided_first(tmp_path, second):
     readme.write_text(readme.read_text().replace("enables nothing.", "is enough."))
     assert updated(package, second)["README.md"] == "in conflict"
     assert "<<<<<<< yours\nInstalling it is enough." in readme.read_text()
-    assert ">>>>>>> template 2\n" in readme.read_text()
+    assert f">>>>>>> template {NEWEST + 1}\n" in readme.read_text()
     with pytest.raises(RequestError, match=r"README.md, line \d+: decide this conflict first"):
         updated(package, second)
 
@@ -281,7 +326,7 @@ def test_the_command_ends_with_1_if_there_are_conflicts(folder, capsys, second, 
     assert main(["plugins", "new", "--update", "--into", "a"]) == 1
     printed = capsys.readouterr().out
     assert "a/README.md: in conflict" in printed
-    assert printed.endswith("Templates: version 1 to 2; 1 conflicts.\n")
+    assert printed.endswith(f"Templates: version {NEWEST} to {NEWEST + 1}; 1 conflicts.\n")
     assert "<<<<<<< yours" in readme.read_text()
     assert main(["plugins", "new", "--update", "--into", "a"]) == 2
     assert "decide this conflict first" in capsys.readouterr().err
@@ -293,9 +338,17 @@ def test_the_command_ends_with_1_if_there_are_conflicts(folder, capsys, second, 
     ("table", "words"),
     [
         ("", "has no table [tool.hardpoint.template]"),
-        ("version = 9\nkind = 'hooks'\nname = 'a'", "version: expected 1 to 1, got 9"),
+        ("version = 9\nkind = 'hooks'\nname = 'a'", f"version: expected 1 to {NEWEST}, got 9"),
         ("version = 1\nkind = 'hook'\nname = 'a'", "kind: expected one of activation_taps"),
         ("version = 1\nname = 'a'", "tool.hardpoint.template.kind: "),
+        (
+            "version = 1\nkind = 'hooks'\nname = '../a'",
+            "pyproject.toml: tool.hardpoint.template.name: expected at most 64 letters, digits",
+        ),
+        (
+            "version = 1\nkind = 'hooks'\nname = 'none'",
+            "pyproject.toml: tool.hardpoint.template.name: expected another name than 'none'",
+        ),
         ("version = [", "is no TOML: "),
     ],
 )
@@ -308,4 +361,4 @@ def test_a_package_that_was_not_made_so_is_named(folder, capsys, table, words):
 def test_the_newest_package_needs_no_update(folder, capsys):
     assert main(["plugins", "new", "hooks", "acme-a", "--into", "a"]) == 0
     assert main(["plugins", "new", "--update", "--into", "a"]) == 0
-    assert "a has the newest templates, version 1." in capsys.readouterr().out
+    assert f"a has the newest templates, version {NEWEST}." in capsys.readouterr().out

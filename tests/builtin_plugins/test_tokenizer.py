@@ -253,7 +253,7 @@ class TestDirectory:
     def test_directories_without_a_tokenizer_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"no tokenizer.json, nor another file of a tokenizer"):
             open_tokenizer(tmp_path)
-        (tmp_path / "tokenizer.model").write_bytes(b"x")
+        (tmp_path / "tekken.json").write_bytes(b"x")
         with pytest.raises(ModelError, match=r"no tokenizer.json, and transformers cannot read"):
             open_tokenizer(tmp_path)
         with pytest.raises(ModelError, match="neither a file nor a directory"):

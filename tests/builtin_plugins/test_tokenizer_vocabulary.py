@@ -155,6 +155,8 @@ def test_bytes_join_to_what_the_decoder_makes(family: str, data: st.DataObject) 
         text = b"".join(tokens[i] for i in ids).decode()
     except UnicodeDecodeError:
         return
+    if family == "replaced" and "cc" in text:
+        return  # it joins the tokens of bytes before it replaces "a+", so that two may become one
     decoded = tokenizer.decode([first, *ids], skip_special_tokens=False)
     if family == "suffixes":  # the last token has no space
         text, decoded = text.rstrip(), decoded.rstrip()

@@ -215,6 +215,13 @@ class TestReasoning:
         assert after([3, 4, 44, 21], (50,), markers) == DIGITS
         assert after([3, 4, 44, 21, 8], (50,), markers) == {8, 9}
 
+    def test_no_call_begins_inside_it(self):
+        markers = ReasoningMarkers(start=((20,),), end=((21,),), calls=(25,))
+        assert after([20], (50,), markers) == REASONING - {25}
+        assert after([20, 21], (50,), markers) == DIGITS
+        answer = answer_of(LiveRequest((50,), markers))
+        assert answer.num_allowed([20, 44, 25, 3]) == 2
+
     def test_it_reports_whether_the_output_is_inside(self):
         request = LiveRequest((50,), THINK)
         answer = answer_of(request)

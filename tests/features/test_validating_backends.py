@@ -64,7 +64,7 @@ def validator(disabled=()):
         structured = StructuredOutputs(json={"type": "integer"}, lenient=True, backend=backend)
         params = SamplingParams(structured=structured)
         request = EngineCoreRequest(request_id="r", prompt_token_ids=[0], params=params)
-        assert parts.reads_answer(request)
+        assert parts.validator_of(request)
         return parts.validate(request, answer)
 
     return flaw

@@ -7,40 +7,20 @@ import os
 
 import msgspec
 import pytest
+from support.journal.files import of_other_torch, records_of, with_header, write_records
 from support.journal.schedules import record
 
 from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.cli import main
 from hardpoint.errors import EngineDeadError, PluginFaultError
-from hardpoint.journal.frames import (
-    FRAME_BYTES,
-    START_BYTES,
-    JournalError,
-    JournalReader,
-    frame_head,
-)
-from hardpoint.journal.records import Compact, Event, Header, Keyframe
+from hardpoint.journal.frames import JournalError, JournalReader
+from hardpoint.journal.records import Event, Header, Keyframe
 from hardpoint.journal.replay import JournalFile, replay
 from hardpoint.simulation import read_mooncake, read_trace
 from hardpoint.simulation.traces import TraceError
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-def with_header(journal, change) -> None:
-    """Replace the header of a journal by what `change` returns for it."""
-    data = journal.read_bytes()
-    header = next(JournalReader(journal).records())
-    assert isinstance(header, Header)
-    payload = msgspec.msgpack.encode(change(header))
-    length = int.from_bytes(data[START_BYTES : START_BYTES + 4], "little")
-    rest = data[START_BYTES + FRAME_BYTES + length :]
-    journal.write_bytes(data[:START_BYTES] + frame_head(payload, 0) + payload + rest)
-
-
-def of_other_torch(header: Header) -> Header:
-    return msgspec.structs.replace(header, build=msgspec.structs.replace(header.build, torch="1.0"))
 
 
 def test_until_stops_before_a_step(journal):
@@ -119,7 +99,7 @@ def test_another_model_is_refused_and_its_tokens_forced(other_model):
 def test_a_difference_names_step_request_and_both(tmp_path, scripted):
     """A token that was recorded is changed, as if the engine had sampled another one."""
     record(range(3, 4), scripted, tmp_path / "journal")
-    records = list(JournalReader(tmp_path / "journal").records())
+    records = records_of(tmp_path / "journal")
     for event in records:
         if isinstance(event, Event) and event.results and event.results[0].step >= 8:
             tokens = event.results[0].tokens
@@ -128,17 +108,12 @@ def test_a_difference_names_step_request_and_both(tmp_path, scripted):
     assert isinstance(tokens, dict)
     name = next(iter(tokens))
     true, tokens[name] = list(tokens[name]), [5, 5]
-    compact, data = Compact(), (tmp_path / "journal").read_bytes()[:START_BYTES]
-    for number, one in enumerate(records):
-        shrunk = compact.shrink(one) if isinstance(one, Event) else one
-        payload = msgspec.msgpack.encode(shrunk)
-        data += frame_head(payload, number) + payload
-    (tmp_path / "journal").write_bytes(data)
+    expected = event.results[0].step, name, "[5, 5]", str(true)
+    write_records(tmp_path / "journal", records)
     report = replay(tmp_path / "journal")
-    assert report.difference is not None
-    assert report.difference.step == event.results[0].step
-    assert report.difference.request_id == name
-    assert (report.difference.recorded, report.difference.own) == ("[5, 5]", str(true))
+    found = report.difference
+    assert found is not None
+    assert (found.step, found.request_id, found.recorded, found.own) == expected
     assert f"request {name!r}: tokens" in str(report.difference)
 
 

@@ -307,8 +307,9 @@ def assert_invariant(
     seed: int,
     softcap: float | None = None,
     cache_dtype: str = "auto",
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    spec = KVSpec(*heads, 24, 0.3, window, softcap)
+    spec = KVSpec(*heads, 24, 0.3, window, softcap, sinks)
     alone, settings = schedule_sequences(spec, dtype), (spec, dtype, block_size, seed, cache_dtype)
     expected = [Runner(*settings).step([(s, len(s))])[0] for s in alone]
     runner, rng = Runner(*settings), random.Random(seed)
@@ -340,6 +341,25 @@ def test_a_query_of_codes_has_the_same_result_in_any_step(library, threads, cach
 
 def test_a_query_with_a_soft_cap_has_the_same_result_in_any_step(library, threads) -> None:
     assert_invariant(*CASES[1], seed=0, softcap=2.0)
+
+
+def test_a_query_with_sinks_has_the_same_result_in_any_step(library, threads) -> None:
+    assert_invariant(*CASES[1], seed=0, sinks=torch.tensor([-3.0, 0.0, 4.0]))
+
+
+def test_sinks_that_are_far_from_all_scores_are_exact(library) -> None:
+    sinks = torch.tensor([-1e4, -60.0, 60.0, 1e4])
+    spec = KVSpec(4, 1, 16, 1.0, None, None, sinks)
+    runner, sequence = (
+        Runner(spec, torch.float32, 16, 0),
+        random_sequence(spec, 40, torch.float32, 3),
+    )
+    cache = tuple(torch.zeros(runner.num_blocks, 16, 1, 16) for _ in range(2))
+    out, paged = runner.step([(sequence, 40)])
+    expected = paged_attention(tuple(sequence.qkv), cache, paged, 1.0, None, None, sinks)
+    assert (out - expected).abs().max() < 2e-6
+    assert out[:, 3].eq(0).all()
+    assert out[:, 0].abs().min() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -34,13 +34,44 @@ def test_each_path_passes_the_suite(choose, path):
     assert messages_of(OpsSuite, {"ops": NativeOps, "batch_invariant": True}) == {}
 
 
+@pytest.mark.parametrize("path", cpu.PATHS)
+@pytest.mark.parametrize("depth", [32, 37, 96, 1100])
+def test_a_row_has_its_product_among_any_number_of_rows(path, depth):
+    """Few rows and many are multiplied in other blocks, whose sums have one order."""
+    if not cpu.Library("plain").supports(path):
+        pytest.skip(f"the processor has no {path}")
+    library, dtype, columns = cpu.Library(path), torch.bfloat16, 100
+    generator = torch.Generator().manual_seed(depth)
+    num_rows = 256 if depth > 1024 else 70  # blocks of deep products keep sums between depths
+    x = torch.randn(num_rows, depth, generator=generator).to(dtype)
+    weight = torch.randn(columns, depth, generator=generator).to(dtype)
+    packed = torch.empty(library.function("packed_size", dtype)(columns, depth), dtype=dtype)
+    library.function("pack", dtype)(weight.data_ptr(), packed.data_ptr(), columns, depth)
+
+    def product(first, count):
+        y = torch.empty(count, columns, dtype=torch.float32)
+        rows = x[first:]
+        library.function("logits", dtype)(
+            rows.data_ptr(), depth, packed.data_ptr(), None, y.data_ptr(), columns, count, columns,
+            depth,
+        )  # fmt: skip
+        return y
+
+    alone = torch.cat([product(row, 1) for row in range(len(x))])
+    torch.testing.assert_close(alone, x.float() @ weight.float().T, rtol=1e-3, atol=1e-4)
+    for count in (2, 3, 15, 16, 17, 31, 32, 33, 40, 64, 70, 125, 128, 190, 256):
+        if count <= num_rows:
+            assert torch.equal(product(0, count), alone[:count])
+            assert torch.equal(product(num_rows - count, count), alone[num_rows - count :])
+
+
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
         ("off", "HARDPOINT_KERNELS is off"),
         (
             "sse",
-            "HARDPOINT_KERNELS is 'sse', expected one of avx512_bf16, avx512, avx2, plain, off",
+            f"HARDPOINT_KERNELS is 'sse', expected one of {', '.join(cpu.PATHS)}, off",
         ),
     ],
 )

@@ -34,10 +34,15 @@ class Layer:
     dtype: torch.dtype = torch.float32
     rotated: int = 0
     """Elements of a head; 0: there are no angles."""
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return torch.linspace(-3, 4, self.heads) if self.has_sinks else None
 
 
 Part = tuple[int, int]
@@ -97,7 +102,10 @@ class Step:
         q, k, v = packed.split([part.shape[1] for part in self.qkv], 1)
         angles = None if self.angles is None else self.angles.to(DEVICE)
         kv_cache.store(q, k, v, cache, self.slots.to(DEVICE), angles)
-        out = attention.attend(q, cache, self.paged, layer.scale, layer.window, layer.softcap)
+        sinks = None if layer.sinks is None else layer.sinks.to(DEVICE)
+        out = attention.attend(
+            q, cache, self.paged, layer.scale, layer.window, layer.softcap, sinks
+        )
         return out.cpu(), cache.cpu()
 
     def twin(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +122,7 @@ class Step:
         sides = (cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2))
         sequences = PagedSequences(counts, lengths, blocks)
         expected = paged_attention(
-            (q, k, v), sides, sequences, layer.scale, layer.window, layer.softcap
+            (q, k, v), sides, sequences, layer.scale, layer.window, layer.softcap, layer.sinks
         )
         return expected, cache
 
@@ -151,7 +159,9 @@ def parts() -> st.SearchStrategy[list[Part]]:
     head_size=st.sampled_from([1, 2, 16, 24, 40, 96]),
     block_size=st.sampled_from([1, 3, 16, 32]),
     limits=st.tuples(
-        st.sampled_from([None, None, 1, 7, 64, 90]), st.sampled_from([None, None, 0.5, 30.0])
+        st.sampled_from([None, None, 1, 7, 64, 90]),
+        st.sampled_from([None, None, 0.5, 30.0]),
+        st.booleans(),
     ),
     dtype=st.sampled_from(list(LIMITS)),
     rotated=st.sampled_from([0.0, 0.5, 1.0]),
@@ -161,8 +171,8 @@ def parts() -> st.SearchStrategy[list[Part]]:
 def test_any_step_equals_the_twin(
     heads, head_size, block_size, limits, dtype, rotated, given_parts, padding
 ) -> None:
-    size = int(head_size * rotated) // 2 * 2
-    layer = Layer(*heads, head_size, block_size, *limits, dtype, size)
+    size, (window, softcap, has_sinks) = int(head_size * rotated) // 2 * 2, limits
+    layer = Layer(*heads, head_size, block_size, window, softcap, dtype, size, has_sinks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "LEAST_SPLIT", 64)
         Step(layer, [*given_parts, *[(1, 0)] * padding]).check()
@@ -180,11 +190,11 @@ def test_large_and_many_heads_equal_the_twin(layer) -> None:
     Step(layer, [(1, 20), (1, 1), (6, 30)]).check()
 
 
-@pytest.mark.parametrize("window", [None, 290])
-def test_long_sequences_are_split(window, monkeypatch) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (290, False), (290, True)])
+def test_long_sequences_are_split(window, has_sinks, monkeypatch) -> None:
     monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
     monkeypatch.setattr(attention, "MOST_SPLITS", (16, 16))
-    layer = Layer(4, 2, 16, 16, window)
+    layer = Layer(4, 2, 16, 16, window, has_sinks=has_sinks)
     # One split, one that is just full, some, and as many as there may be, which are longer then.
     Step(layer, [(1, 3), (1, 64), (1, 65), (1, 500), (1, 1100)]).check()
 

@@ -11,10 +11,11 @@ from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels.triton import experts
 from hardpoint.kernels.triton.addresses import Addresses
-from hardpoint.plugins import Ops
+from hardpoint.plugins import ClampedSwiGLU, Ops
 from hardpoint.testing import load_ops
 
 DEVICE = kernel_device()
+CLAMPED = ClampedSwiGLU(1.702, 1.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH = {dtype: load_ops(dtype, use="torch") for dtype in DTYPES}
 # bfloat16: two roundings of a sum of parts that are rounded themselves.
@@ -46,13 +47,14 @@ def there(side):
     count=st.integers(1, 6),
     per_row=st.integers(1, 4),
     missing=st.sampled_from([0.0, 0.3, 0.9, 2.0]),
-    dtype=st.sampled_from(DTYPES),
+    form=st.tuples(st.sampled_from(DTYPES), st.booleans()),
     seed=st.integers(0, 2**31),
 )
-@example(140, 130, 70, 2, 2, 0.2, torch.bfloat16, 1)
-@example(140, 33, 64, 2, 1, 0.2, torch.float32, 1)
-@example(79, 57, 14, 6, 3, 0.0, torch.bfloat16, 254)
-def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
+@example(140, 130, 70, 2, 2, 0.2, (torch.bfloat16, False), 1)
+@example(140, 33, 64, 2, 1, 0.2, (torch.float32, True), 1)
+@example(79, 57, 14, 6, 3, 0.0, (torch.bfloat16, False), 254)
+def test_any_choice(rows, hidden, width, count, per_row, missing, form, seed):
+    dtype, is_gpt_oss = form
     generator = torch.Generator().manual_seed(seed)
     per_row = min(per_row, count)
     gate_up = matrices(generator, count, 2 * width, hidden, dtype)
@@ -63,8 +65,19 @@ def test_any_choice(rows, hidden, width, count, per_row, missing, dtype, seed):
     weights = torch.rand(rows, per_row, generator=generator).to(DEVICE)
     kept = [part.clone() for part in (x, chosen, weights)]
 
-    result = experts.Experts(there(gate_up), there(down), (hidden, width))(x, chosen, weights).cpu()
-    reference = Ops.experts(TORCH[dtype], gate_up, down, (hidden, width))
+    biases = clamped = None
+    if is_gpt_oss:
+        sides = (torch.randn(count, size, generator=generator) for size in (2 * width, hidden))
+        biases, clamped = tuple(list(side.to(dtype).unbind()) for side in sides), CLAMPED
+    kernels = experts.Experts(
+        *(there(gate_up), there(down), (hidden, width)),
+        biases and tuple(there(side) for side in biases),
+        clamped and (clamped.alpha, clamped.limit),
+    )
+    result = kernels(x, chosen, weights).cpu()
+    reference = Ops.experts(
+        TORCH[dtype], gate_up, down, (hidden, width), biases=biases, clamped=clamped
+    )
     expected = reference(x.cpu(), chosen.cpu(), weights.cpu())
     assert result.dtype == dtype
     limit = TOLERANCES[dtype] * max(float(expected.abs().max()), 1e-3) if rows else 0

@@ -40,7 +40,9 @@ PUBLIC = (
     "hardpoint.errors",
     "hardpoint.typed",
     "hardpoint.toolkit.bitmasks",
+    "hardpoint.toolkit.branches",
     "hardpoint.toolkit.curve_keys",
+    "hardpoint.toolkit.delta_rule",
     "hardpoint.toolkit.encoder_cache",
     "hardpoint.toolkit.folders",
     "hardpoint.toolkit.hf_config",
@@ -57,7 +59,7 @@ PUBLIC = (
     "hardpoint.toolkit.workers.joining",
 )
 FOR_AUTHORS = ("hardpoint.plugins", "hardpoint.errors", "hardpoint.typed", "hardpoint.toolkit")
-MOST_NAMES = 151
+MOST_NAMES = 152
 AUTHORS = [*(ROOT / "builtin_plugins").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
 CALLERS = (
     "api",

@@ -54,6 +54,18 @@ def test_a_tracker_finds_what_a_search_finds(markers, prompt, output, begins_ope
         assert position.inside == inside
 
 
+def test_a_call_ends_reasoning_and_is_no_sign_of_it():
+    markers = ReasoningMarkers(start=((1,),), end=((2,),), calls=(3, 4))
+    tracker = ReasoningTracker(markers)
+    inside = tracker.after([1])
+    assert inside.inside
+    assert not tracker.advance(inside, 3).inside
+    assert not tracker.advance(inside, 4).inside
+    assert tracker.next_of_end(inside) == 2
+    assert [markers.is_open(ids) for ids in ([1, 5], [1, 3], [3, 1])] == [True, False, True]
+    assert [markers.ended(ids) for ids in ([1, 2], [3], [5])] == [True, False, False]
+
+
 @given(markers=MARKERS, prompt=TOKENS)
 def test_the_end_that_is_forced_goes_on_from_what_was_begun(markers, prompt):
     if not markers.end:

@@ -9,6 +9,7 @@ import signal
 import threading
 
 import pytest
+from support.plugins import changing_parts
 from support.plugins.changing import token_of
 from support.process.harness import process_config
 
@@ -18,6 +19,7 @@ from hardpoint.testing import scripted_config
 
 MODULE = "support.plugins.changing"
 PICK, TWICE, ROWS = (f"{MODULE}:{name}" for name in ("Pick", "Twice", "Rows"))
+MARK = f"{changing_parts.__name__}:Mark"
 POLICIES = ("fcfs", "fair", "priority", "shortest_first", f"{MODULE}:Keeper")
 TIGHT = {  # requests are preempted
     "max_model_len": 128,
@@ -30,11 +32,15 @@ CHANGES = [
     pytest.param(40, id="40"),
     pytest.param(500, id="500", marks=pytest.mark.nightly),
 ]
+NAMES = ("pick", "rows", "mark", None)
+"""Of the component that a request uses."""
 PLAIN = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 class Changing:
-    """The states that random changes give two processors; tokens show which one was in use."""
+    """The states that random changes give two processors and a step part; tokens show which one was
+    in use.
+    """
 
     def __init__(self, seed):
         self._random = random.Random(seed)
@@ -42,17 +48,18 @@ class Changing:
         self.on = {"pick": (0, 1), "rows": (0, 1)}
         """Option and factor of each that is on."""
         self.was = {name: [state] for name, state in self.on.items()}
-        """All that they have been, by name."""
+        """All that they have been, by name; None is off, of the part."""
+        self.was["mark"] = [None]
 
     def next(self):
         """Return the arguments of the next call of `set_plugins`, and what it makes of them."""
-        name = self._random.choice(("pick", "rows"))
+        name = self._random.choice(NAMES[:3])
         delta = self._random.randrange(40)
         after = dict(self.on)
         if name not in self.on:
             after[name] = (delta, 1)
-            change = {"enable": [PICK if name == "pick" else ROWS]}
-            change["options"] = {name: {"delta": delta}}
+            change = {"enable": [{"pick": PICK, "rows": ROWS, "mark": MARK}[name]]}
+            change["options"] = {name: {OPTION[name]: delta}}
         elif self._random.random() < 0.2:
             change = {"disable": [name]}
             del after[name]
@@ -63,7 +70,7 @@ class Changing:
             change = {"replace": {"pick": use}, "options": {"pick": {"delta": delta}}}
         else:
             after[name] = (delta, self.on[name][1])
-            change = {"options": {name: {"delta": delta}}}
+            change = {"options": {name: {OPTION[name]: delta}}}
         config = {
             "scheduler.policy": self._random.choice(POLICIES),
             "scheduler.max_waiting": self._random.choice((None, 1000)),
@@ -74,8 +81,9 @@ class Changing:
 
     def about_to_be(self, after):
         """Note what the processors may be from now on."""
-        for name, state in after.items():
-            self.was.setdefault(name, []).append(state)
+        for name in self.was:
+            if name in after or name == "mark":
+                self.was[name].append(after.get(name))
 
     def done(self, after):
         """Note what they are."""
@@ -86,23 +94,41 @@ class Changing:
         """Return how many states the processor of a name has had, the next one included."""
         return len(self.was.get(name, ()))
 
-    def check(self, name, step, tokens, first, last):
+    def check(self, name, step, tokens, first, last, plain):
         """Check that all tokens of a request are those of one state of its processor.
 
         Args:
             first, last: `count` before it was sent, and once it was admitted.
+            plain: its tokens where nothing changes them.
         """
         assert len(tokens) == TOKENS
-        positions = range(len(tokens))
-        fitting = [
-            state
-            for state in self.was[name][max(first - 2, 0) : last]
-            if [token_of(state[0], step, at, state[1]) for at in positions] == tokens
-        ]
-        assert fitting, (name, step, tokens)
+        states = self.was[name][max(first - 2, 0) : last]
+        assert tokens in [forced(name, step, state, plain) for state in states], (name, tokens)
+
+    def check_or_plain(self, name, step, tokens, first, plain):
+        """Check the tokens of a request that has ended; `first` has counts by name."""
+        if name is None:
+            assert tokens == plain
+        else:
+            self.check(name, step, tokens, first[name], self.count(name), plain)
+
+
+OPTION = {"pick": "delta", "rows": "delta", "mark": "mark"}
+TAGS = {"mark": {"marked": "yes"}}
+
+
+def forced(name, step, state, plain):
+    """Return the tokens of a request for a state of its component."""
+    if state is None:
+        return plain
+    if name == "mark":
+        return [changing_parts.FIRST + state[0]] * TOKENS
+    return [token_of(state[0], step, at, state[1]) for at in range(TOKENS)]
 
 
 def params_of(name, step):
+    if name in TAGS:  # it asks by a tag
+        return PLAIN
     return SamplingParams(
         temperature=0.0, max_tokens=TOKENS, ignore_eos=True, plugin_args={name: {"step": step}}
     )
@@ -117,11 +143,11 @@ async def stream(llm, changing, index, ended, expected):
     """Send one request after the other, until all changes are made; return how many were sent."""
     count = refused = 0
     while not ended.is_set() or not count:
-        name, step = (("pick", "rows", None)[(index + count) % 3], index % 7)
+        name, step = (NAMES[(index + count) % 4], index % 7)
         params = PLAIN if name is None else params_of(name, step)
         tokens, first, admitted = None, changing.count(name), 0
         try:
-            async for output in llm.generate(f"{index} is", params):
+            async for output in llm.generate(f"{index} is", params, tags=TAGS.get(name)):
                 tokens = output.outputs[0].token_ids
                 admitted = admitted or changing.count(name)
         except RequestError as error:
@@ -134,7 +160,7 @@ async def stream(llm, changing, index, ended, expected):
         if name is None:
             assert tokens == expected[index]
         else:
-            changing.check(name, step, tokens, first, admitted)
+            changing.check(name, step, tokens, first, admitted, expected[index])
     return count, refused
 
 
@@ -200,26 +226,23 @@ def test_random_changes_in_this_process(scripted, num_changes):
         thread.start()
         rounds = 0
         while not ended.is_set() or not rounds:
+            tags = [{}, TAGS["mark"]][rounds % 2]  # of all prompts
             names = [("pick", "rows", None)[(index + rounds) % 3] for index in range(NUM_STREAMS)]
-            names = [name if name in changing.on else None for name in names]
+            names = [name if name in changing.on and not tags else None for name in names]
             params = [
                 PLAIN if name is None else params_of(name, index % 7)
                 for index, name in enumerate(names)
             ]
-            first = {name: changing.count(name) for name in ("pick", "rows")}
+            first = {name: changing.count(name) for name in NAMES}
             try:
-                outputs = llm.generate(prompts, params)
+                outputs = llm.generate(prompts, params, tags=tags)
             except RequestError as error:
                 assert "was switched off" in str(error)  # noqa: PT017 - between the two lines
                 continue
             rounds += 1
             for index, (name, output) in enumerate(zip(names, outputs, strict=True)):
-                tokens = output.outputs[0].token_ids
-                if name is None:
-                    assert tokens == expected[index]
-                else:
-                    last_one = changing.count(name)
-                    changing.check(name, index % 7, tokens, first[name], last_one)
+                used, found = "mark" if tags else name, output.outputs[0].token_ids
+                changing.check_or_plain(used, index % 7, found, first, expected[index])
         thread.join()
         assert not failures, failures
         assert llm.manifest.generation == num_changes + 1

@@ -31,6 +31,7 @@ from support.parallel import write_random_model
 from support.plugins.tapping import TAPS
 
 from hardpoint import LLM, RequestOutput, SamplingParams, typed
+from hardpoint.calls.streams import Family
 from hardpoint.conversations.states import OpenConversations
 from hardpoint.conversations.turns import AsyncConversation
 from hardpoint.core.build import build_engine
@@ -39,7 +40,7 @@ from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestE
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
 from hardpoint.features.adapters.identity import content_hash, read_files
 from hardpoint.kernels import cpu
-from hardpoint.plugins import EngineConfig, LoRARequest
+from hardpoint.plugins import EngineConfig, EngineCoreRequest, LoRARequest
 from hardpoint.plugins.config import ConversationsConfig
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 
@@ -53,11 +54,14 @@ TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TAGS += ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 THINK, IMAGE = 257, 261  # the tokens of the first and of the fifth tag
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 257 + len(TAGS)}
+HYBRID = "support.builtins.state_models:HybridModel"  # the scripted model, with a state
+SCRIPTED = ("scripted", "with states")
 SCALES = {"one": 1.0, "scaled": -0.5}  # of the adapter
 REAL = {"attention": {"use": "native_cpu"}}
 ENGINE: dict[str, dict[str, Level]] = {
     "model": {
         "scripted": {},
+        "with states": {},
         "real": REAL,
         "of int8 weights": REAL | {"quantization": {"use": "int8"}},
         "of int4 weights": REAL | {"quantization": {"use": "int4"}},
@@ -158,6 +162,7 @@ REQUEST: dict[str, dict[str, Level]] = {
         "token": {"max_tokens": 30, "stop_token_ids": list(range(0, 256, 9)), "min_tokens": 4},
         "string": {"max_tokens": 30, "stop": ["5", "e", "\\"]},
     },
+    "fork": {"none": {}, "half way": {}},
 }
 ALL = ENGINE | REQUEST
 EXTRAS: dict[tuple[str, str], Level] = {
@@ -187,15 +192,29 @@ REFUSED = (
         )
     }
     | {
-        (("model", "scripted"), ("adapter", name)): (
+        (("model", "with states"), ("stores", "memory")): (
+            r"kv_connector.use: 'stores' moves blocks, and .*ScriptedForCausalLM.* keeps states"
+        )
+    }
+    | {
+        (("model", "with states"), ("speculator", name)): (
+            "speculation: .*ScriptedForCausalLM.* keeps states .* expected no speculation"
+        )
+        for name in ENGINE["speculator"]
+        if name != "none"
+    }
+    | {
+        (("model", model), ("adapter", name)): (
             "poet: the model has no linear layer model.layers.0.mlp.down_proj, .* which the adapter"
         )
         for name in SCALES
+        for model in SCRIPTED
     }
     | {
-        (("model", "scripted"), ("cache", name)): "kv_cache.dtype: .*history_attention"
+        (("model", model), ("cache", name)): "kv_cache.dtype: .*history_attention"
         for name in ENGINE["cache"]
         if name != "as computed"
+        for model in SCRIPTED
     }
     | {
         (("model", name), ("prompt", "with an image")): (
@@ -214,17 +233,25 @@ REFUSED = (
     }
     | {(("turns", "two"), ("completions", "three")): "n: expected 1 in a conversation"}
     | {
+        (("processor", "that observes"), ("fork", "half way")): (
+            "resumed.observed_logprobs: expected that of each token, which logits processor 'obs"
+        )
+    }
+    | {
         pair: words
         for name in ("read", "change")
         for pair, words in (
-            ((("model", "scripted"), ("taps", name)), "does not call ModelContext.hooks.added"),
+            *(
+                ((("model", model), ("taps", name)), "does not call ModelContext.hooks.added")
+                for model in SCRIPTED
+            ),
             ((("ranks", "pipeline"), ("taps", name)), "parallel.pipeline: expected 1 with act"),
         )
     }
 )
 """Pairs that are refused, and the words of the refusal."""
 NOT_COMPARED = {
-    *((("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name != "scripted"),
+    *((("model", name), ("ranks", "tensor")) for name in ENGINE["model"] if name not in SCRIPTED),
     *((("cache", name), ("ranks", "tensor")) for name in ("of int8", "of fp8")),
     *((("ranks", "tensor"), ("adapter", name)) for name in SCALES),
     *((("ranks", "tensor"), ("taps", name)) for name in ("read", "change")),
@@ -235,7 +262,9 @@ NOT_COMPARED = {
 `test_parallel_equality`, `test_adapters_together`, `test_taps_together` and the `test_equality` of
 encoders compare them.
 """
-APART = REFUSED.keys() | NOT_COMPARED
+NO_FORKS = {(("turns", "two"), ("fork", "half way"))}
+"""Turns of conversations have no forks: `test_forks` has how they are refused."""
+APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS
 SHORT = 8  # one row in so many is in the short run
 
 
@@ -247,7 +276,7 @@ def is_allowed(chosen: list[str]) -> bool:
 
 def is_embedded_in_stages(row: Mapping[str, str]) -> bool:
     """Return whether a later stage of the scripted model would need the ids of embeddings."""
-    by_stages = (row.get("model"), row.get("ranks")) == ("scripted", "pipeline")
+    by_stages = row.get("model") in SCRIPTED and row.get("ranks") == "pipeline"
     return by_stages and row.get("prompt") in ("of embeddings", "of both")
 
 
@@ -341,6 +370,21 @@ def requests_of(row: Mapping[str, str], number: int) -> list[Job]:
     return [*others[:3], subject[0], *others[3:7], *subject[1:], *others[7:]]
 
 
+@dataclass(frozen=True)
+class Fork:
+    """Stands for the prompt of a fork: the id of its source, and the tokens that it begins with."""
+
+    source: str
+    tokens: list[int]
+
+
+def fork_of(jobs: list[Job], expected: Mapping[str, Any]) -> Job:
+    """Return a fork of the row's first request, with half of its tokens."""
+    ((_, _, params),) = (job for job in jobs if job[0] == "s0")
+    _, tokens, *_ = expected["s0"].outputs[0]
+    return "f0", Fork("s0", tokens[: len(tokens) // 2]), params
+
+
 def extras_of(row: Mapping[str, str], request_id: str, poet: LoRARequest) -> RequestExtras:
     """Return the extras of a request: none, unless it is one of the row's own."""
     if not request_id.startswith("s"):
@@ -369,12 +413,13 @@ class Models:
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (own / name).write_bytes((scripted / name).read_bytes())
         self.folders = dict.fromkeys(ENGINE["model"], real)
-        self.folders |= {"scripted": scripted, "with windows": windowed, "of images": seeing}
+        self.folders |= dict.fromkeys(SCRIPTED, scripted)
+        self.folders |= {"with windows": windowed, "of images": seeing}
         self.poet = write_poet(folder / "poet")
         ids = np.arange(SHAPE["vocab_size"], dtype=np.float32)
         table = np.random.default_rng(0).normal(0, 0.5, (len(ids), SHAPE["hidden_size"]))
         self.tables = dict.fromkeys(ENGINE["model"], table.astype(np.float32))
-        self.tables["scripted"] = np.stack([ids, ids], 1)
+        self.tables |= dict.fromkeys(SCRIPTED, np.stack([ids, ids], 1))
         self.images = [image(0), image(1)]
         self.results: dict[str, Result] = {}
         self.engines: dict[tuple[str, str], LLMEngine] = {}
@@ -382,7 +427,10 @@ class Models:
     def config(self, row: Mapping[str, str], extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration of an engine of a row's model and cache."""
         own = merged(*(ENGINE[feature][row[feature]] for feature in ("model", "cache")))
-        return scripted_config(self.folders[row["model"]], merged(own, extra))
+        tree = scripted_config(self.folders[row["model"]], merged(own, extra))
+        if row["model"] == "with states":
+            tree["plugins"]["enable"][0] = {"use": HYBRID, "name": "ScriptedForCausalLM"}
+        return tree
 
     def given(self, row: Mapping[str, str], jobs: list[Job]) -> list[Job]:
         """Return the requests with embeddings in place of ids, or images, where a row has some."""
@@ -447,6 +495,15 @@ class Models:
             (self.results[key],) = drive(self._plain(row), given, {job[0]: extras}).values()
         return self.results[key]
 
+    def forked(self, row: Mapping[str, str], jobs: list[Job], fork: Job) -> Result:
+        """Return the result of a fork that runs alone in a plain engine, after its source."""
+        (source,) = (job for job in jobs if job[0] == fork[1].source)
+        extras = extras_of(row | {"priority": "of all"}, source[0], self.poet)
+        given = self.given(row, [source])
+        driver = Driver(self._plain(row), {source[0]: extras, fork[0]: NO_EXTRAS})
+        asyncio.run(driver.run(given, "nothing"))
+        return asyncio.run(driver.run([fork], "nothing"))[fork[0]]
+
     def adapters(self) -> dict[str, Any]:
         """Return the configuration of an engine with the adapter of all real models."""
         paths = {"poet": self.poet.path}
@@ -455,9 +512,10 @@ class Models:
     def _plain(self, row: Mapping[str, str]) -> LLMEngine:
         name = row["model"], row["cache"]
         if name not in self.engines:
-            taps = [] if row["model"] == "scripted" else TAPS["enable"]
+            is_scripted = row["model"] in SCRIPTED
+            taps = [] if is_scripted else TAPS["enable"]
             enabled = {"plugins": {"enable": [*PROCESSORS, OF_THE_BATCH, *taps]}}
-            adapters = {} if row["model"] == "scripted" else self.adapters()
+            adapters = {} if is_scripted else self.adapters()
             tree = self.config(row, merged(BASE, COMPACT, enabled, adapters))
             config = typed.convert(tree, EngineConfig, path="")
             self.engines[name] = build_engine(config, clock=ScriptedClock(tick=1e-6))
@@ -539,6 +597,7 @@ class Driver:
     def __init__(self, engine: Any, extras: Mapping[str, RequestExtras]) -> None:
         self._engine, self._extras = engine, extras
         self._results: dict[str, Any] = {}
+        self._sent: dict[str, EngineCoreRequest] = {}
         self._arrived: dict[str, collections.deque[RequestOutput]] = {}
         self._talks: list[asyncio.Task[None]] = []
         self._opened = OpenConversations(ConversationsConfig(), 128, ScriptedClock())
@@ -566,8 +625,13 @@ class Driver:
         if is_conversation(prompt):
             talk = self._converse(request_id, prompt, params)
             self._talks.append(asyncio.ensure_future(talk))
-        else:
-            self._engine.add_request(request_id, prompt, params, self._extras[request_id])
+            return
+        if isinstance(prompt, Fork):
+            family = Family(self._sent[prompt.source], params, ScriptedClock())
+            prompt, params = family.fork(prompt.tokens), None
+        request = (request_id, prompt, params, self._extras[request_id])
+        sent = functools.partial(self._sent.__setitem__, request_id)
+        self._engine.add_requests([request], sent=sent)
 
     def _take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -673,10 +737,13 @@ def result_of(output: RequestOutput) -> Result:
 
 def told(jobs: list[Job], expected: Mapping[str, Any]) -> Iterator[list[list[int]]]:
     """Yield the prompts and the tokens that requests came to alone, a pair for each completion."""
-    for request_id, prompt, _ in jobs:
+    prompts = {request_id: prompt for request_id, prompt, _ in jobs}
+    if "f0" in prompts:
+        prompts["f0"] = prompts["s0"]
+    for request_id in prompts:
         results = expected[request_id]
         for result in results if isinstance(results, list) else [results]:
-            known = prompt if None in result.prompt else result.prompt
+            known = prompts[request_id] if None in result.prompt else result.prompt
             for _, tokens, *_ in result.outputs:
                 yield [known, tokens]
 
@@ -732,10 +799,17 @@ def test_random_rows(models, part):
 
 def check(models: Models, row: Mapping[str, str], number: int) -> None:
     """Assert that the requests of a row have the results that each has alone."""
-    if row["model"] != "scripted":
+    if row["model"] not in SCRIPTED:
         needs_kernels()
     jobs = requests_of(row, number)
     expected = models.alone(row, jobs)
+    if row["fork"] != "none":
+        fork = fork_of(jobs, expected)
+        expected[fork[0]] = models.forked(row, jobs, fork)
+        if row["draws"] == "greedy":  # it goes on as its source has
+            own, source = (expected[name].outputs[0][1] for name in (fork[0], "s0"))
+            assert own == source, row
+        jobs = [*jobs, fork]
     extras = {job[0]: extras_of(row, job[0], models.poet) for job in jobs}
     with LLM(config=config_of(row, jobs, expected, models)) as llm:
         found = drive(engine_of(llm), models.given(row, jobs), extras, row["in between"])
@@ -757,6 +831,8 @@ def test_a_refused_pair_names_what_does_not_fit(models, pair):
 
     def run() -> None:
         jobs = models.given(row, requests_of(row, 0))
+        if row["fork"] != "none":
+            jobs += [("f0", Fork("s0", [65]), params) for name, _, params in jobs if name == "s0"]
         with LLM(config=config_of(row, [], {}, models)) as llm:
             drive(engine_of(llm), jobs, {job[0]: NO_EXTRAS for job in jobs})
 
@@ -781,6 +857,18 @@ def test_the_levels_of_reasoning_and_tools_show_in_results(models, model):
     ((reasoning, _, calls),) = models.alone(row, jobs)["s0"].parts
     assert reasoning
     assert [name for name, _ in calls] == ["f"]
+
+
+@pytest.mark.parametrize(
+    "level", [("adapter", "scaled"), ("prompt", "with an image")], ids=lambda level: level[0]
+)
+def test_a_fork_has_the_adapter_and_the_image_of_its_source(models, level):
+    row = completed(dict([level, ("fork", "half way")]))
+    check(models, row, 0)
+    own, others = (
+        models.alone(other, requests_of(other, 0))["s0"] for other in (row, completed({}))
+    )
+    assert own.outputs != others.outputs
 
 
 def test_the_image_of_a_prompt_shows_in_results(models):

@@ -11,6 +11,11 @@ from hardpoint.testing import scripted_config
 
 SLIDING = {"use": f"{HERE}.refused:SlidingModel", "name": "ScriptedForCausalLM"}
 
+HYBRID = {
+    "use": "support.builtins.state_models:HybridModel",
+    "name": "ScriptedForCausalLM",
+}
+
 
 @pytest.fixture(scope="module")
 def folders(scripted, tmp_path_factory):
@@ -25,6 +30,8 @@ def config_of(pair, folders):
     config = scripted_config(folders[False], pair.config)
     if pair.windows:
         config["plugins"] = {"enable": [SLIDING]}
+    if pair.states:
+        config["plugins"] = {"enable": [HYBRID]}
     return config
 
 

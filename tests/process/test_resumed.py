@@ -5,6 +5,10 @@ What came is what a client has of an engine that was lost; the next engine gets 
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+
 import msgspec
 import pytest
 from support.adapters import lora, write_adapter, write_model
@@ -13,7 +17,7 @@ from support.internals import engine_of
 from support.parallel import write_random_model
 from support.resuming import at_every_output, place_of, run_moving
 
-from hardpoint import LLM, SamplingParams, typed
+from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams, typed
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.requests.input_processor import NO_EXTRAS, RequestExtras
 from hardpoint.kernels import cpu
@@ -278,6 +282,72 @@ def test_a_real_model(tmp_path_factory, more):
     extra = TIGHT | {"plugins": {"enable": [f"{HERE}:Follows"]}} | more
     jobs = of(jobs, max_tokens=9)
     check_moved(folder, extra, jobs, most=not more.get("speculation"), open_engine=open_random)
+
+
+HYBRID = {
+    **{"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"shared_expert_intermediate_size": 40, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+
+
+HYBRID_JOBS = [
+    ("greedy", [11 * n % 256 for n in range(70)], {"temperature": 0.0}),
+    ("seeded", [4] * 30, {"seed": 3, "temperature": 0.8, "n": 2}),
+    ("short", [5], {"seed": 4, "presence_penalty": 0.5}),
+]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A model that has no two tokens nearly as good as each other in the jobs above.
+
+    The last bits of its logits depend on where an engine went on: a state that was computed token
+    by token is computed from many tokens at once there.
+    """
+    folder = tmp_path_factory.mktemp("hybrid")
+    return write_random_model(folder, "Qwen3NextForCausalLM", **HYBRID)
+
+
+def test_layers_with_states(hybrid):
+    jobs = of(HYBRID_JOBS, max_tokens=20)
+    client = check_moved(hybrid, TIGHT, jobs, open_engine=open_random)
+    assert client.num_preemptions > 0
+
+
+def test_layers_with_states_of_an_engine_that_dies(hybrid):
+    jobs = of(HYBRID_JOBS, max_tokens=60, ignore_eos=True)
+    expected = each_alone(open_random(hybrid, {}), jobs, NO_EXTRAS)
+    asked = {"output_kind": RequestOutputKind.DELTA, "plugin_args": {"slow": {"seconds": 0.01}}}
+
+    async def tokens(llm, prompt, params, running):
+        found = [[] for _ in range(params.n)]
+        async for output in llm.generate({"prompt_token_ids": prompt}, params):
+            for part in output.outputs:
+                found[part.index] += part.token_ids
+            running.set()
+        return found, output.num_resumes
+
+    async def main():
+        settings = {"model": str(hybrid), "device": "cpu", "dtype": "float32"}
+        settings |= {"load": {"use": "dummy"}, "engine": {"in_process": False}}
+        settings |= {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
+        async with AsyncLLM(config=settings, restart="on_failure") as llm:
+            events = [asyncio.Event() for _ in jobs]
+            tasks = [
+                asyncio.create_task(
+                    tokens(llm, prompt, msgspec.structs.replace(params, **asked), event)
+                )
+                for (_, prompt, params), event in zip(jobs, events, strict=True)
+            ]
+            await asyncio.gather(*(event.wait() for event in events))
+            os.kill(llm.engine_pid, signal.SIGKILL)
+            return await asyncio.gather(*tasks)
+
+    for (name, _, _), (found, num_resumes) in zip(jobs, asyncio.run(main()), strict=True):
+        assert found == [list(c.token_ids) for c in expected[name].outputs]
+        assert num_resumes >= 1
 
 
 @pytest.mark.parametrize(

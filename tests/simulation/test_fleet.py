@@ -104,6 +104,16 @@ class TestRuns:
         assert "1064" in report.refusals["PromptTooLongError"]
         assert report.goodput_share == pytest.approx(2 / 3)
 
+    def test_a_conversation_with_a_refused_turn_does_not_meet_the_objective(
+        self, open_fleet, request_at
+    ):
+        turns = [request_at(number, number, session="a") for number in range(2)]
+        turns += [request_at(2, 2, session="b"), request_at(3, 3, own=1000, session="b")]
+        fleet = open_fleet(2, blocks=8)
+        found = fleet.run(turns).conversations
+        assert (found.count, found.turns, found.goodput_share) == (2, 2.0, 0.5)
+        assert [(one.session, one.turns) for one in found.longest] == [("a", 2), ("b", 1)]
+
     def test_a_cache_that_is_too_small_for_all_evicts_and_preempts(self, open_fleet):
         load = msgspec.structs.replace(LOAD, requests=100, rate=400.0)
         report = open_fleet(1, blocks=40).run(load.generate())
@@ -222,11 +232,11 @@ class TestHotPrefixes:
 class TestEngines:
     @pytest.mark.parametrize("balancer", BALANCERS)
     def test_requests_of_one_that_dies_go_on_at_others(self, open_fleet, balancer):
-        fleet = open_fleet(3, balancer)
-        fleet.at(2.0, lambda: fleet.lose_engine(1))
-        report = fleet.run(LOAD.generate())
+        fleet, load = open_fleet(3, balancer), msgspec.structs.replace(LOAD, rate=400.0)
+        fleet.at(0.3, lambda: fleet.lose_engine(1))
+        report = fleet.run(load.generate())
         assert (report.finished, report.unfinished) == (300, 0)
-        assert report.output_tokens == sum(one.output.length for one in LOAD.generate())
+        assert report.output_tokens == sum(one.output.length for one in load.generate())
         assert report.moved > 0
         assert sorted(fleet.engines) == [0, 2]
 

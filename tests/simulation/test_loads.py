@@ -105,6 +105,7 @@ class TestMooncake:
     def test_lengths_times_and_what_is_shared(self, write):
         file = write(mooncake(), mooncake(3000, 1500, 20, (0, 5, 6), type="chat"), "")
         first, second = read_mooncake(file)
+        assert [one.is_last for one in (first, second)] == [False, False]
         assert (first.at, first.prompt_length, first.output.length) == (0.0, 1000, 10)
         assert (second.at, second.prompt_length, second.output.length) == (3.0, 1500, 20)
         assert shared(first, second) == 512
@@ -120,11 +121,11 @@ class TestMooncake:
         assert first.prompt == second.prompt
         assert first.output.id != second.output.id
 
-    def test_the_order_is_that_of_the_times(self, write):
-        file = write(mooncake(2000), mooncake(1000, output=1), mooncake(1000, output=2))
+    def test_times_count_from_the_first_request(self, write):
+        file = write(mooncake(3_602_000), mooncake(3_600_000, output=1), mooncake(3_600_000))
         assert [(one.at, one.output.length) for one in read_mooncake(file)] == [
-            (1.0, 1),
-            (1.0, 2),
+            (0.0, 1),
+            (0.0, 10),
             (2.0, 10),
         ]
 
@@ -150,12 +151,17 @@ class TestMooncake:
             ([1], r"expected a JSON object, got \[1\]"),
             ("{", "expected a JSON object, "),
             ('{"timestamp": NaN}', "expected a JSON object, "),
+            ("[" * 5000, "expected a JSON object, "),
         ],
     )
     def test_lines_that_are_wrong(self, write, row, message):
         file = write(mooncake(), "", row)
         with pytest.raises(TraceError, match=f"trace.jsonl:3: {message}"):
             read_mooncake(file)
+
+    def test_the_form_of_a_file_that_nests_deeply_is_not_known(self, write):
+        with pytest.raises(TraceError, match="its form is not known"):
+            read_trace(write("[" * 5000))
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="none.jsonl"):
@@ -166,7 +172,8 @@ class TestBailian:
     def test_a_turn_begins_with_the_one_before_and_its_answer(self, write):
         file = write(bailian(5, 1.5, 100), bailian(6, 9.0, 150, 7, parent=5), bailian(7, 2.0, 100))
         first, other, second = read_bailian(file)
-        assert [one.at for one in (first, other, second)] == [1.5, 2.0, 9.0]
+        assert [one.at for one in (first, other, second)] == [0.0, 0.5, 7.5]
+        assert [one.is_last for one in (first, other, second)] == [False, True, True]
         assert [one.prompt_length for one in (first, other, second)] == [100, 100, 150]
         assert second.prompt[:2] == (*first.prompt, first.output)
         assert shared(first, other) == 0
@@ -249,6 +256,8 @@ class TestGuidellm:
             ('{"benchmarks": 3}', "benchmarks: expected a list, got 3"),
             ('{"benchmarks": [{}]}', r"benchmarks\[0\].requests.successful: expected a list"),
             ("{", "expected a JSON object"),
+            ("[" * 5000, "expected a JSON object"),
+            ('{"benchmarks": "\udcff"}', "expected a JSON object"),
             (
                 json.dumps(
                     report(guidellm(1.0, 5, 5), {**guidellm(1.0, 5, 5), "prompt_tokens": 0})
@@ -256,11 +265,11 @@ class TestGuidellm:
                 r"benchmarks\[0\].requests.successful\[1\].prompt_tokens: expected a whole number",
             ),
         ],
-        ids=["list", "number", "no_requests", "cut", "no_tokens"],
+        ids=["list", "number", "no_requests", "cut", "deep", "no_utf_8", "no_tokens"],
     )
     def test_reports_that_are_wrong(self, tmp_path, content, message):
         file = tmp_path / "benchmarks.json"
-        file.write_text(content)
+        file.write_text(content, errors="surrogateescape")
         with pytest.raises(TraceError, match=f"benchmarks.json: {message}"):
             read_guidellm(file)
 
@@ -289,6 +298,14 @@ class TestForms:
     def test_other_blocks(self, write):
         (request,) = read_trace(write(mooncake(length=20, ids=(1, 2))), block_size=16)
         assert [segment.length for segment in request.prompt] == [16, 4]
+
+    @pytest.mark.parametrize("form", ["auto", "minimal", "guidellm", "journal"])
+    def test_other_blocks_of_a_form_without_any_are_refused(self, write, form):
+        file = write({"timestamp": 5.5, "input_length": 7, "output_length": 2})
+        name = "minimal" if form == "auto" else form
+        message = rf"block_size \(--hash-tokens\): expected none, because the form '{name}' has no"
+        with pytest.raises(TraceError, match=message + " hash_ids, got 16"):
+            read_trace(file, form, block_size=16)
 
     @pytest.mark.parametrize(
         ("rows", "form", "message"),
@@ -353,8 +370,29 @@ class TestSynthetic:
         first = turns[second.session][0]
         assert second.prompt[:-1] == (*first.prompt, first.output)
 
-    def test_a_request_is_made_when_it_is_asked_for(self):
-        load = SyntheticLoad(requests=1_000_000_000)
+    def test_rate_and_turns_are_the_stated_ones_at_all_times(self):
+        load = SyntheticLoad(requests=50_000, rate=1000.0, turns=5.0, think_seconds=10.0)
+        windows = [[] for _ in range(5)]  # of ten seconds each
+        for one in load.generate():
+            if one.at < 50:
+                windows[int(one.at // 10)].append(one)
+        for window in windows:
+            places = [(len(one.prompt) + 1) // 2 for one in window]
+            assert len(window) == pytest.approx(10_000, rel=0.04)
+            assert len(window) / places.count(1) == pytest.approx(5, rel=0.04)
+            assert statistics.mean(places) == pytest.approx(5, rel=0.04)
+
+    def test_the_last_turn_of_a_conversation_is_known(self):
+        load = SyntheticLoad(requests=2000, rate=50.0, turns=3.0, think_seconds=1.0)
+        last = {one.session: one for one in load.generate()}
+        is_last = [one for one in load.generate() if one.is_last]
+        assert all(last[one.session] == one for one in is_last)
+        at = max(one.at for one in last.values())
+        assert all(one.is_last for one in last.values() if one.at < at - 15)
+
+    @pytest.mark.parametrize("turns", [1.0, 5.0])
+    def test_a_request_is_made_when_it_is_asked_for(self, turns):
+        load = SyntheticLoad(requests=1_000_000_000, rate=1e6, turns=turns, think_seconds=1000.0)
         assert len(list(itertools.islice(load.generate(), 10))) == 10
 
     def test_the_seed_decides(self):

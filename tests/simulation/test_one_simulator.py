@@ -21,6 +21,7 @@ LOAD = SyntheticLoad(
     hot_tokens=32,
     turns=1.5,
     think_seconds=0.4,
+    seed=5,
 )
 
 
@@ -76,7 +77,12 @@ def test_the_same_steps(open_fleet, policy, blocks):
     for arrived, tokens in found:
         for request in arrived:
             with contextlib.suppress(RequestError):  # the fleet's engine refuses it, too
-                kit.add(request.request_id, request.prompt_token_ids, request.params.max_tokens)
+                kit.add(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    request.params.max_tokens,
+                    arrival_time=request.arrival_time,  # shortest_first weighs it against lengths
+                )
         assert dict(kit.step().num_scheduled_tokens) == tokens
     assert not kit.unfinished
     kit.check()

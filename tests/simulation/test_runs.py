@@ -96,8 +96,9 @@ class TestSimulate:
     def test_cost_may_be_a_file_and_trace_as_well(self, file_cost, tmp_path):
         cost, trace = tmp_path / "cost.json", tmp_path / "trace.jsonl"
         cost.write_bytes(msgspec.json.encode(file_cost))
-        line = {"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
-        trace.write_text("".join(json.dumps(line) + "\n" for _ in range(4)))
+        line = {"input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
+        rows = [line | {"timestamp": 3_600_000 + 500 * number} for number in range(4)]
+        trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
         load = {"trace": str(trace), "limit": 3, "speed": 2.0}
         (record,) = by_kind(simulate({"": config_of()}, load, cost=cost))["result"]
         assert record["report"]["prompt_tokens"] == 1800

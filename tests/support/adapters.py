@@ -127,9 +127,13 @@ def all_logprobs(count: int = 6, **fields: Any) -> SamplingParams:
 
 @torch.no_grad()
 def difference(output: Any, prompt: Sequence[int], model: torch.nn.Module) -> float:
-    """Return the largest difference of an output's logprobs to those of a model."""
+    """Return the largest difference of an output's logprobs to those of a model.
+
+    The model computes in double precision: in single, its own error is as large as what is allowed.
+    """
     completion = output.outputs[0]
     tokens = torch.tensor([[*prompt, *completion.token_ids]])
-    expected = torch.log_softmax(model(tokens).logits[0, len(prompt) - 1 : -1].float(), dim=-1)
+    logits = copy.deepcopy(model).double()(tokens).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits, dim=-1)
     found = torch.tensor([[at[t].logprob for t in range(VOCAB)] for at in completion.logprobs])
     return float((found - expected).abs().max())

@@ -43,7 +43,7 @@ def write_encoder(folder: Path, family: str, head: str = "Model", **fields: Any)
     import transformers
 
     torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | fields)
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES.get(family, {}) | fields)
     model = getattr(transformers, f"{family}{head}")(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)

@@ -37,6 +37,7 @@ class RefusedPair:
         config: configuration of an engine of the scripted model.
         request: parameters of a request; None if the engine is refused when it starts.
         windows: whether the model has a layer with a sliding window.
+        states: whether it has a layer with a state.
         prompt: prompt of the request.
         options: options of the call of `generate`.
         images: whether the model is one that reads images.
@@ -49,6 +50,7 @@ class RefusedPair:
     config: Mapping[str, Any] = field(default_factory=dict)
     request: Mapping[str, Any] | None = None
     windows: bool = False
+    states: bool = False
     prompt: Any = "say"
     options: Mapping[str, Any] = field(default_factory=dict)
     images: bool = False
@@ -87,6 +89,20 @@ PAIRS = [
         ("kv_connector", "kv_cache.window_groups"),
         _STORES,
         windows=True,
+    ),
+    RefusedPair(
+        "a KV connector",
+        "a model of layers with states",
+        ("kv_connector.use", "keeps states"),
+        _STORES,
+        states=True,
+    ),
+    RefusedPair(
+        "a speculator",
+        "a model of layers with states",
+        ("speculation", "keeps states"),
+        _NGRAM,
+        states=True,
     ),
     RefusedPair(
         "a KV connector",

@@ -84,7 +84,7 @@ BROKEN = [
     (broken.DropsAll, ANY, {"valid_logits": "it made a row with no token that can be chosen"}),
     (broken.ReturnsNothing, ANY, {"valid_logits": "apply failed: TypeError: expected a tensor"}),
     (broken.Double, ANY, {"valid_logits": "expected logits of dtype torch.float32"}),
-    (broken.EditsOutOfRange, SCALE, {"valid_logits": "edits failed: .*tokens outside 0..130"}),
+    (broken.EditsOutOfRange, SCALE, {"valid_logits": "edits failed: .*tokens outside 0..256"}),
     (broken.ReadsSecretly, ANY, {
         "reads": "Reads.LOGITS is declared, but output_token_ids was read",
         "history": None, "swaps": None, "advance": None, "drafts": None, "pure": None,

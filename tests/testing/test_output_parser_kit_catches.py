@@ -12,7 +12,13 @@ from support.kit_suites import (
     suite_tests,
 )
 
-from hardpoint.testing import OutputParserSuite
+from hardpoint.testing import OutputParserSuite, OutputSample
+
+
+class OnlyReasoning(parsers.Right):
+    contract = 1
+    roles = ("reasoning",)
+
 
 # component, test that it fails, rule, pattern of the message
 BROKEN = [
@@ -57,6 +63,22 @@ def test_a_broken_parser_fails_its_rule(cls, test, rule, pattern):
     assert_fails(OutputParserSuite, attributes(cls), test, rule, pattern)
 
 
+def test_a_call_that_ends_reasoning_is_among_the_markers():
+    given = attributes(parsers.UnnamedCalls) | {
+        "special_tokens": (parsers.START, parsers.END, "<tool_call>"),
+        "samples": (
+            parsers.OutputSample(
+                f"{parsers.START}So<tool_call>",
+                "So",
+                "<tool_call>",
+                malformed=True,
+                tools={"f": {}},
+            ),
+        ),
+    }
+    assert_fails(OutputParserSuite, given, "markers", "markers", "it is inside reasoning, by in_r")
+
+
 @pytest.mark.parametrize("cls", [parsers.Right, parsers.RightWrapped], ids=label)
 def test_correct_parsers_pass(cls):
     assert messages_of(OutputParserSuite, attributes(cls)) == {}
@@ -64,3 +86,20 @@ def test_correct_parsers_pass(cls):
 
 def test_every_test_catches_a_parser():
     assert {test for _, test, _, _ in BROKEN} == suite_tests(OutputParserSuite)
+
+
+@pytest.mark.parametrize(
+    ("cls", "test", "reason"),
+    [
+        (parsers.Right, "call_format", "call_format gives no grammar"),
+        (parsers.Right, "tokens", "token_ids is empty"),
+        (OnlyReasoning, "call_format", "its roles have no tools"),
+        (OnlyReasoning, "roles", "its only role is 'reasoning'"),
+    ],
+    ids=label,
+)
+def test_what_a_parser_does_not_declare_is_left_out(cls, test, reason):
+    given = {"parser": cls, "samples": (OutputSample("Hello", content="Hello"),)}
+    instance = type("TestParser", (OutputParserSuite,), given)()
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        getattr(instance, f"test_{test}")()

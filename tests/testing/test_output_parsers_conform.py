@@ -17,7 +17,8 @@ from hardpoint.builtin_plugins.parsers.headed_calls import (
     KimiK2,
     Mistral,
 )
-from hardpoint.builtin_plugins.parsers.json_calls import Hermes, Json, Llama3Json
+from hardpoint.builtin_plugins.parsers.json_calls import Json, Llama3Json
+from hardpoint.builtin_plugins.parsers.json_sections import Hermes
 from hardpoint.builtin_plugins.parsers.python_calls import Llama4Pythonic, Pythonic
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.builtin_plugins.parsers.xml_calls import Qwen3Coder, SeedOss
@@ -52,6 +53,13 @@ SCHEMAS = {
         }
     }
 }
+OPTIONAL = {
+    "$defs": {"Size": {"enum": ["5", "10"]}, "Point": {"type": "object"}},
+    "properties": {
+        "size": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+        "at": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+    },
+}
 
 
 class TestThinkTags(OutputParserSuite):
@@ -71,8 +79,13 @@ class TestThinkTags(OutputParserSuite):
 class TestSpecialThinkTags(OutputParserSuite):
     examples = kit_examples(0.3)
     parser = ThinkTags
-    special_tokens = ("<think>", "</think>")
-    samples = (OutputSample("<think>So</think> yes", "So", " yes"),)
+    special_tokens = ("<think>", "</think>", "<tool_call>")
+    samples = (
+        OutputSample("<think>So</think> yes", "So", " yes"),
+        OutputSample("<think>So<tool_call>{}", "So", "{}", tools=NOW),
+        OutputSample("<think>So<tool_call>{}</think>!", "So{}", "!"),
+        OutputSample("So<tool_call>a", "So", "a", reasoning_open=True, tools=NOW),
+    )
 
 
 class TestHermes(OutputParserSuite):
@@ -407,6 +420,12 @@ class TestQwen3Coder(OutputParserSuite):
             "\n</function></tool_call>z",
             content="z",
             calls=(("f", {"a": "x </function> <parameter=", "b": True}),),
+        ),
+        OutputSample(
+            "<tool_call><function=f><parameter=size>10</parameter><parameter=at>{'x': 1}"
+            "</parameter></function></tool_call>",
+            calls=(("f", {"size": "10", "at": {"x": 1}}),),
+            tools={"f": OPTIONAL},
         ),
         OutputSample("<tool_call><function=now></tool_call>z", content="z", calls=(EMPTY,)),
         OutputSample(

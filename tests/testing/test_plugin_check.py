@@ -1,11 +1,21 @@
 """`hardpoint plugins check`: its records of packages, broken and right, and of built-ins."""
 
 import json
+import re
 import sys
 from importlib.metadata import entry_points
 
 import pytest
-from support.broken.packages import ACTIVE, EARLY, EXITS, EXPECTED, RUN, Package
+from support.broken.packages import (
+    ACTIVE,
+    EARLY,
+    EXITS,
+    EXPECTED,
+    LACKING,
+    RUN,
+    UNUSED,
+    Package,
+)
 from support.fake_generator import run_command
 from support.strangers import Site, open_site
 
@@ -13,8 +23,10 @@ from hardpoint.errors import PluginConflictError, PluginNotFoundError
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.registry.kinds import KINDS
+from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.testing.checking.made_suite import subject_of, suite_of
 from hardpoint.testing.checking.parent import check_plugin
+from hardpoint.typed import convert
 
 LIMITS = {"seconds": 300, "memory_bytes": 16 << 30, "file_bytes": 1 << 30, "num_files": 1024}
 
@@ -23,6 +35,7 @@ LIMITS = {"seconds": 300, "memory_bytes": 16 << 30, "file_bytes": 1 << 30, "num_
 def site(tmp_path, monkeypatch):
     monkeypatch.setenv("HARDPOINT_EXAMPLES", "0.05")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # by which kernels of a GPU take minutes
     with open_site(tmp_path / "site", monkeypatch) as opened:
         yield opened
 
@@ -78,13 +91,19 @@ def test_broken_packages(package, site):
     assert records["plugin"]["suite"] == "StatSinkSuite"
 
 
+@pytest.mark.parametrize("package", [UNUSED, LACKING], ids=lambda package: package.name)
+def test_what_cannot_be_proved(package, site):
+    records = assert_judged(package, site)
+    assert not any(record["outcome"] == "failed" for record in records["check"].values())
+
+
 def test_what_a_package_does(site):
     ACTIVE.install(site)
     site.install("acme_twin", ACTIVE.source, {"stat_sinks": {"active": "acme_twin:Sink"}})
     records = check("acme_active:Sink")
     assert records["result"]["exit_code"] == 0, records["result"]
     activity = records["activity"]
-    assert activity["imported"] == ["numpy"]
+    assert activity["imported"] == ["numpy", "tqdm", "yaml"]
     assert "its temporary folder/acme_written" in activity["wrote"]
     assert activity["connected"] == ["127.0.0.1:9"]
     assert any(command.startswith(sys.executable) for command in activity["started"])
@@ -202,3 +221,71 @@ def test_command(capsys):
     ]
     ((_, _, name, limits, options, against),) = seen
     assert (name, options, against, limits["seconds"]) == ("a", {"n": 3}, 2, 9.0)
+
+
+def _records_of_two():
+    for component, outcomes in (("x/a", ("proved", "not_proved")), ("x/b", ("proved",))):
+        for number, outcome in enumerate(outcomes):
+            yield {
+                **{"record": "check", "component": component, "check": f"test_{number}"},
+                **{"outcome": outcome, "reason": "", "evidence": "", "seconds": 0},
+            }
+        counts = dict.fromkeys(("failed", "expected_failure", "not_applicable"), 0)
+        counts |= {"proved": 1, "not_proved": len(outcomes) - 1}
+        yield {
+            **{"record": "result", "component": component, "exit_code": 0, "problem": ""},
+            **{"seconds": 0, **counts},
+        }
+
+
+def test_what_is_not_proved_was_not_tested(capsys):
+    assert run_command("plugins", ["check", "a"], check_plugin=lambda *_: _records_of_two()) == 0
+    out = capsys.readouterr().out
+    assert out.count("what is not proved was not tested") == 1  # x/b has nothing that is not
+    assert 'conformance_suite = "package.module:Class"' in out
+    assert "--require-proof" not in out
+
+
+def test_proof_can_be_required(capsys):
+    arguments = ["check", "a", "--require-proof"]
+    assert run_command("plugins", arguments, check_plugin=lambda *_: _records_of_two()) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "--require-proof: not proved: x/a: test_1"
+
+    arguments = [*arguments, "--json"]
+    assert run_command("plugins", arguments, check_plugin=lambda *_: _records_of_two()) == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    codes = {r["component"]: r["exit_code"] for r in records if r["record"] == "result"}
+    assert codes == {"x/a": 1, "x/b": 0}
+    assert records[-1] == {"record": "unproved", "checks": {"x/a": ["test_1"]}}
+
+
+def test_proof_of_all_is_enough():
+    def proved(*_):
+        return (record for record in _records_of_two() if record["component"] == "x/b")
+
+    assert run_command("plugins", ["check", "a", "--require-proof"], check_plugin=proved) == 0
+
+
+def test_an_fqcn_is_called_as_the_engine_calls_it_and_replayed_as_given(site):
+    source = """
+from hardpoint.plugins import SchedulingPolicy
+
+class SoloPolicy(SchedulingPolicy):
+    contract = 1
+
+    def key(self, request):
+        return float("nan")
+"""
+    (site.folder / "solo.py").write_text(source)
+    records = check("solo:SoloPolicy")
+    assert records["plugin"]["component"] == "scheduling_policies/solo_policy"
+    selected = resolve_plugins(
+        convert({"scheduler": {"policy": "solo:SoloPolicy"}}, EngineConfig, path=""),
+        ConfigSources(),
+    )
+    assert selected.one("scheduling_policies").name == "solo_policy"
+    failed = records["check"]["test_keys"]
+    assert failed["outcome"] == "failed"
+    (replay,) = re.findall(r"replay: HARDPOINT_SEED=\d+ .*", failed["evidence"])
+    assert replay.endswith(" hardpoint plugins check solo:SoloPolicy")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from support.builtins import library_checkpoints as libraries
 from support.builtins import quantized_checkpoints as checkpoints
 from support.builtins.checkpoint_harness import quantised
 from support.kit_suites import assert_tests_builtins
 
 from hardpoint.builtin_plugins.quantizations.awq import AWQ
+from hardpoint.builtin_plugins.quantizations.bitsandbytes import BitsAndBytes
 from hardpoint.builtin_plugins.quantizations.compressed_tensors import CompressedTensors
+from hardpoint.builtin_plugins.quantizations.fp8 import FP8
 from hardpoint.builtin_plugins.quantizations.gguf import (
     IQ4_NL,
     IQ4_XS,
@@ -25,8 +29,18 @@ from hardpoint.builtin_plugins.quantizations.gguf import (
     Q6_K,
     Q8_0,
 )
+from hardpoint.builtin_plugins.quantizations.gguf_codebooks import (
+    IQ2_S,
+    IQ2_XS,
+    IQ2_XXS,
+    IQ3_S,
+    IQ3_XXS,
+)
+from hardpoint.builtin_plugins.quantizations.gguf_low import Q2_K, Q3_K, TQ1_0, TQ2_0, MXFP4Blocks
 from hardpoint.builtin_plugins.quantizations.gptq import GPTQ, AutoRound
 from hardpoint.builtin_plugins.quantizations.groups import Int4, Int8
+from hardpoint.builtin_plugins.quantizations.mxfp4 import MXFP4
+from hardpoint.builtin_plugins.quantizations.torchao import TorchAO
 from hardpoint.plugins.quantization import QuantizedWeight
 from hardpoint.testing import QuantizationSuite, QuantizedSample
 
@@ -41,7 +55,7 @@ class Blocks(QuantizationSuite):
     shape = (6, 512)
 
     def samples(self):
-        kind = GGMLQuantizationType[self.quantization.__name__]
+        kind = GGMLQuantizationType[self.quantization.__name__.removesuffix("Blocks")]
         numbers = np.random.default_rng(0).normal(size=self.shape).astype(np.float32)
         blocks, weight = map(torch.from_numpy, quantised(numbers, kind))
         return [self.sample(blocks, weight)]
@@ -113,6 +127,60 @@ class TestQ8_0(Blocks):  # noqa: N801
     name = "q8_0"
 
 
+class TestIQ2_S(Blocks):  # noqa: N801
+    quantization = IQ2_S
+    name = "iq2_s"
+
+
+class TestIQ2_XS(Blocks):  # noqa: N801
+    quantization = IQ2_XS
+    name = "iq2_xs"
+
+
+class TestIQ2_XXS(Blocks):  # noqa: N801
+    quantization = IQ2_XXS
+    name = "iq2_xxs"
+
+
+class TestIQ3_S(Blocks):  # noqa: N801
+    quantization = IQ3_S
+    name = "iq3_s"
+
+
+class TestIQ3_XXS(Blocks):  # noqa: N801
+    quantization = IQ3_XXS
+    name = "iq3_xxs"
+
+
+class TestQ2_K(Blocks):  # noqa: N801
+    quantization = Q2_K
+    name = "q2_k"
+    scale_at = 80
+
+
+class TestQ3_K(Blocks):  # noqa: N801
+    quantization = Q3_K
+    name = "q3_k"
+    scale_at = 108
+
+
+class TestTQ1_0(Blocks):  # noqa: N801
+    quantization = TQ1_0
+    name = "tq1_0"
+    scale_at = 52
+
+
+class TestTQ2_0(Blocks):  # noqa: N801
+    quantization = TQ2_0
+    name = "tq2_0"
+    scale_at = 64
+
+
+class TestMXFP4Blocks(Blocks):
+    quantization = MXFP4Blocks
+    name = "mxfp4_gguf"
+
+
 class TestInt8(QuantizationSuite):
     quantization = Int8
     name = "int8"
@@ -171,6 +239,71 @@ class TestAutoRound(Packed):
     config = checkpoints.auto_round_config()
     optional = ("g_idx",)
     tensors = staticmethod(checkpoints.gptq)
+
+
+class Library(QuantizationSuite):
+    """A matrix that a library wrote, of which a tensor has the scales."""
+
+    case = None
+    scales = None
+    optional = ()
+
+    def samples(self):
+        case = self.case
+        stored = QuantizedWeight(self.name, tuple(case.numbers.shape), case.tensors)
+        nan = case.tensors | {self.scales: case.tensors[self.scales] * math.nan}
+        damaged = {"a scale that is NaN": QuantizedWeight(self.name, stored.shape, nan)}
+        return [QuantizedSample(stored, case.numbers, damaged, self.optional)]
+
+
+def case_of(library, name):
+    return next(case for case in libraries.read(library) if case.name == name)
+
+
+class TestMXFP4(QuantizationSuite):
+    """Codes that transformers reads; a checkpoint of gpt-oss has the matrices of all experts."""
+
+    quantization = MXFP4
+    name = "mxfp4"
+    config: ClassVar = {"quant_method": "mxfp4"}
+
+    def samples(self):
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        generator = torch.Generator().manual_seed(0)
+        blocks = torch.randint(256, (1, 6, 4, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 126, (1, 6, 4), generator=generator, dtype=torch.uint8)
+        numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T.contiguous()
+        tensors = {"blocks": blocks[0], "scales": scales[0]}
+        stored = QuantizedWeight(self.name, (6, 128), tensors)
+        wrong = tensors | {"scales": torch.full_like(scales[0], 255)}
+        damaged = {"a scale that is NaN": QuantizedWeight(self.name, (6, 128), wrong)}
+        return [QuantizedSample(stored, numbers, damaged)]
+
+
+class TestFP8(Library):
+    quantization = FP8
+    name = "fp8"
+    case = case_of("transformers", "blocks")
+    config = case.config
+    scales = "weight_scale_inv"
+
+
+class TestBitsAndBytes(Library):
+    quantization = BitsAndBytes
+    name = "bitsandbytes"
+    case = case_of("bitsandbytes", "nf4")
+    config = case.config
+    scales = "absmax"
+
+
+class TestTorchAO(Library):
+    quantization = TorchAO
+    name = "torchao"
+    case = case_of("torchao", "int4 zeros")
+    config = case.config
+    scales = "_weight_scale"
+    optional = ("_weight_zero_point",)
 
 
 def test_every_builtin_has_a_suite():

@@ -53,6 +53,8 @@ SCHEDULERS = [
     (broken.TrustsFailedLoads, "transfers", "KV content|tokens", "could not be loaded|got the tok"),
     (broken.IgnoresReady, "grammars", "grammars", "are running, but their grammars are not ready"),
     (broken.EncodesTooMuch, "encoder", "limits", "encoder tokens are scheduled in one step"),
+    (broken.ForgetsBegun, "forks", "batch", "with another source than it was added with"),
+    (broken.SendsBegun, "forks", "tokens", "got the tokens .* after .*, alone it would get"),
     (broken.ForgetsLostPlans, "lost_plans", "(finish|batch)", "finished before st|preempted, but"),
     (broken.ForgetsToRewind, "lost_plans", "KV content", "was never written|holds anoth|to group"),
     (broken.KeepsComputed, "resets", "KV content", "is read, but was never written"),
@@ -163,3 +165,13 @@ def test_correct_components_pass(suite, attribute, cls):
 )
 def test_every_test_catches_a_component(suite, broken_ones):
     assert {test for _, test, _, _ in broken_ones} == suite_tests(suite)
+
+
+def test_a_policy_that_exports_no_state_proves_nothing_of_it():
+    class Stateless(policies.Fcfs):
+        contract = 1
+        state_format = "nothing"
+
+    suite = type("TestStateless", (SchedulingPolicySuite,), {"policy": Stateless, "examples": 0.2})
+    with pytest.raises(pytest.skip.Exception, match="export_state is not overridden"):
+        suite().test_state()

@@ -18,19 +18,24 @@ from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.builtin_plugins.attention.triton import TritonAttention
 from hardpoint.builtin_plugins.loaders.dummy import DummyLoader
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
+from hardpoint.builtin_plugins.loaders.outline import OutlineLoader
 from hardpoint.builtin_plugins.loaders.safetensors import SafetensorsLoader
 from hardpoint.builtin_plugins.models.cohere2 import Cohere2
+from hardpoint.builtin_plugins.models.deepseek import DeepseekV2, DeepseekV3
 from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
 from hardpoint.builtin_plugins.models.gemma.text import Gemma2, Gemma3
 from hardpoint.builtin_plugins.models.glm4 import Glm4, Glm4Moe
+from hardpoint.builtin_plugins.models.gpt_oss import GptOss
 from hardpoint.builtin_plugins.models.granite import Granite
-from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.llama import Llama, Mistral
 from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.models.qwen3_next import Qwen3Next
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
+from hardpoint.builtin_plugins.models.transformers.model import ThroughTransformers
 from hardpoint.builtin_plugins.ops.native_cpu import NativeOps
 from hardpoint.builtin_plugins.ops.torch import TorchOps
 from hardpoint.builtin_plugins.ops.triton import TritonOps
@@ -148,10 +153,22 @@ def config(family, **fields):
 
 DIVISIBLE = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}
 """By 2 and 3; the vocabulary is not."""
+LATENT = {
+    "num_key_value_heads": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 
 
 # Families consist of the same layers. Each kind of layer is in one that is not nightly: Llama has
-# the dense ones, Phi3 fused matrices and two rotations, Qwen2Moe experts, shared ones among them.
+# the dense ones, Phi3 fused matrices and two rotations, Qwen2Moe experts, shared ones among them,
+# DeepseekV2 latents.
 
 
 class TestLlama(ModelSuite):
@@ -163,7 +180,7 @@ class TestLlama(ModelSuite):
 @pytest.mark.nightly
 class TestMistral(ModelSuite):
     examples = kit_examples(0.3)
-    model = Llama
+    model = Mistral
     config = config(
         "Mistral",
         sliding_window=7,
@@ -270,6 +287,58 @@ class TestGlm4Moe(ModelSuite):
     )
 
 
+class TestGptOss(ModelSuite):
+    examples = kit_examples(0.1)
+    model = GptOss
+    config = config(
+        "GptOss",
+        **DIVISIBLE | {"num_key_value_heads": 6},
+        head_dim=8,
+        sliding_window=7,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+class TestDeepseekV2(ModelSuite):
+    examples = kit_examples(0.1)
+    model = DeepseekV2
+    config = config(
+        "DeepseekV2",
+        **DIVISIBLE | LATENT,
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        n_group=2,
+        topk_group=1,
+    )
+
+
+@pytest.mark.nightly
+class TestDeepseekV3(ModelSuite):
+    examples = kit_examples(0.1)
+    model = DeepseekV3
+    config = config("DeepseekV3", **DIVISIBLE | LATENT, q_lora_rank=10, n_group=2, topk_group=1)
+
+
+@pytest.mark.nightly
+class TestQwen3Next(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Qwen3Next
+    config = config(
+        "Qwen3Next",
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+    )
+
+
 class TestPhi3(ModelSuite):
     examples = kit_examples(0.1)
     model = Phi3
@@ -344,6 +413,14 @@ class TestQwen3Moe(ModelSuite):
         num_experts_per_tok=2,
         moe_intermediate_size=24,
     )
+
+
+class TestThroughTransformers(ModelSuite):
+    """One layer, of a family that has a plugin of its own, too."""
+
+    examples = kit_examples(0.1)
+    model = ThroughTransformers
+    config = config("Llama", model_type="llama", num_hidden_layers=1)
 
 
 class TestScriptedModel(ModelSuite):
@@ -441,11 +518,10 @@ class TestDummy(WeightLoaderSuite):
     ],
 )
 def test_every_builtin_has_a_suite(kind, attribute):
-    # Models that give vectors are compared in tests/features/pooling, and those of transformers in
-    # test_models_through_transformers.py.
+    # Models that give vectors are compared in tests/features/pooling; a loader yields no weights.
     assert_tests_builtins(
         kind,
         attribute,
         globals(),
-        lambda cls: getattr(cls, "generates", True) and cls.__name__ != "ThroughTransformers",
+        lambda cls: getattr(cls, "generates", True) and cls is not OutlineLoader,
     )

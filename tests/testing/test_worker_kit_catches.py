@@ -12,6 +12,7 @@ from support.broken import (
     ops,
     samplers,
     shared_models,
+    state_models,
 )
 from support.kit_suites import (
     assert_fails,
@@ -173,6 +174,11 @@ ATTENTION = [
     (attention.IgnoresSoftcap, "softcap", "softcap", "the output is that of scores without the"),
     (attention.CapsBeforeScaling, "softcap", "softcap", "the output is that of a soft cap on"),
     (attention.ClampsScores, "softcap", "softcap", DIFFERS),
+    (attention.IgnoresSinks, "sinks", "sinks", "the output is that without the sinks"),
+    (attention.ScalesSinks, "sinks", "sinks", "the output is that with sinks that are scaled as"),
+    (attention.CopiesSinks, "sinks", "sinks", DIFFERS),
+    (attention.FirstElements, "values", "values", DIFFERS),
+    (attention.WholeHeads, "values", "result", r"\[\d+, \d+, 8\] .* with value_size .*, 6\]"),
     (attention.WritesNothing, "cache", "cache", DIFFERS),
     (attention.StepOnly, "cache", "cache", "is that of this step's tokens alone, without those"),
     (attention.ReadsByPosition, "sequences", "sequences", DIFFERS),
@@ -236,6 +242,14 @@ MODELS = [
     (models.CountsSteps, "state", "state", "the same step, after other ones, gave other hidden"),
     (models.KeepsHidden, "state", "state", r"the model's attributes grew by \d+ elements in 9 ste"),
     (models.ShiftsPositions, "reads_only", "reads only", "after the step positions had changed"),
+    (state_models.LeaksBetweenRows, "batch", "batch", "hidden states of sequence '.' differ from"),
+    (state_models.BeginsAnew, "batch", "batch", "hidden states of sequence '.' differ from those"),
+    (state_models.KeepsItInTheModel, "state", "state", "the same step, after other ones, gave"),
+    (state_models.ReturnsHalf, "kv_specs", "recur", r"state torch.float16 \[1, 24\], expected"),
+    (state_models.RecursTwice, "kv_specs", "recur", "recur for layer 0, expected each of the 1"),
+    (state_models.ForgetsToRecur, "kv_specs", "recur", "for no layer 0, state_specs has 1 layers"),
+    (state_models.NamesADevice, "kv_specs", "states", "expected a list with a tuple of TensorSpec"),
+    (state_models.StatesAfterLoading, "kv_specs", "states", r"returned \[\], .* loaded \[\(Tensor"),
     (models.ScalesHidden, "reads_only", "reads only", "after the step hidden had changed"),
 ]  # fmt: skip
 
@@ -379,7 +393,7 @@ RIGHT = [
     (ModelSuite, {"model": models.Quantizable, "config": models.CONFIG}),
     (ModelSuite, {"model": models.Adaptable, "config": models.CONFIG}),
     (ModelSuite, {"model": media_models.Seeing, "config": models.CONFIG}),
-    (AttentionBackendSuite, {"backend": attention.Plain}),
+    (AttentionBackendSuite, {"backend": attention.KeysAlone}),
     (AttentionBackendSuite, {"backend": attention.Viewed}),
     (AttentionBackendSuite, {"backend": attention.Padded}),
     (AttentionBackendSuite, {"backend": attention.Coded}),

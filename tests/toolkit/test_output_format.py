@@ -95,3 +95,43 @@ def test_a_body_that_takes_what_it_must_not(body, message):
 )
 def test_the_json_of_a_value(text, schema, value):
     assert json_value(text, schema) == value
+
+
+SIZE, POINT = {"$ref": "#/$defs/Size"}, {"$ref": "#/$defs/Point"}
+ROOT = {
+    "$defs": {
+        "Size": {"type": "string", "enum": ["5", "10"]},
+        "Point": {"type": "object"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, SIZE], "title": "refers to itself"},
+        "Long": {"$ref": "#/$defs/Long", "minLength": 1},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("10", {"anyOf": [SIZE, {"type": "null"}]}, '"10"'),
+        ("null", {"anyOf": [SIZE, {"type": "null"}]}, "null"),
+        ("10", {**SIZE, "maxLength": 2}, '"10"'),
+        ("10", {"$ref": "#/$defs/Tree"}, '"10"'),
+        ("10", {"$ref": "#/$defs/Long"}, "10"),
+        ("10", {"anyOf": [{"$ref": "#/$defs/None"}, {"type": "null"}]}, "10"),
+        ("{'x': True}", {"anyOf": [POINT, {"type": "null"}]}, '{"x": true}'),
+        ("10", {"enum": ["5", "10"]}, '"10"'),
+        ("10", {"const": "10"}, '"10"'),
+        ("10", {"enum": [5, 10]}, "10"),
+        ("10", {"enum": ["auto", 10]}, "10"),
+        ("1.5", {"enum": ["auto", 10]}, '"1.5"'),
+        ("10", {"allOf": [{"type": "string"}, {"minLength": 1}]}, '"10"'),
+        ("10", {"allOf": [{"type": ["string", "number"]}, {"type": "integer"}]}, "10"),
+        ("x", {"allOf": [{"type": ["string", "null"]}, SIZE]}, '"x"'),
+        ("null", {"allOf": [{"type": ["string", "null"]}, SIZE]}, '"null"'),
+        ("TRUE", {"type": "boolean"}, "true"),
+        ("NONE", {"type": ["boolean", "null"]}, "null"),
+        ("TRUE", {"type": ["string", "boolean"]}, '"TRUE"'),
+        ("TRUE", None, '"TRUE"'),
+    ],
+)
+def test_the_types_of_a_value_are_those_of_all_parts_of_its_schema(text, schema, value):
+    assert json_value(text, schema, ROOT) == value

@@ -161,6 +161,8 @@ VALUES = {
         cache_share=reals,
         sleep_levels=st.tuples(counts, counts),
         windows=st.tuples(st.none() | counts, st.none() | counts),
+        has_states=st.booleans(),
+        bytes_per_state=numbers,
     ),
     LoRARequest: st.builds(LoRARequest, name=ids, id=counts),
     PluginMeter: st.builds(PluginMeter, steps=counts, seconds=reals),

@@ -19,8 +19,9 @@ from .layer import (
     weight_shapes,
 )
 from .linear import Linear, LMHead
-from .mlp import MLP, Experts, ExpertsConfig, GatedMLP, MixtureOfExperts, SigmoidRouting
+from .mlp import MLP, Experts, ExpertsConfig, GatedMLP, MixtureOfExperts
 from .rotary import RotaryEmbedding
+from .routing import SigmoidRouting, SoftmaxRouting
 
 __all__ = [
     "MLP",
@@ -37,6 +38,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SigmoidRouting",
+    "SoftmaxRouting",
     "Vector",
     "load_packed",
     "load_weights",

@@ -204,7 +204,11 @@ class RMSNorm:
 
 
 class Vector:
-    """One value per row of something else, such as a bias of a router's experts."""
+    """One value per row of something else, such as a bias of a router's experts.
+
+    Attributes:
+        tensor: the values, [elements of this rank]; loading writes them to this same tensor.
+    """
 
     def __init__(
         self,
@@ -250,4 +254,4 @@ class Vector:
     def load_packed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the vector."""
         shape, dtype = (len(self._mine),), self.tensor.dtype
-        self.tensor = packed_tensor(tensors, self._name, shape, self._context, dtype)
+        self.tensor.copy_(packed_tensor(tensors, self._name, shape, self._context, dtype))

@@ -40,6 +40,7 @@ class Linear:
         column_range: range | None = None,
         reduce: bool = True,
         quantize: bool = True,
+        is_hooked: bool = True,
         stored_as: str | None = None,
     ) -> None:
         """Describe the matrix; `load` loads it.
@@ -57,12 +58,12 @@ class Linear:
             reduce: whether y is the sum over the ranks that have columns of W; otherwise the
                 caller adds up their parts.
             quantize: whether the matrix may have few bits.
+            is_hooked: whether step parts may change its product, as adapters do.
             stored_as: name without `.weight` of the one checkpoint matrix that has all parts,
                 stacked; those of the parts are not used then.
         """
         self._context = context
         self._hooks = context.hooks
-        self._out_dtype = out_dtype
         self._bias: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._apply: Product | None = None
@@ -78,16 +79,15 @@ class Linear:
         if stored_as is not None:
             stored = [_stacked(stored_as, [rows for _, rows in parts], ranges)]
         self._rows = self._add_all(stored, columns, column_range, bias=bias)
-        self._parts = [
-            (name, len(mine)) for (name, _), mine in zip(parts, ranges, strict=True)
-        ]  # for hooks
+        hooked = zip(parts, ranges, strict=True) if is_hooked else ()
+        self._parts = [(name, len(mine)) for (name, _), mine in hooked]
         self._add_to_hooks(stored, columns, column_range)
         self._missing = set(self._slices)
         self._quantizable = [n for n in self._slices if quantize and n.endswith(".weight")]
         self._matrices: dict[str, QuantizedMatrix] = {}
         self._packed: dict[str, torch.Tensor] | None = {}
         self._bias_name = f"{stored[0][0]}.packed_bias"
-        self._has_bias = bias
+        self._out_dtype, self._has_bias = out_dtype, bias
 
     def _add_all(
         self,
@@ -117,7 +117,7 @@ class Linear:
     ) -> None:
         """Show step parts the matrices whose product they may change."""
         places = [(name, rows, mine) for name, rows, several in stored for mine in several]
-        for (name, _), (place, rows, mine) in zip(self._parts, places, strict=True):
+        for (name, _), (place, rows, mine) in zip(self._parts, places, strict=False):
             shape, own = (rows, columns), column_range or range(columns)
             self._hooks.matrices[name] = LinearMatrix(place, shape, mine, own)
 
@@ -189,7 +189,7 @@ class Linear:
         if self._apply is None:
             raise RuntimeError(f"weights were not loaded: {', '.join(sorted(self._missing))}")
         y = self._apply(x)
-        if (change := self._hooks.linear) is not None:
+        if self._parts and (change := self._hooks.linear) is not None:
             y = change(self._parts, x, y)
         return self._context.parallel.tensor.all_reduce(y) if self._reduces else y
 

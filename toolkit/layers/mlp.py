@@ -5,13 +5,16 @@ Importing this module loads torch, as `models` does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
+from hardpoint.errors import ModelError
 from hardpoint.plugins.model import ModelContext
+from hardpoint.plugins.ops import ClampedSwiGLU, Ops
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix
 
@@ -25,8 +28,9 @@ from .layer import (
     weight_shapes,
 )
 from .linear import Linear, Run
+from .routing import SigmoidRouting, SoftmaxRouting, sigmoid
 
-__all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts", "SigmoidRouting"]
+__all__ = ["MLP", "Experts", "ExpertsConfig", "GatedMLP", "MixtureOfExperts"]
 
 
 class MLP(Protocol):
@@ -108,6 +112,10 @@ class ExpertsConfig:
         shared: name of the expert that computes every token.
         weighs_shared: whether its result has a weight, the sigmoid of a product of its own.
         sigmoid: how experts are chosen by sigmoids of the router's logits; None is by softmax.
+        softmax: how they are chosen otherwise.
+        router: name of the matrix that chooses experts.
+        has_biases: whether the router and the matrices of the experts have biases.
+        clamped: activation of the experts; None is `Ops.silu_and_mul`.
     """
 
     count: int
@@ -121,56 +129,17 @@ class ExpertsConfig:
     shared: str = "shared_expert"
     weighs_shared: bool = True
     sigmoid: SigmoidRouting | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SigmoidRouting:
-    """How experts are chosen by sigmoids of the router's logits (DeepSeek-V3, arXiv:2412.19437).
-
-    The largest sums of sigmoid and `gate.e_score_correction_bias` are chosen; the sigmoids are the
-    weights. Experts may be in groups of one size, of which those count alone whose two largest sums
-    are largest together.
-
-    Attributes:
-        groups: number of groups.
-        chosen_groups: how many of them count.
-        scale: factor of the weights.
-    """
-
-    groups: int = 1
-    chosen_groups: int = 1
-    scale: float = 1.0
-
-    def route(
-        self, logits: torch.Tensor, bias: torch.Tensor, per_token: int, *, normalize: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of the chosen experts, and the experts, each [rows, per_token].
-
-        Args:
-            logits: those of the router, float32 [rows, experts].
-            bias: float32 [experts].
-            per_token: number of experts of a row.
-            normalize: whether weights are scaled to a sum of 1, before `scale`.
-        """
-        scores = _sigmoid(logits)
-        ranked = scores + bias
-        if self.chosen_groups < self.groups:
-            grouped = ranked.view(len(ranked), self.groups, -1)
-            best = grouped.topk(2).values.sum(-1).topk(self.chosen_groups).indices
-            counts = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-            ranked = grouped.masked_fill(~counts.unsqueeze(-1), -torch.inf).flatten(-2)
-        chosen = ranked.topk(per_token).indices
-        weights = scores.gather(-1, chosen)
-        if normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scale, chosen
+    softmax: SoftmaxRouting = field(default_factory=SoftmaxRouting)
+    router: str = "gate"
+    has_biases: bool = False
+    clamped: ClampedSwiGLU | None = None
 
 
 class MixtureOfExperts:
     """An MLP per expert, of which a router chooses a few per token (arXiv:1701.06538).
 
-    Softmax of the router's logits in float32, the largest of it are the weights; or as
-    `SigmoidRouting` has it. The ranks of a stage divide each expert's columns, or the experts
+    They are chosen by the router's logits in float32, as `SoftmaxRouting` or `SigmoidRouting` has
+    it. The ranks of a stage divide each expert's columns, or the experts
     (`Parallel.expert`); all compute the router.
     """
 
@@ -180,7 +149,7 @@ class MixtureOfExperts:
         """Describe the layers.
 
         Args:
-            name: the Hugging Face name, before `.gate.weight` (the router's) and `.experts.0`.
+            name: the Hugging Face name, before that of the router and `.experts.0`.
             hidden: size of x and y.
             experts: how many there are, and of what size.
             context: the context of the model.
@@ -189,9 +158,10 @@ class MixtureOfExperts:
         self._communicator = context.parallel.tensor
         self._engines = context.parallel.engines
         self._router = Linear(
-            [(f"{name}.gate", experts.count)],
+            [(f"{name}.{experts.router}", experts.count)],
             hidden,
             context,
+            bias=experts.has_biases,
             out_dtype=torch.float32,
             quantize=False,
         )
@@ -236,7 +206,7 @@ class MixtureOfExperts:
         y = over_engines(self._engines, self._experts, x, chosen, weights)
         if self._shared is not None:
             shared = self._shared(x)
-            y += shared if self._share is None else shared * _sigmoid(self._share(x)).to(y.dtype)
+            y += shared if self._share is None else shared * sigmoid(self._share(x)).to(y.dtype)
         return self._communicator.all_reduce(y) if self._communicator.size > 1 else y
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,15 +216,7 @@ class MixtureOfExperts:
             return config.sigmoid.route(
                 logits, self._bias.tensor, config.per_token, normalize=config.normalize
             )
-        weights, chosen = logits.softmax(-1).topk(config.per_token)
-        if config.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Return it as a softmax of two: that of a row does not depend on the other rows."""
-    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
+        return config.softmax.route(logits, config.per_token, normalize=config.normalize)
 
 
 class Experts:
@@ -265,7 +227,8 @@ class Experts:
     ) -> None:
         """`name` is the Hugging Face name before the number of an expert."""
         parallel, width = context.parallel, experts.width
-        self._context = context
+        self._context, self._config = context, experts
+        _check_ops(context.ops, experts)
         if parallel.expert:
             self._mine, columns = parallel.share_experts(experts.count), range(width)
         else:
@@ -278,20 +241,26 @@ class Experts:
                 [(f"{expert}.{part}", width) for part in (experts.gate, experts.up)],
                 hidden,
                 context,
+                bias=experts.has_biases,
                 row_ranges=[columns, columns],
             )
             for expert in names
         ]
         self._down = [
             _ExpertMatrix(
-                [(f"{expert}.{experts.down}", hidden)], width, context, column_range=columns
+                [(f"{expert}.{experts.down}", hidden)],
+                width,
+                context,
+                bias=experts.has_biases,
+                column_range=columns if len(columns) < width else None,
             )
             for expert in names
         ]
         self._matrices = [*self._gate_up, *self._down]
         self._owners = {name: part for part in self._matrices for name in part.shapes()}
         for owned in self._owners:  # all experts are multiplied at once, without a hook
-            del context.hooks.matrices[owned.removesuffix(".weight")]
+            if owned.endswith(".weight"):
+                del context.hooks.matrices[owned.removesuffix(".weight")]
         self._missing = set(self._owners)
         self._apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None
         self._apply = None
@@ -354,8 +323,30 @@ class Experts:
             self._missing = set(self._owners)  # they may be loaded again
 
     def _prepare(self) -> None:
-        gate_up, down = ([m.matrix for m in side] for side in (self._gate_up, self._down))
-        self._apply = self._context.ops.experts(gate_up, down, self._sizes)
+        ops, sides = self._context.ops, (self._gate_up, self._down)
+        gate_up, down = ([m.matrix for m in side] for side in sides)
+        further: dict[str, Any] = {}
+        if self._config.has_biases:
+            further["biases"] = tuple([m.added_bias for m in side] for side in sides)
+        if self._config.clamped is not None:
+            further["clamped"] = self._config.clamped
+        self._apply = ops.experts(gate_up, down, self._sizes, **further)
+
+
+def _check_ops(ops: Ops, experts: ExpertsConfig) -> None:
+    """Check that operations compute what experts have.
+
+    Raises:
+        ModelError: their class has an `experts` of an earlier form.
+    """
+    needed = {"biases": experts.has_biases, "clamped": experts.clamped is not None}
+    known = inspect.signature(ops.experts).parameters
+    missing = [name for name, is_needed in needed.items() if is_needed and name not in known]
+    if missing and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        raise ModelError(
+            f"ops.use: the experts() of {ops.name!r} takes no {' and no '.join(missing)}, which "
+            f"the experts of this model have; choose other operations for it"
+        )
 
 
 class _ExpertMatrix(Linear):
@@ -365,8 +356,14 @@ class _ExpertMatrix(Linear):
     def matrix(self) -> torch.Tensor:
         """The packed matrix."""
         assert self._packed is not None
-        (packed,) = self._packed.values()
-        return packed
+        return next(iter(self._packed.values()))
+
+    @property
+    def added_bias(self) -> torch.Tensor:
+        """The bias as this rank adds it, [rows]; zeros if another one does."""
+        assert self._packed is not None
+        bias = self._packed[self._bias_name]
+        return bias if self._adds_bias else torch.zeros_like(bias)
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
         """Load one part; only codes stay as small as they are."""
@@ -387,6 +384,6 @@ class _ExpertMatrix(Linear):
             runs = {next(iter(runs)): weight}
         super()._prepare_runs(runs)
 
-    def _prepare(self, packed: dict[str, torch.Tensor], bias: torch.Tensor | None) -> None:  # noqa: ARG002
+    def _prepare(self, packed: dict[str, torch.Tensor], bias: torch.Tensor | None) -> None:
         self._ranges(packed)  # none is missing
-        self._packed = packed
+        self._packed = packed if bias is None else {**packed, self._bias_name: bias}

@@ -5,10 +5,11 @@ Importing this module loads torch, as `models` does.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +18,28 @@ from hardpoint.toolkit.hf_config import ConfigFields, short
 
 __all__ = ["RotaryEmbedding"]
 
+_log = logging.getLogger("hardpoint")
 _ROPE_ROWS = 1 << 16  # positions whose angles are computed at once
 _DEFAULT_THETA = 10000.0
 _LENGTH_DEPENDENT = ("dynamic",)
+_ORIGINAL = "original_max_position_embeddings"
 _LONGROPE = ("longrope", "su")  # and "yarn" with factors of its kind, in the first files of Phi-3
+
+
+class _Rotation(NamedTuple):
+    """The rotation of a config.
+
+    Attributes:
+        frequencies: inverse ones, float32 [size / 2].
+        scale: factor of cosines and sines.
+        variant: as in `RotaryEmbedding`.
+        notes: lines for the log.
+    """
+
+    frequencies: torch.Tensor
+    scale: float = 1.0
+    variant: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class RotaryEmbedding:
@@ -42,6 +61,7 @@ class RotaryEmbedding:
         *,
         source: str,
         fields: Mapping[str, Any] | None = None,
+        is_partial: bool = True,
     ) -> None:
         """Compute the frequencies; `allocate` computes the table.
 
@@ -50,15 +70,18 @@ class RotaryEmbedding:
             context: the context of the model; its config has the parameters.
             source: names the config in messages.
             fields: instead of the config's, for models that have several sets of parameters.
+            is_partial: whether `partial_rotary_factor` is read. Most models of transformers rotate
+                whole heads, whatever it is.
 
         Raises:
             ModelError: the config's RoPE is not supported.
         """
-        self._frequencies, self._scale, self.variant = _frequencies(
+        self._frequencies, self._scale, self.variant, self._notes = _rotation(
             context.config.hf if fields is None else fields,
             head_size,
             source,
             context.max_model_len,
+            is_partial=is_partial,
         )
         self._context = context
         self._table = torch.empty(0)
@@ -67,6 +90,8 @@ class RotaryEmbedding:
 
     def allocate(self) -> None:
         """Compute the table for positions 0 to max_model_len - 1."""
+        for note in self._notes:
+            _log.warning("model: %s", note)
         rows, half = self._context.max_model_len, len(self._frequencies)
         self._table = torch.empty((rows, 2 * half), device=self._context.device)
         for start in range(0, rows, _ROPE_ROWS):
@@ -81,36 +106,36 @@ class RotaryEmbedding:
         return self._gather_rows(self._table, positions)
 
 
-def _frequencies(
-    hf: Mapping[str, Any], head_size: int, source: str, max_model_len: int
-) -> tuple[torch.Tensor, float, str]:
-    """Return inverse frequencies, the factor of cosines and sines, and the variant.
-
-    The frequencies are float32 [size / 2].
-    """
+def _rotation(
+    hf: Mapping[str, Any], head_size: int, source: str, max_model_len: int, *, is_partial: bool
+) -> _Rotation:
+    """Return the rotation of a config."""
     fields = ConfigFields(hf, source)
     parameters = _parameters(hf, fields)
+    notes = _lost_theta(fields, parameters["rope_theta"])
     kind = parameters["rope_type"]
     if not isinstance(kind, str):
         raise fields.error("rope_type", f"expected a string, got {short(kind)}")
     size = head_size
     if kind != "proportional":  # where all elements are paired, and the angles of some are 0
-        size = _rotary_size(parameters.pop("partial_rotary_factor", None), head_size, fields)
+        factor = parameters.pop("partial_rotary_factor", None)
+        size = _rotary_size(factor if is_partial else None, head_size, fields)
     if kind in _LENGTH_DEPENDENT:
         raise fields.error(
             "rope_type", f"{kind!r} depends on the running length and is not supported"
         )
     is_long = kind in _LONGROPE or (kind == "yarn" and "long_factor" in parameters)
     if not is_long and kind not in ("default", "factors"):
-        return *_scaled(parameters, hf, size, fields), ""
+        return _Rotation(*_scaled(parameters, hf, size, fields), notes=notes)
     exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     powers = parameters["rope_theta"] ** exponents
     if is_long:
-        return _longrope(parameters, powers, fields, max_model_len)
+        rotation = _longrope(parameters, powers, fields, max_model_len)
+        return rotation._replace(notes=notes + rotation.notes)
     frequencies = 1.0 / powers
     if kind == "factors":
         frequencies = frequencies / _factors("factors", parameters, len(powers), fields)
-    return frequencies, 1.0, ""
+    return _Rotation(frequencies, notes=notes)
 
 
 def _rotary_size(factor: Any, head_size: int, fields: ConfigFields) -> int:
@@ -142,14 +167,13 @@ def _longrope(
     powers: torch.Tensor,
     fields: ConfigFields,
     max_model_len: int,
-) -> tuple[torch.Tensor, float, str]:
-    """Return the result of `_frequencies` for LongRoPE; `powers` are those of theta."""
+) -> _Rotation:
+    """Return the result of `_rotation` for LongRoPE; `powers` are those of theta."""
     longest = fields.whole("max_position_embeddings")
-    name = "original_max_position_embeddings"
-    stated = parameters.get(name)
-    original = fields.whole(name, longest if stated is None else stated)
+    stated = parameters.get(_ORIGINAL)
+    original = fields.whole(_ORIGINAL, longest if stated is None else stated)
     if original < 2:
-        raise fields.error(name, f"expected at least 2, got {original}")
+        raise fields.error(_ORIGINAL, f"expected at least 2, got {original}")
     both = {
         variant: _factors(f"{variant}_factor", parameters, len(powers), fields)
         for variant in ("short", "long")
@@ -160,12 +184,20 @@ def _longrope(
         factor = parameters.get("factor")
         factor = longest / original if factor is None else fields.positive("factor", factor)
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return 1.0 / (both[variant] * powers), fields.positive("attention_factor", scale), variant
+    scale = fields.positive("attention_factor", scale)
+    notes: tuple[str, ...] = ()
+    if variant == "long":
+        notes = (
+            f"max_model_len {max_model_len} is above {_ORIGINAL} {original}, so that LongRoPE's "
+            f"long factors rotate all sequences, short ones too; up to {original}, the short "
+            "factors do",
+        )
+    return _Rotation(1.0 / (both[variant] * powers), scale, variant, notes)
 
 
 def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
-    """Return the RoPE parameters, from `rope_parameters` or `rope_theta` with `rope_scaling`."""
-    parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
+    """Return the RoPE parameters, with `rope_theta` of the config if they have none."""
+    parameters = fields.rope_parameters()
     stated = (values.get("rope_theta") for values in (parameters, hf))
     theta = next((theta for theta in stated if theta is not None), _DEFAULT_THETA)
     parameters["rope_theta"] = fields.positive("rope_theta", theta)
@@ -177,6 +209,17 @@ def _parameters(hf: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
             "rope_parameters", f"a set per layer type is not supported, got {short(parameters)}"
         )
     return parameters
+
+
+def _lost_theta(fields: ConfigFields, theta: float) -> tuple[str, ...]:
+    """Return a note if `rope_scaling` hides another `rope_theta`, as it does in transformers."""
+    hidden = fields.table("rope_parameters").get("rope_theta")
+    if not fields.table("rope_scaling") or hidden is None or hidden == theta:
+        return ()
+    return (
+        f"rope_scaling replaces rope_parameters, so that rope_theta is {theta:g} and not "
+        f"{short(hidden)}; set rope_theta in rope_scaling for another one",
+    )
 
 
 def _scaled(
@@ -195,6 +238,8 @@ def _scaled(
     if kind not in ROPE_INIT_FUNCTIONS:
         known = sorted({"default", *ROPE_INIT_FUNCTIONS} - set(_LENGTH_DEPENDENT))
         raise fields.error("rope_type", f"expected one of {', '.join(known)}, got {kind!r}")
+    if kind != "linear" and hf.get(_ORIGINAL) is not None:  # counts first in transformers
+        parameters[_ORIGINAL] = fields.whole(_ORIGINAL)
     if parameters.get("factor") is not None:
         fields.positive("factor", parameters["factor"])
     try:

@@ -60,7 +60,7 @@ class CompletionParts:
         self._void: list[int] = []  # indexes of calls that were output and then broke
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._space = ""  # that waits
+        self._space: list[str] = []  # that waits
         self._in_content = False
         self._calls: list[_Call] = []
         self._num_calls = 0
@@ -83,7 +83,7 @@ class CompletionParts:
                     place = sum(map(len, self._content))
                     self._calls.append(_Call(self._num_calls, call_id, name, place))
                     self._num_calls += 1
-                    self._in_call, self._in_content, self._space = True, False, ""
+                    self._in_call, self._in_content, self._space = True, False, []
                 case MalformedText(text, reason):
                     if self._in_call:
                         self._void_call()
@@ -97,18 +97,15 @@ class CompletionParts:
 
     def finish(self) -> None:
         """End the completion: white space that is no part of anything is content without calls."""
-        if self._space and not self.has_calls:
-            self._content.append(self._space)
-        self._space = ""
+        if not self.has_calls:
+            self._content += self._space
+        self._space = []
 
     def _add_content(self, text: str) -> None:
-        if self._in_content:
-            self._content.append(text)
-            return
-        self._space += text
-        if self._space and not self._space.isspace():
-            self._content.append(self._space)
-            self._space, self._in_content = "", True
+        self._space.append(text)
+        if self._in_content or (text and not text.isspace()):
+            self._content += self._space
+            self._space, self._in_content = [], True
 
     def _is_left_out(self, event: OutputEvent) -> bool:
         """Return whether an event belongs to a call after the only one that there may be."""

@@ -6,7 +6,7 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import isabstract, isclass
 from typing import Any, ClassVar
 
@@ -73,11 +73,14 @@ class State:
             where the tokenizer has it as a special token, only that token is the marker. None of
             a state begins another one of it.
         then: the state after a body that ends on its own; None is the same one.
+        calls: special tokens that begin a call inside reasoning, by the state that each leads to
+            and is a marker or text of. They count in requests with tools; the text never does.
     """
 
     body: Callable[[OpenOutput], Body]
     moves: Mapping[str, str | None]
     then: str | None = None
+    calls: Mapping[str, str] = field(default_factory=dict)
 
 
 class FormatParser(OutputParser):
@@ -122,7 +125,8 @@ class FormatParser(OutputParser):
     @property
     def token_ids(self) -> frozenset[int]:
         """The markers that are special tokens."""
-        return frozenset(token for state in self._table.values() for token in state.by_id)
+        states = self._table.values()
+        return frozenset(token for state in states for token in (*state.by_id, *state.calls))
 
     def markers(self) -> ReasoningMarkers:
         """Return the token ids of the markers that lead to reasoning and from it."""
@@ -137,6 +141,7 @@ class FormatParser(OutputParser):
         return ReasoningMarkers(
             start=self.encoded(*sorted(opening)),
             end=self.encoded(*self._states[self.reasoning].moves),
+            calls=tuple(self._table[self.reasoning].calls),
         )
 
     def encoded(self, *markers: str) -> tuple[tuple[int, ...], ...]:
@@ -259,6 +264,7 @@ class _Compiled:
             None without such markers.
         by_text: the state that each leads to.
         by_id: the same of the markers that are special tokens.
+        calls: the state that each token of a call leads to.
     """
 
     name: str
@@ -267,6 +273,7 @@ class _Compiled:
     search: Callable[[str, int], re.Match[str] | None] | None
     by_text: Mapping[str, str | None]
     by_id: Mapping[int, str | None]
+    calls: Mapping[int, str]
 
 
 def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
@@ -282,7 +289,7 @@ def _check_table(states: Mapping[str, State], reasoning: str | None) -> None:
             raise ValueError(f"the state {name!r}: expected a State, got {state!r}")
         if isabstract(state.body):
             raise ValueError(f"the state {name!r}: its body {state.body.__name__} has no feed")
-        for marker, to in (*state.moves.items(), ("then", state.then)):
+        for marker, to in (*state.moves.items(), *state.calls.items(), ("then", state.then)):
             if to is not None and to not in states:
                 raise ValueError(f"the state {name!r}: {marker!r} leads to {to!r}, which is none")
         if "" in state.moves:
@@ -306,7 +313,9 @@ def _compile(states: Mapping[str, State], tokenizer: Tokenizer) -> dict[str, _Co
                     f"that begins another one"
                 )
         search = re.compile("|".join(map(_pattern, by_text))).search if by_text else None
-        compiled[name] = _Compiled(name, state.body, state.then or name, search, by_text, by_id)
+        calls = {special[text]: to for text, to in state.calls.items() if text in special}
+        then = state.then or name
+        compiled[name] = _Compiled(name, state.body, then, search, by_text, by_id, calls)
     return compiled
 
 
@@ -396,6 +405,8 @@ class _FormatState:
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
         """Take a special token; where it is no marker, its text is as any other."""
         events = self._flush()
+        if token_id in self._state.calls and self._output.request.tools:
+            self._leave(self._state.calls[token_id], events)
         if token_id in self._state.by_id:
             self._leave(self._state.by_id[token_id], events, text)
         else:

@@ -74,46 +74,83 @@ def restrictions(schema: Mapping[str, Any]) -> set[str]:
     return {name for name in schema if name not in _ANNOTATIONS and not name.startswith("x-")}
 
 
-def named_types(schema: object) -> set[str]:
-    """Return the types that a parameter's schema names at its top; none if it leaves them open."""
+def named_types(schema: object, root: Mapping[str, Any] | None = None) -> set[str]:
+    """Return the types that a parameter's schema names at its top; none if it leaves them open.
+
+    A schema without types that lists its values has theirs.
+
+    Args:
+        schema: JSON schema of the parameter.
+        root: the schema that it is part of, in which references are looked up.
+    """
+    return _types_of(schema, root or {}, {})
+
+
+def _types_of(schema: object, root: Mapping[str, Any], known: dict[int, set[str]]) -> set[str]:
+    """Return the types that a schema names; `known` are those of the schemas on the way to it."""
+    schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return set()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = set()  # of one that refers to itself
     named = schema.get("type")
     types = {named} if isinstance(named, str) else set(named or ())
+    parts = [_types_of(part, root, known) for part in schema.get("allOf") or ()]
+    if "$ref" in schema and restrictions(schema) != {"$ref"}:
+        parts.append(_types_of({"$ref": schema["$ref"]}, root, known))
     for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            types |= named_types(choice)
+        choices = schema.get(key) or ()
+        parts.append(set[str]().union(*(_types_of(choice, root, known) for choice in choices)))
+    for more in filter(None, parts):
+        types = (_taken(types) & _taken(more)) or types | more
+    if not types:
+        values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+        types = {_type_of(msgspec.json.encode(value).decode()) for value in values}
+    known[id(schema)] = types
     return types
 
 
+def _taken(types: set[str]) -> set[str]:
+    """Return types, and the one that another has in it: an integer is a number."""
+    return {*types, "integer"} if "number" in types else types
+
+
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS_OF_TYPES = {**{word: word for word in ("true", "false", "null")}, "none": "null"}
 
-_TYPES = {"{": "object", "[": "array", '"': "text", "t": "boolean", "f": "boolean", "n": "null"}
+_TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
 
-def json_value(text: str, schema: object = None) -> str:
+def _type_of(json: str) -> str:
+    """Return the type of a value in JSON."""
+    return _TYPES.get(json[0], "number" if set(".eE") & set(json) else "integer")
+
+
+def json_value(text: str, schema: object = None, root: Mapping[str, Any] | None = None) -> str:
     """Return the JSON of a value that a model wrote as it likes.
 
     It is the text itself if that is JSON of a type that the schema names, or of any type without a
     schema; `True`, `False` and `None` are Python's for it, and so are lists and dictionaries of
-    literals. Else it is the text as a string.
+    literals. Else it is the text as a string. Where it cannot be one, `TRUE` is `true`.
 
     Args:
         text: the text of the value.
         schema: JSON schema of the value; None leaves its type open.
+        root: the schema that it is part of, in which references are looked up.
     """
-    types = named_types(schema)
+    types = named_types(schema, root)
     found = text.strip()
     if "string" not in types:
-        found = _WORDS.get(found, found)
+        word = _WORDS_OF_TYPES.get(found.lower()) if types else _WORDS.get(found)
+        found = word or found
         holds = found[:1] in {"{", "["} and (not types or types & {"array", "object"})
         if holds and not is_json(found):
             found = literal_value(found) or found
-    if (types and types <= {"string"}) or not is_json(found):
+    if types == {"string"} or not is_json(found):
         return quoted(text)
-    kind = _TYPES.get(found[0], "number" if set(".eE") & set(found) else "integer")
-    wanted = {*types, "integer"} if "number" in types else types
-    return quoted(text) if "string" in types and kind not in wanted else found
+    is_wanted = found[0] != '"' and _type_of(found) in _taken(types)
+    return quoted(text) if "string" in types and not is_wanted else found
 
 
 def quoted(text: str) -> str:

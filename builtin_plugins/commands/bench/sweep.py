@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, context: CommandContext) -> int:
         _print(results, options.output)
     if is_interrupted:
         return INTERRUPTED
-    return int(any(point["report"] is None for point in points))
+    return int(any(not (point["report"] and point["report"]["finished"]) for point in points))
 
 
 def _plan(options: argparse.Namespace, context: CommandContext) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a field of the synthetic load, such as rate=4 or prompt.median=512",
     )
-    add("--form", default="auto", help="of the trace: mooncake, bailian, guidellm or minimal")
+    forms = "mooncake, bailian, guidellm, journal or minimal"
+    add("--form", default="auto", help=f"of the trace: {forms}")
     add("--hash-tokens", type=int, metavar="N", help="tokens that each of its hash_ids stands for")
     add("--speed", type=float, default=1.0, help="how many times as fast requests come")
     add("--requests", type=int, metavar="N", help="the first N requests alone")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hardpoint.errors import ConfigError
@@ -14,7 +14,13 @@ from hardpoint.typed import parse_value
 _GIB, _MIB = 1 << 30, 1 << 20
 
 _FROM_BEST = (0, 1, 3, 2)
-"""Exit codes: all proved, a check failed, another contract, cannot load."""
+"""Exit codes: no check failed, one did, another contract, cannot load."""
+
+_NOT_TESTED = (
+    "what is not proved was not tested, for the reasons above. The author gives samples by a suite "
+    'in the package, named in the class body: conformance_suite = "package.module:Class" '
+    "(docs/conformance-kit.md)"
+)
 
 _MARKS = {
     "proved": "proved",
@@ -29,9 +35,9 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
         "Run the conformance suite of an installed plugin's kind, without a test file, in a "
-        "process with limits. Exit code 0: no check failed; 1: one did; 2: it cannot be loaded; "
-        "3: it states another contract. The limits protect against mistakes, not against malice: "
-        "this is no sandbox."
+        "process with limits. Exit code 0: no check failed; 1: one did, or was not proved though "
+        "--require-proof is given; 2: it cannot be loaded; 3: it states another contract. The "
+        "limits protect against mistakes, not against malice: this is no sandbox."
     )
     parser.add_argument(
         "name",
@@ -39,6 +45,11 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
         help="a name, KIND/NAME, package.module:Class, or a distribution: all of its plugins",
     )
     parser.add_argument("--json", action="store_true", help="print a line of JSON per record")
+    parser.add_argument(
+        "--require-proof",
+        action="store_true",
+        help="end with code 1 if a check is not proved, too, and list those that are not",
+    )
     parser.add_argument(
         "--against",
         type=int,
@@ -77,6 +88,8 @@ def run_check(options: argparse.Namespace, context: CommandContext) -> int:
     records = context.check_plugin(
         config, config_sources, options.name, limits, given, options.against
     )
+    if options.require_proof:
+        records = _requiring_proof(records)
     return _print_records(records, as_json=options.json)
 
 
@@ -91,6 +104,19 @@ def _option(setting: str) -> tuple[str, Any]:
     if not (name and equals):
         raise ConfigError(f"--option: expected NAME=VALUE, got {setting!r}")
     return name, parse_value(text)
+
+
+def _requiring_proof(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield records in which a check that is not proved counts as failed; then one of all those."""
+    unproved: dict[str, list[str]] = {}
+    for record in records:
+        if record["record"] == "check" and record["outcome"] == "not_proved":
+            unproved.setdefault(record["component"], []).append(record["check"])
+        if record["record"] == "result" and record["component"] in unproved:
+            record = {**record, "exit_code": record["exit_code"] or 1}
+        yield record
+    if unproved:
+        yield {"record": "unproved", "checks": unproved}
 
 
 def _print_records(records: Iterable[Mapping[str, Any]], *, as_json: bool) -> int:
@@ -114,6 +140,7 @@ def _plugin_lines(record: Mapping[str, Any]) -> list[str]:
         f"  {record['class']} from {record['package']}",
         f"  contract {record['contract']}; hardpoint {record['hardpoint']} accepts {accepted}",
         *([f"  deprecated: {record['deprecated']}"] if record["deprecated"] else []),
+        f"  changes {'while an engine runs' if record['changes_live'] else 'with a restart'}",
         f"  checked by {record['suite']}",
         "",
     ]
@@ -174,7 +201,14 @@ def _result_lines(record: Mapping[str, Any]) -> list[str]:
         return [f"{record['component']}: {reason}: {record['problem']}"]
     counts = [f"{record[name]} {_MARKS[name].lower()}" for name in _MARKS if record[name]]
     lines = ["", f"{record['component']}: {', '.join(counts)} ({record['seconds']:.1f} s)"]
+    if record["not_proved"]:
+        lines.append(f"  {_NOT_TESTED}")
     return lines + [f"  {line}" for line in record["problem"].splitlines()]
+
+
+def _unproved_lines(record: Mapping[str, Any]) -> list[str]:
+    named = [f"{component}: {', '.join(names)}" for component, names in record["checks"].items()]
+    return ["", f"--require-proof: not proved: {'; '.join(named)}"]
 
 
 _LINES = {
@@ -184,4 +218,5 @@ _LINES = {
     "cost": _cost_lines,
     "activity": _activity_lines,
     "result": _result_lines,
+    "unproved": _unproved_lines,
 }

@@ -9,6 +9,8 @@ import sys
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import Command, CommandContext
 
+from .new_file import new_file
+
 _DIFFERS = 1
 
 
@@ -41,8 +43,8 @@ def _configure_replay(parser: argparse.ArgumentParser) -> None:
 
 def _run_replay(options: argparse.Namespace, context: CommandContext) -> int:
     """Replay, print what was found, return the exit code."""
-    if options.request is not None and options.replan is not None:
-        raise ConfigError("--replan: expected no --request with it, which runs no scheduler")
+    if options.request is not None:
+        _refuse_with_request(options)
     journal = context.open_journal(options.file, options.anyway)
     if options.request is not None:
         for line in journal.request(options.request):
@@ -60,6 +62,12 @@ def _run_replay(options: argparse.Namespace, context: CommandContext) -> int:
     else:
         _print_report(report.as_dict())
     return 0 if report.difference is None else _DIFFERS
+
+
+def _refuse_with_request(options: argparse.Namespace) -> None:
+    for option in ("replan", "until", "json"):
+        if getattr(options, option) not in (None, False):
+            raise ConfigError(f"--{option}: expected no --request with it, which runs no engine")
 
 
 def _print_report(found: dict[str, object]) -> None:
@@ -108,7 +116,7 @@ def _run_journal(options: argparse.Namespace, context: CommandContext) -> int:
             print(line)
         return 0
     try:
-        with open(options.output, "x", encoding="utf-8") as file:
+        with new_file(options.output, "OUTPUT") as file:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as cause:
         raise ConfigError(f"OUTPUT: {options.output!r} cannot be written: {cause}") from cause

@@ -6,9 +6,7 @@ import argparse
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hardpoint.builtin_plugins.commands.sampling import (
     GREEDY,
@@ -20,6 +18,7 @@ from hardpoint.plugins import Command, CommandContext, RequestError
 from hardpoint.plugins.commands import PromptTrace
 from hardpoint.toolkit.trace import asking_for_trace
 
+from .new_file import new_file
 from .served_trace import API_KEY, served_trace
 
 
@@ -55,7 +54,9 @@ def _run(options: argparse.Namespace, context: CommandContext) -> int:
         raise RequestError(f"--candidates: expected 1 to 20, got {options.candidates}")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     with contextlib.ExitStack() as stack:
-        page = None if options.html is None else stack.enter_context(_new_file(options.html))
+        page = None
+        if options.html is not None:
+            page = stack.enter_context(new_file(options.html, "--html"))
         if options.url is None:
             trace = _traced_here(options, context, prompt)
         else:
@@ -78,28 +79,6 @@ def _traced_here(options: argparse.Namespace, context: CommandContext, prompt: A
         if options.chat:
             prompt = generator.apply_chat_template([{"role": "user", "content": prompt}])
         return generator.trace(prompt, params)
-
-
-@contextlib.contextmanager
-def _new_file(path: str) -> Iterator[IO[str]]:
-    """Open a file that is not there yet; it is removed again if the body fails.
-
-    Raises:
-        RequestError: it is there, or cannot be written.
-    """
-    try:
-        file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - closed below
-    except FileExistsError:
-        raise RequestError(f"--html: expected a new file, {path!r} exists") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"--html: {path!r} cannot be written: {reason}") from None
-    with file:
-        try:
-            yield file
-        except BaseException:
-            Path(path).unlink(missing_ok=True)
-            raise
 
 
 COMMAND = Command("trace", "Show how each token of an answer was chosen.", _configure, _run)

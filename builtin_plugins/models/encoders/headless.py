@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from hardpoint.builtin_plugins.models.llama import Llama
+from hardpoint.builtin_plugins.models.llama import Llama, Mistral
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
 from hardpoint.plugins import ModelContext
 from hardpoint.plugins.parallel import Cut
@@ -58,7 +58,14 @@ class WithoutHead(Llama):
 
 
 class LlamaModel(WithoutHead):
-    """Llama, and Mistral."""
+    """Llama."""
+
+    contract = 1
+    replayable = True
+
+
+class MistralModel(WithoutHead, Mistral):
+    """Mistral."""
 
     contract = 1
     replayable = True
@@ -109,7 +116,14 @@ class WithClasses(Llama):
 
 
 class LlamaClassifier(WithClasses):
-    """Llama, and Mistral."""
+    """Llama."""
+
+    contract = 1
+    replayable = True
+
+
+class MistralClassifier(WithClasses, Mistral):
+    """Mistral."""
 
     contract = 1
     replayable = True

@@ -115,12 +115,14 @@ class ModernBert(Encoder):
         field, default = _THETAS[kind]
         by_kind = self._fields.table("rope_parameters")
         stated: dict[str, Any] = by_kind.get(kind) or {}
-        parameters = {"rope_theta": self._fields.number(field, default), **stated}
+        scaling = self._fields.table("rope_scaling")
+        parameters = {"rope_theta": self._fields.number(field, default), **stated, **scaling}
         return RotaryEmbedding(
             self._head_size,
             self.context,
             source=f"{self.context.config.architecture} config",
-            fields={**self._hf, "rope_parameters": parameters},
+            fields={**self._hf, "rope_parameters": parameters, "rope_scaling": None},
+            is_partial=False,
         )
 
     def _layer_norm(self, name: str) -> LayerNorm:

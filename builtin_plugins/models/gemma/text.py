@@ -88,6 +88,7 @@ class Gemma2(_Gemma):
     interval = 2
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "attn_logit_softcapping": 50.0,
@@ -107,6 +108,7 @@ class Gemma3(_Gemma):
     head_norms = True
     config_defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "tie_word_embeddings": True,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -23,6 +24,9 @@ OBSERVED = "hardpoint_observed"
 
 _SLOT = "_hardpoint_layer"
 _FAR = 1 << 20  # a position at which windows are looked for
+_LAYERS = "num_hidden_layers"
+_KNOWN = {"s_aux", "position_ids", "cache_position"}
+"""Tensors that attention is given: sinks, and positions, which its step has."""
 
 
 @dataclass(eq=False)
@@ -30,10 +34,12 @@ class Step:
     """State of a step that the attention layers of a model share.
 
     Attributes:
+        device: where the model runs.
         attend: attention of the step that runs.
         is_dry: whether the step has no weights: products and embeddings are zeros.
     """
 
+    device: torch.device
     attend: Callable[..., torch.Tensor] | None = None
     is_dry: bool = False
 
@@ -48,6 +54,7 @@ class Layer:
         spec: what the attention backend computes.
         value_size: elements of a value head; the smaller ones of it and the heads of queries and
             keys are padded with zeros.
+        sinks: parameter of the module that `spec.sinks` has the values of; None is without.
     """
 
     path: str
@@ -55,6 +62,12 @@ class Layer:
     spec: KVSpec
     value_size: int
     step: Step = field(repr=False)
+    sinks: Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+
+    def load_sinks(self) -> None:
+        """Write the loaded sinks of the module to those of the spec."""
+        if self.sinks is not None and self.spec.sinks is not None:
+            self.spec.sinks.copy_(self.sinks())
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return the result [1, tokens, heads, value_size] for q [1, heads, tokens, head_size]."""
@@ -174,18 +187,24 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 class Specs:
     """Observes what each layer needs of attention, and refuses what a `KVSpec` has no word for."""
 
-    def __init__(self, model: PreTrainedModel, step: Step) -> None:
+    def __init__(self, model: PreTrainedModel, step: Step, max_model_len: int) -> None:
         """`step` is what the layers will share."""
         self.layers: list[Layer] = []
-        self._step = step
+        self.num_calls = 0
+        self._step, self._longest = step, max_model_len
+        self._config = model.config.get_text_config(decoder=True)
         self._paths = {module: path for path, module in model.named_modules()}
         self._name = type(model).__name__
         self._masks: dict[int, tuple[str, int | None, torch.Tensor]] = {}
 
     def mask(self, mask: torch.Tensor, function: Callable[..., Any], window: int | None) -> None:
         """Note what a mask is: causal, with a window, or another one."""
-        kind = "causal" if _is_causal(function, window) else "neither causal nor a sliding window"
+        kind = self.kind_of(function, window)
         self._masks[mask.untyped_storage().data_ptr()] = (kind, window, mask)
+
+    def kind_of(self, function: Callable[..., Any], window: int | None) -> str:
+        """Return the kind of a mask, by its function and the window stated."""
+        return "causal" if _is_causal(function, window) else "neither causal nor a sliding window"
 
     def attended(
         self,
@@ -202,18 +221,24 @@ class Specs:
             ModelError: it needs something that cannot be kept.
         """
         path = self._paths[module]
+        self.num_calls += 1
         if hasattr(module, _SLOT):
-            raise self._refused(path, "attention", "called more than once in a step")
+            self.called_again(path)
         window = self.window_of(path, module, mask)
+        if window is None:
+            self.check_unbounded(path, module)
         scale = arguments.get("scaling")
         (_, heads, tokens, size), kv_heads, value_size = q.shape, k.shape[1], v.shape[3]
-        if arguments.get("s_aux") is not None:
-            raise self._refused(path, "sinks (s_aux)", f"{len(arguments['s_aux'])} numbers")
+        sinks = self._sinks_of(path, module, arguments.get("s_aux"), heads)
+        for name in sorted(arguments.keys() - _KNOWN):
+            if isinstance(arguments[name], torch.Tensor):
+                what = "a tensor besides keys and values"
+                raise self.refused(path, what, f"{name} {list(arguments[name].shape)}")
         if k.shape != (1, kv_heads, tokens, size) or v.shape[:3] != (1, kv_heads, tokens):
             shapes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
-            raise self._refused(path, "other tokens than those of the step", shapes)
+            raise self.refused(path, "other tokens than those of the step", shapes)
         if heads % kv_heads:
-            raise self._refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
+            raise self.refused(path, f"{heads} heads", f"{kv_heads} key and value heads")
         softcap = arguments.get("softcap")
         spec = KVSpec(
             heads,
@@ -222,11 +247,50 @@ class Specs:
             float(size**-0.5 if scale is None else scale),
             window,
             None if softcap is None else float(softcap),
+            None if sinks is None else torch.zeros(heads, device=self._step.device),
         )
-        layer = Layer(path, len(self.layers), spec, value_size, self._step)
+        layer = Layer(path, len(self.layers), spec, value_size, self._step, sinks)
         self.layers.append(layer)
         setattr(module, _SLOT, layer)
         return q.new_zeros(1, tokens, heads, value_size)
+
+    def called_again(self, path: str) -> None:
+        """Refuse a layer that was called before in the step: its keys have one place.
+
+        Raises:
+            ModelError: always.
+        """
+        raise self.refused(path, "attention", "called more than once in a step")
+
+    @functools.cached_property
+    def _cached(self) -> list[Any]:
+        has_layers = hasattr(self._config, _LAYERS)
+        return list(DynamicCache(config=self._config).layers) if has_layers else []
+
+    def check_unbounded(self, path: str, module: nn.Module) -> None:
+        """Refuse a layer without a window whose earlier tokens the cache of transformers drops."""
+        index = getattr(module, "layer_idx", len(self._cached))
+        cached = self._cached[index : index + 1]
+        kept = getattr(cached[0], "sliding_window", None) if cached else None
+        if kept is not None and kept < self._longest:
+            what = "a cache of fewer tokens than its masks show"
+            raise self.refused(path, what, f"sliding_window {kept}")
+
+    def _sinks_of(
+        self, path: str, module: nn.Module, given: torch.Tensor | None, heads: int
+    ) -> Callable[[], torch.Tensor] | None:
+        """Return how the sinks of a layer are read; None if it has none.
+
+        Raises:
+            ModelError: they are no parameter of the module, or not one number for each head.
+        """
+        if given is None:
+            return None
+        names = [name for name, own in module.named_parameters(recurse=False) if own is given]
+        if not names or given.shape != (heads,):
+            numbers = f"{list(given.shape)} numbers for {heads} heads"
+            raise self.refused(path, "sinks (s_aux) that are no parameter of the layer", numbers)
+        return lambda: getattr(module, names[0])
 
     def window_of(self, path: str, module: nn.Module, mask: Any) -> int | None:
         """Return the window of a layer by its mask; None if it has none.
@@ -237,15 +301,24 @@ class Specs:
         if mask is None and getattr(module, "is_causal", True):
             return None
         if mask is None:
-            raise self._refused(path, "tokens that see later ones", "is_causal = False")
+            raise self.refused(path, "tokens that see later ones", "is_causal = False")
+        return self.window_of_mask(path, mask, "causal")
+
+    def window_of_mask(self, path: str, mask: Any, expected: str) -> int | None:
+        """Return the window of a mask; None if it has none.
+
+        Raises:
+            ModelError: it is of another kind than the expected one.
+        """
         place = mask.untyped_storage().data_ptr() if isinstance(mask, torch.Tensor) else 0
-        own: tuple[str, int | None, Any] = ("one of the model's own", None, mask)
+        own: tuple[str, int | None, Any] = ("made by the model itself", None, mask)
         kind, window, _ = self._masks.get(place, own)
-        if kind != "causal":
-            raise self._refused(path, "attention_mask", kind)
+        if kind != expected:
+            raise self.refused(path, "attention_mask", kind)
         return None if window is None else int(window)
 
-    def _refused(self, path: str, what: str, value: Any) -> ModelError:
+    def refused(self, path: str, what: str, value: Any) -> ModelError:
+        """Return the error of a layer that needs something else."""
         return ModelError(
             f"model: {self._name}, layer {path}: {what}: {value}: cannot be kept by attention "
             "over blocks, so that it cannot run through transformers"
@@ -265,6 +338,11 @@ def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
     pairs = [(last, last, True), (last, last + 1, False), (0, 0, True), (0, 1, False)]
     pairs += [(last, last - width + 1, True), (last, last - width, window is None)]
     pairs += [(last, 0, window is None)]
+    return shows(function, pairs)
+
+
+def shows(function: Callable[..., Any], pairs: Sequence[tuple[int, int, bool]]) -> bool:
+    """Return whether a mask shows a query those keys, and hides the others, of (query, key)."""
     zero = torch.tensor(0)
     try:
         found = [bool(function(zero, zero, torch.tensor(q), torch.tensor(k))) for q, k, _ in pairs]

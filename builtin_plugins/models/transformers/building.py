@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +13,13 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as _CLASSIFIERS,
+)
 
 from hardpoint.plugins import ModelContext, ModelError
 from hardpoint.toolkit.hf_config import short
@@ -18,9 +27,18 @@ from hardpoint.toolkit.hf_config import short
 ENDS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures that generate text."""
 
+ENCODER, CLASSIFIER = "transformers_encoder", "transformers_classifier"
+"""Names of the plugins of encoders: those for vectors, and those with a head that classifies."""
+
 _STATES = (nn.Conv1d, nn.RNNBase)
 """Modules of decoders that mix tokens besides attention: they have a state per sequence."""
 
+
+_AROUND = ("transformers.modeling_layers", "transformers.utils.deprecation")
+"""Modules of transformers whose decorators change nothing in a step without gradients."""
+
+_BIASES = ("alibi", "position_bias")
+"""Parameters of attention that adds biases of positions to its scores."""
 
 _building = threading.Lock()
 """Held while a model is built, for which transformers changes torch in all threads."""
@@ -29,6 +47,19 @@ _building = threading.Lock()
 def has_architecture(name: str) -> bool:
     """Return whether transformers has a class of that name that generates text."""
     return name.endswith(ENDS) and hasattr(transformers, name)
+
+
+def plugin_of(name: str) -> str | None:
+    """Return the plugin that computes an architecture by its class of transformers.
+
+    Encoders are what can fill in tokens that are masked, without that head.
+    """
+    if has_architecture(name):
+        return "transformers"
+    for plugin, names in ((ENCODER, MODEL_MAPPING_NAMES), (CLASSIFIER, _CLASSIFIERS)):
+        if any(names.get(kind) == name for kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+            return plugin
+    return None
 
 
 def build(context: ModelContext) -> PreTrainedModel:
@@ -46,21 +77,54 @@ def build(context: ModelContext) -> PreTrainedModel:
             f"expected a class of it that ends with {' or '.join(ENDS)}. Code of model folders "
             "(auto_map) is never run"
         )
-    config = _config(context)
+    model = _made(context)
+    _keep_text(model, name)
+    _refuse_states(model, name)
+    _refuse_own_attention(text_part(model), name, "run over a cache of blocks")
+    _refuse_own_positions(text_part(model), name)
+    return _completed(model)
+
+
+def build_encoder(context: ModelContext) -> PreTrainedModel:
+    """Return the modules of an encoder as `build` does, with a head if it classifies.
+
+    Raises:
+        ModelError: transformers cannot build them, or they are of a kind that cannot run.
+    """
+    name = context.config.architecture
+    if plugin_of(name) not in (ENCODER, CLASSIFIER):
+        raise ModelError(f"model: transformers {transformers.__version__} has no encoder {name}")
+    # What only heads read, checkpoints for vectors may not have.
+    found = inspect.signature(getattr(transformers, name).__init__).parameters
+    given = {"add_pooling_layer": False} if "add_pooling_layer" in found else {}
+    model = _made(context, **given)
+    takes = inspect.signature(type(body(model)).forward).parameters
+    if model.config.get_text_config() is not model.config or "pixel_values" in takes:
+        raise ModelError(f"model: {name} has inputs besides text, as no encoder here has")
+    _refuse_own_attention(body(model), name, "run on several prompts in one batch")
+    return _completed(model)
+
+
+def _made(context: ModelContext, **arguments: Any) -> PreTrainedModel:
+    """Return the modules for a configuration, and what else their class takes."""
+    config, name = _config(context), context.config.architecture
     try:
         with _building, torch.device("meta"), no_init_weights():
-            model = getattr(transformers, name)._from_config(
-                config, attn_implementation="eager", dtype=context.dtype
+            model: PreTrainedModel = getattr(transformers, name)._from_config(
+                config, attn_implementation="eager", dtype=context.dtype, **arguments
             )
     except Exception as cause:
         raise ModelError(
             f"model: transformers {transformers.__version__} cannot build {name} of this "
             f"configuration: {type(cause).__name__}: {str(cause)[:300]}"
         ) from cause
-    model.eval()
-    _keep_text(model, name)
-    _refuse_states(model, name)
+    return model.eval()
+
+
+def _completed(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model with the buffers that no checkpoint has, and without wrappers."""
     _fill_buffers(model)
+    _unwrap_layers(model)
     return model
 
 
@@ -111,12 +175,30 @@ def _refuse_lengths(config: Any, name: str, max_model_len: int) -> None:
             )
 
 
+def body(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the modules without the head; the model itself if they are not apart."""
+    base = model.base_model
+    if base is model:  # the prefix is that of a larger model, of which this one is a part
+        base = getattr(model, "model", model)
+    return base if isinstance(base, PreTrainedModel) else model
+
+
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
     """Return the modules between tokens and the last hidden states."""
-    base = model.base_model
+    base = body(model)
     part = base.get_decoder() if hasattr(base, "get_decoder") else base
     found = part if isinstance(part, PreTrainedModel) else base
     return found
+
+
+def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules and their names, without models of other inputs in the part for text."""
+    part, others = text_part(model), list[str]()
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and part not in set(module.modules()):
+            others.append(f"{path}.")
+        elif not path.startswith(tuple(others)):
+            yield path, module
 
 
 def _keep_text(model: PreTrainedModel, name: str) -> None:
@@ -125,10 +207,12 @@ def _keep_text(model: PreTrainedModel, name: str) -> None:
     Raises:
         ModelError: its part for text is not found.
     """
-    base = model.base_model
-    part = text_part(model)
+    base, part = body(model), text_part(model)
     if base is model or model.get_output_embeddings() is None:
-        raise ModelError(f"model: {name} of transformers has no body and head that are apart")
+        raise ModelError(
+            f"model: {name} of transformers has no body (base_model) apart from a head of tokens "
+            "(get_output_embeddings), as models that generate text have"
+        )
     if part is base:
         return
     path = next(path for path, module in base.named_modules() if module is part)
@@ -142,12 +226,53 @@ def _keep_text(model: PreTrainedModel, name: str) -> None:
 
 
 def _refuse_states(model: PreTrainedModel, name: str) -> None:
-    for path, module in model.named_modules():
+    for path, module in text_modules(model):
         if isinstance(module, _STATES):
             raise ModelError(
                 f"model: {name} has the layer {path} ({type(module).__name__}), which keeps a "
                 "state per sequence besides keys and values, and cannot run through transformers"
             )
+    if model._is_stateful:
+        raise ModelError(
+            f"model: {name} has layers that keep a state per sequence besides keys and values, as "
+            "transformers declares (_is_stateful), and cannot run through transformers"
+        )
+
+
+def _refuse_own_attention(part: PreTrainedModel, name: str, aim: str) -> None:
+    if type(part)._can_set_attn_implementation():
+        return
+    taken = {p for m in part.modules() for p in inspect.signature(m.forward).parameters}
+    biases = ", ".join(bias for bias in _BIASES if bias in taken)
+    added = f" and adds biases of positions to its scores ({biases})" if biases else ""
+    raise ModelError(
+        f"model: {name}: attention of {type(part).__name__} does not call the attention interface "
+        f"of transformers{added}, so that it cannot {aim}"
+    )
+
+
+def _refuse_own_positions(part: PreTrainedModel, name: str) -> None:
+    if "position_ids" not in inspect.signature(type(part).forward).parameters:
+        raise ModelError(
+            f"model: {name}: {type(part).__name__} takes no position_ids and counts positions from "
+            "the beginning of a step, in which there are several requests, so that it cannot run "
+            "through transformers"
+        )
+
+
+def _unwrap_layers(model: PreTrainedModel) -> None:
+    """Call the layers without what transformers does around calls for training and for old names.
+
+    It takes a few percent of a step of one token.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            continue
+        forward = type(module).forward
+        while forward.__globals__["__name__"] in _AROUND and hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        if forward is not type(module).forward:
+            module.forward = types.MethodType(forward, module)
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

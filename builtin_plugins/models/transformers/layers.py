@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from hardpoint.plugins import ModelContext
+from hardpoint.plugins import ModelContext, ModelError
 from hardpoint.plugins.parallel import Cut
 from hardpoint.toolkit.layers import Embedding, Linear, RMSNorm
 
@@ -18,11 +19,67 @@ _NAME = "RMSNorm"
 _ROWS = 3
 
 
-class PackedLinear(nn.Module):
+class WeightReadError(ModelError):
+    """A module computes with the weight of another one, whose layer is replaced."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """`weight` is that of the replaced layer."""
+        super().__init__(
+            f"model: modules of transformers read a weight {list(weight.shape)} in place of "
+            "calling its layer, and cannot run"
+        )
+        self.weight = weight
+
+
+class _Absent(torch.Tensor):
+    """The weight of a replaced layer: a dtype and a device, and no numbers to compute with."""
+
+    _device: torch.device
+
+    @staticmethod
+    def of(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> _Absent:
+        """Return the one of a layer whose numbers are on a device."""
+        found = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Absent)
+        found._device = device
+        return found
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # torch's own cannot be written
+        """Where the layer computes, to which modules move what they give it."""
+        return self._device
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, _function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse to compute.
+
+        Raises:
+            WeightReadError: always.
+        """
+        given = [*args, *(kwargs or {}).values()]
+        raise WeightReadError(next(x for x in given if isinstance(x, cls)))
+
+
+class _Called(nn.Module):
+    """A module that is called without what `nn.Module` does around calls, which takes its time."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result of `forward`."""
+        result: torch.Tensor = self.forward(x)
+        return result
+
+
+class PackedLinear(_Called):
     """A matrix product, `nn.Linear` of transformers."""
 
     def __init__(
-        self, linear: Linear, shape: tuple[int, int], step: Step, dtype: torch.dtype, rows: int
+        self,
+        linear: Linear,
+        shape: tuple[int, int],
+        step: Step,
+        dtype: torch.dtype,
+        share: tuple[int, int],
     ) -> None:
         """Describe it.
 
@@ -31,24 +88,26 @@ class PackedLinear(nn.Module):
             shape: rows and columns of the matrix.
             step: has whether there are weights yet.
             dtype: dtype of the result.
-            rows: those that this rank computes.
+            share: rows and columns that this rank has.
         """
         super().__init__()
         self.linear = linear
         self.out_features, self.in_features = shape
-        self._step, self._dtype, self._rows = step, dtype, rows
-        self.weight = torch.empty(shape, dtype=dtype, device="meta")  # has a dtype, no numbers
+        self._step, self._dtype, self._share = step, dtype, share
+        self.weight = _Absent.of(shape, dtype, step.device)
         self.bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., rows] for x [..., columns]."""
         if self._step.is_dry:
-            return x.new_zeros((*x.shape[:-1], self._rows), dtype=self._dtype)
+            rows, columns = self._share
+            _check_columns(x, columns)
+            return x.new_zeros((*x.shape[:-1], rows), dtype=self._dtype)
         y = self.linear(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(_Called):
     """The table of embedded tokens, `nn.Embedding` of transformers."""
 
     def __init__(
@@ -59,7 +118,7 @@ class PackedEmbedding(nn.Module):
         self.table = table
         self.num_embeddings, self.embedding_dim = shape
         self._step = step
-        self.weight = torch.empty(shape, dtype=dtype, device="meta")
+        self.weight = _Absent.of(shape, dtype, step.device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return [..., columns] for ids [...]."""
@@ -69,19 +128,30 @@ class PackedEmbedding(nn.Module):
         return self.table(ids.flatten()).view(*ids.shape, -1)
 
 
-class PackedNorm(nn.Module):
+class PackedNorm(_Called):
     """Root mean square normalisation by the operations of the engine."""
 
-    def __init__(self, norm: RMSNorm, step: Step) -> None:
-        """`norm` computes it; `step` has whether there are weights yet."""
+    def __init__(self, norm: RMSNorm, size: int, step: Step) -> None:
+        """`norm` computes it, of `size` elements; `step` has whether there are weights yet."""
         super().__init__()
-        self.norm, self._step = norm, step
+        self.norm, self._size, self._step = norm, size, step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., size], normalised over its last dimension."""
         if self._step.is_dry:
+            _check_columns(x, self._size)
             return x
         return self.norm(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+def _check_columns(x: torch.Tensor, columns: int) -> None:
+    """Check what a layer is given, which may be divided in another way than the layer.
+
+    Raises:
+        ValueError: it has another number of columns.
+    """
+    if x.shape[-1] != columns:
+        raise ValueError(f"a layer of {columns} columns is given {x.shape[-1]}")
 
 
 class Transposed:
@@ -109,19 +179,25 @@ class Transposed:
 
 
 class TiedHead:
-    """A head with a bias, whose matrix is the table of tokens."""
+    """A head with a bias, of which tensors are also others of the model: the table of tokens."""
 
-    def __init__(self, linear: Linear) -> None:
-        """`linear` computes it."""
-        self.linear = linear
+    def __init__(self, linear: Linear, stored: Mapping[str, str]) -> None:
+        """Describe it.
+
+        Args:
+            linear: computes it.
+            stored: names in checkpoints of the tensors that are its own, by those of `linear`.
+        """
+        self.linear, self._stored = linear, stored
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of the bias."""
-        return {n: s for n, s in self.linear.shapes().items() if n.endswith(".bias")}
+        """Return the shapes of its own tensors."""
+        shapes = self.linear.shapes()
+        return {stored: shapes[name] for name, stored in self._stored.items()}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load the bias."""
-        self.linear.load(name, tensor)
+        """Load one of them."""
+        self.linear.load(next(own for own, of in self._stored.items() if of == name), tensor)
 
     def packed(self) -> dict[str, torch.Tensor] | None:
         """Return the packed matrix and the bias."""
@@ -142,6 +218,7 @@ class Plain:
         places: Sequence[tuple[nn.Module, str]],
         dtype: torch.dtype,
         context: ModelContext,
+        part: Cut | None,
     ) -> None:
         """Describe it.
 
@@ -151,18 +228,32 @@ class Plain:
             places: modules that have it, and their names of it.
             dtype: its dtype.
             context: the context of the model.
+            part: the part of it that this rank has; None is all.
         """
-        self._name, self._shape, self._places = name, tuple(like.shape), places
-        self._dtype, self._context = dtype, context
+        self._name, self._whole, self._places = name, tuple(like.shape), places
+        self._dtype, self._context, self._part = dtype, context, part
+        self._shape = self._whole if part is None else part.shape(self._whole)
         self._put(torch.zeros((), dtype=dtype).expand(self._shape))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return its shape."""
-        return {self._name: self._shape}
+        return {self._name: self._whole}
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return the part of it that this rank has."""
+        return {} if self._part is None else {self._name: self._part}
 
     def load(self, name: str, tensor: torch.Tensor) -> None:  # noqa: ARG002 - it has only one
         """Load it."""
         self._put(tensor.to(self._context.device, self._dtype, copy=True).contiguous())
+
+    def empty(self) -> torch.Tensor:
+        """Return one without content, as this rank has it."""
+        return torch.empty(self._shape, dtype=self._dtype, device=self._context.device)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Use one that `empty` returned."""
+        self._put(tensor)
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Return it."""

@@ -8,14 +8,17 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from torch import nn
+from transformers import PreTrainedModel
 
 from hardpoint.plugins import ForwardBatch, KVSpec, Model, ModelContext, ModelError
 from hardpoint.plugins.parallel import Cut
 from hardpoint.plugins.quantization import QuantizedMatrix
 
 from . import comparison
-from .attention import NAME, Layer, Specs, Step, experts_one_by_one, observing, use
-from .building import build, has_architecture, text_part
+from .attention import Layer, Specs, Step, experts_one_by_one, observing
+from .building import body, build, plugin_of, text_modules, text_part
+from .layers import WeightReadError
 from .modules import Modules
 
 _log = logging.getLogger("hardpoint")
@@ -30,12 +33,13 @@ class ThroughTransformers(Model):
     """
 
     contract = 1
-    parallelism: ClassVar[tuple[str, ...]] = ()
+    parallelism: ClassVar[tuple[str, ...]] = ("tensor",)
+    is_architecture = False
 
     @classmethod
     def implementation(cls, architecture: str) -> str | None:
-        """Return the name of this plugin for what transformers has."""
-        return "transformers" if has_architecture(architecture) else None
+        """Return the name of this plugin, or of that of encoders, for classes of transformers."""
+        return plugin_of(architecture)
 
     def __init__(self, context: ModelContext) -> None:
         """Build the modules, and observe what their attention needs.
@@ -44,14 +48,30 @@ class ThroughTransformers(Model):
             ModelError: they cannot run over a KV cache of blocks, naming layer, what and value.
         """
         super().__init__(context)
-        self._step = Step()
-        self._model = build(context)
-        self._part = text_part(self._model)
-        self._modules = Modules(self._model, context, self._step)
-        self._modules.check()
+        self._step = Step(context.device)
         self._given: torch.Tensor | None = None
+        self._first_position = 0
+        kept: list[str] = []
+        while True:
+            self._build(kept)
+            try:
+                self._layers = self._observe()
+                return
+            except WeightReadError as read:
+                kept.append(self._modules.path_of(read.weight))
+
+    def _build(self, kept: list[str]) -> None:
+        """Build the modules, of which those named are not replaced."""
+        model = build(self.context)
+        self._set_modules(model, text_part(model), kept)
         self._intercept_base()
-        self._layers = self._observe()
+
+    def _set_modules(self, model: PreTrainedModel, part: PreTrainedModel, kept: list[str]) -> None:
+        """Set the modules, and the part of them that runs; their layers become ours."""
+        self.context.hooks.matrices.clear()
+        self._model, self._part = model, part
+        self._modules = Modules(model, self.context, self._step, kept)
+        self._modules.check()
 
     @property
     def hidden_size(self) -> int:
@@ -113,27 +133,38 @@ class ThroughTransformers(Model):
 
     def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return hidden states of a flat batch."""
-        tokens: dict[str, torch.Tensor] = {"input_ids": token_ids.unsqueeze(0)}
-        if (change := self.context.hooks.embedded) is not None:
-            embedded = self._part.get_input_embeddings()(tokens["input_ids"])
-            tokens = {"inputs_embeds": change(embedded[0]).unsqueeze(0)}
+        if self._first_position:
+            positions = positions + self._first_position
+        tokens = self._tokens(token_ids)
         found = self._part(**tokens, position_ids=positions.unsqueeze(0), use_cache=False)
         hidden: torch.Tensor = found[0][0]
         return hidden
+
+    def _tokens(self, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return tokens as the body takes them: embedded, if a step part changes that."""
+        ids = token_ids.unsqueeze(0)
+        if (change := self.context.hooks.embedded) is None:
+            return {"input_ids": ids}
+        embedded = self._part.get_input_embeddings()(ids)
+        return {"inputs_embeds": change(embedded[0]).unsqueeze(0)}
 
     def _intercept_base(self) -> None:
         """Let the model's head get hidden states that are there, in the place of its body's.
 
         Some heads call the part for text of the body, without the rest.
         """
-        for module in dict.fromkeys((self._model.base_model, self._part)):
+        for module in dict.fromkeys((body(self._model), self._part)):
             module.forward = self._intercepted(module.forward)
 
     def _intercepted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **arguments: Any) -> Any:
-            return run(*args, **arguments) if self._given is None else _Hidden(self._given)
+            return run(*args, **arguments) if self._given is None else self._result(self._given)
 
         return forward
+
+    def _result(self, given: torch.Tensor) -> Hidden:
+        """Return the result of the body for hidden states that are there."""
+        return Hidden(given)
 
     def _observe(self) -> list[Layer]:
         """Return the attention layers, from a step without weights.
@@ -141,54 +172,138 @@ class ThroughTransformers(Model):
         Raises:
             ModelError: the step fails, or a layer cannot run.
         """
-        specs, name = Specs(self._model, self._step), self.context.config.architecture
-        ids = torch.arange(_DRY_TOKENS) % self.context.config.vocab_size
+        name = self.context.config.architecture
+        specs = self._specs()
         self._step.is_dry = True
         try:
-            with (
-                torch.inference_mode(),
-                observing(self._model, specs),
-                experts_one_by_one(self._model),
-            ):
-                self._hidden(ids, torch.arange(_DRY_TOKENS))
+            with torch.inference_mode(), experts_one_by_one(self._model):
+                self._dry_head()
+                with observing(self._model, specs):
+                    self._dry_step()
+                self._step.attend = _zeros
+                self._dry_step()  # as steps run, without masks
+                self._first_position = self._find_first_position()
         except ModelError:
             raise
         except Exception as cause:
+            size = self.context.parallel.tensor.size
+            divided = "" if size == 1 else f", divided by its tp_plan (parallel.tensor = {size}),"
             raise ModelError(
-                f"model: {name} fails in a step without a cache, on a flat batch, and cannot run "
-                f"through transformers {transformers.__version__}: {type(cause).__name__}: "
-                f"{str(cause)[:300]}"
+                f"model: {name}{divided} fails in a step without a cache, on a flat batch, and "
+                f"cannot run through transformers {transformers.__version__}: "
+                f"{type(cause).__name__}: {str(cause)[:300]}"
             ) from cause
         finally:
-            self._step.is_dry = False
-        use(self._model, NAME)
+            self._step.is_dry, self._step.attend = False, None
         count = int(self._model.config.get_text_config().num_hidden_layers)
-        if len(specs.layers) < count:
+        if specs.num_calls < count:
             raise ModelError(
-                f"model: {name} has {count} layers, of which {len(specs.layers)} call the "
-                "attention interface of transformers; the others cannot run through it"
+                f"model: {name} has {count} layers, of which {specs.num_calls} call the "
+                f"attention interface of transformers; {self._without(specs)} cannot run through it"
             )
         return specs.layers
 
+    def _specs(self) -> Specs:
+        """Return the observer of the attention layers."""
+        return Specs(self._model, self._step, self.context.max_model_len)
+
+    def _dry_head(self) -> None:
+        """Run the head, without weights."""
+        size = getattr(self._model.get_output_embeddings(), "in_features", None)
+        self.compute_logits(torch.zeros(1, size or self.hidden_size, dtype=self.context.dtype))
+
+    def _dry_step(self) -> None:
+        """Run a step of a few tokens, without weights."""
+        ids = torch.arange(_DRY_TOKENS) % self.context.config.vocab_size
+        self._hidden(ids, torch.arange(_DRY_TOKENS))
+
+    def _without(self, specs: Specs) -> str:
+        """Return the name and kind of a layer without attention that was observed."""
+        observed = tuple(f"{layer.path}." for layer in specs.layers)
+        for path, modules in text_modules(self._model):
+            for number, layer in enumerate(modules if isinstance(modules, nn.ModuleList) else ()):
+                prefix = f"{path}.{number}."
+                if not any(one.startswith(prefix) for one in observed):
+                    return f"{path}.{number} ({', '.join(_kinds(layer))})"
+        return "the others"
+
+    def _find_first_position(self) -> int:
+        """Return the position that the modules give the first token themselves.
+
+        Raises:
+            ModelError: they count otherwise than one by one.
+        """
+        pad = getattr(self._model.config.get_text_config(), "pad_token_id", None)
+        ids = torch.full((1, _DRY_TOKENS), 1 if pad == 0 else 0)
+        one_by_one = torch.arange(_DRY_TOKENS).unsqueeze(0)
+        counted: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
+        for found, positions in ((counted, {}), (given, {"position_ids": one_by_one})):
+            hooks = [
+                module.register_forward_pre_hook(lambda _, args, found=found: found.append(args[0]))
+                for module in self._part.modules()
+                if isinstance(module, nn.Embedding)
+            ]
+            self._part(input_ids=ids, use_cache=False, **positions)
+            for hook in hooks:
+                hook.remove()
+        pairs = zip(counted, given, strict=True)
+        shifts = {tuple((own - of_given).flatten().tolist()) for own, of_given in pairs}
+        first = {shift[0] for shift in shifts if any(shift)}
+        if len(first) > 1 or any(len(set(shift)) > 1 for shift in shifts):
+            raise ModelError(
+                f"model: {self.context.config.architecture} counts positions otherwise than one by "
+                f"one, {sorted(shifts)} besides those of a step, and cannot run through "
+                "transformers"
+            )
+        return int(first.pop()) if first else 0
+
     @torch.inference_mode()
     def _compare(self) -> None:
+        for layer in self._layers:
+            layer.load_sinks()
         _log.info(
             "model: %s is computed by modules of transformers %s",
             self.context.config.architecture,
             transformers.__version__,
         )
+        self._compare_step()
+
+    def _compare_step(self) -> None:
+        """Compare a step with attention of transformers.
+
+        Raises:
+            ModelError: they differ.
+        """
         comparison.compare(self._model, self._step, self._hidden, self.compute_logits, self.context)
 
 
-class _Hidden:
+def _zeros(_layer: int, q: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return zeros, the result of attention in steps without weights."""
+    return torch.zeros_like(q)
+
+
+def _kinds(layer: nn.Module) -> list[str]:
+    """Return the classes of the modules that a layer has, without those of a single operation."""
+    return [type(m).__name__ for m in layer.children() if next(m.children(), None) is not None]
+
+
+class Hidden:
     """The result of a model's body: last hidden states, and nothing of what else there may be."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
+    def __init__(self, hidden: torch.Tensor, pooled: Any = ()) -> None:
+        """Keep hidden states, and for heads of encoders those that the body pools."""
+        self.last_hidden_state, self.pooler_output = hidden, pooled
 
     def __getattr__(self, name: str) -> None:
+        """Return nothing for any other name.
+
+        Raises:
+            AttributeError: Python itself asks for it.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.last_hidden_state if index == 0 else ()
+        """Return the values as of a tuple."""
+        return self.last_hidden_state if index == 0 else self.pooler_output if index == 1 else ()

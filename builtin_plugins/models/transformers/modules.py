@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hardpoint.toolkit.layers import (
 )
 
 from .attention import Step
+from .division import Division
 from .layers import (
     PackedEmbedding,
     PackedLinear,
@@ -47,8 +48,16 @@ class Modules:
     the modules that read them.
     """
 
-    def __init__(self, model: PreTrainedModel, context: ModelContext, step: Step) -> None:
+    def __init__(
+        self, model: PreTrainedModel, context: ModelContext, step: Step, kept: Collection[str]
+    ) -> None:
         """Replace the modules of a model that has no weights yet.
+
+        Args:
+            model: the modules.
+            context: the context of the model.
+            step: what the attention layers share.
+            kept: names of modules that are not replaced.
 
         Raises:
             ModelError: a tensor of it has no place in checkpoints.
@@ -67,17 +76,25 @@ class Modules:
         self._head: Linear | None = None
         self._table: torch.Tensor | None = None  # of a head that shares it, until that is loaded
         self._head_name = self._find(model.get_output_embeddings())
-        self._replace_modules()
+        self._division = Division(model, context.parallel, tensors, self._head_name)
+        self._replace_modules(kept)
         self._keep_tensors(tensors)
         self._owners = {n: layer for layer in self._stored() for n in layer.shapes()}
+        for name, part in weight_cuts(self._stored()).items():
+            if name in self._names.converted:
+                self._names.divide(name, part)
 
     def _find(self, wanted: nn.Module | None) -> str:
         return next((p for p, module in self._model.named_modules() if module is wanted), "")
 
-    def _replace_modules(self) -> None:
+    def _replace_modules(self, kept: Collection[str]) -> None:
         table = self._find(self._model.get_input_embeddings())
         for path, module in list(self._model.named_modules()):
             new: nn.Module
+            if self._division.adds_up(path, module):
+                module.forward = self._added_up(module.forward)
+            if path in kept:
+                continue
             if path == self._head_name and type(module) is nn.Linear and module.bias is None:
                 new = self._replaced_head(path, module)
             elif type(module) is nn.Linear:
@@ -92,6 +109,15 @@ class Modules:
                 continue
             parent, _, name = path.rpartition(".")
             setattr(self._model.get_submodule(parent), name, new)
+
+    def _added_up(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return the function that adds up the results of all ranks."""
+
+        def forward(*args: Any, **arguments: Any) -> torch.Tensor:
+            y = run(*args, **arguments)
+            return y if self._step.is_dry else self._context.parallel.tensor.all_reduce(y)
+
+        return forward
 
     def _stored_as(self, path: str, *, bias: bool) -> str | None:
         """Return the name without `.weight` of a module in checkpoints; None if it is converted."""
@@ -109,41 +135,16 @@ class Modules:
             return None
         norm = RMSNorm(stored, found.size, found.eps, self._context, offset=found.offset)
         self._layers[f"{path}.weight"] = norm
-        return PackedNorm(norm, self._step)
-
-    def _share(self, path: str) -> str:
-        """Return how ranks divide a module: "colwise", "rowwise", or "" if each has all of it.
-
-        Raises:
-            ModelError: transformers has no plan for it, or one that is not known here.
-        """
-        if self._context.parallel.tensor.size == 1:
-            return ""
-        plan, name = self._model.tp_plan or {}, type(self._model).__name__
-        if not plan:
-            raise ModelError(
-                f"parallel.tensor: {name} of transformers has no tp_plan, by which ranks could "
-                "divide it; expected 1"
-            )
-        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
-        style = plan.get(pattern, "replicated")
-        if style in ("colwise", "rowwise"):
-            return str(style)
-        if style.startswith("replicated"):
-            return ""
-        raise ModelError(
-            f"parallel.tensor: {name}, {path}: its tp_plan is {style!r}, expected colwise, rowwise "
-            "or replicated; such a model runs with 1"
-        )
+        return PackedNorm(norm, found.size, self._step)
 
     def _replaced_linear(self, path: str, module: nn.Linear) -> nn.Module:
         shape, bias = (module.out_features, module.in_features), module.bias is not None
         is_head = path == self._head_name
         dtype = torch.float32 if is_head else self._context.dtype
         stored = self._stored_as(path, bias=bias)
-        style = "" if is_head else self._share(path)
-        share = self._context.parallel.share
-        rows = share(shape[0], f"rows of {path}") if style == "colwise" else range(shape[0])
+        rows, columns = range(shape[0]), range(shape[1])
+        if not is_head:
+            rows, columns = self._division.of_linear(path, shape)
         linear = Linear(
             [(stored or path, shape[0])],
             shape[1],
@@ -151,15 +152,27 @@ class Modules:
             bias=bias,
             out_dtype=dtype,
             row_ranges=[rows],
-            column_range=share(shape[1], f"columns of {path}") if style == "rowwise" else None,
+            column_range=columns if len(columns) < shape[1] else None,
             quantize=stored is not None,
         )
         if is_head:
             del self._context.hooks.matrices[stored or path]  # `forward` does not multiply it
             self._head = linear
-        is_tied = is_head and f"{path}.weight" in self._ties
-        self._layers[f"{path}.weight"] = TiedHead(linear) if is_tied else linear
-        return PackedLinear(linear, shape, self._step, dtype, len(rows))
+        self._layers[f"{path}.weight"] = self._tied_head(path, linear) if is_head else linear
+        return PackedLinear(linear, shape, self._step, dtype, (len(rows), len(columns)))
+
+    def _tied_head(self, path: str, linear: Linear) -> PackedLayer:
+        """Return a head with a bias, whose tensors may be others of the model as well."""
+        tied = {name: self._ties.get(f"{path}.{name}") for name in ("weight", "bias")}
+        if not any(tied.values()):
+            return linear
+        (weight, bias) = linear.shapes()
+        stored = {} if tied["weight"] else {weight: self._names.plain[f"{path}.weight"]}
+        source = tied["bias"] or f"{path}.bias"
+        if tied["bias"]:  # no module reads that one
+            module, name = self._place(source)
+            del module._parameters[name]
+        return TiedHead(linear, stored | {bias: self._names.plain[source]})
 
     def _replaced_head(self, path: str, module: nn.Linear) -> nn.Module:
         shape = (module.out_features, module.in_features)
@@ -167,16 +180,17 @@ class Modules:
         self._head = LMHead(stored, *shape, self._context)
         if f"{path}.weight" not in self._ties:
             self._layers[f"{path}.weight"] = self._head
-        return PackedLinear(self._head, shape, self._step, torch.float32, shape[0])
+        return PackedLinear(self._head, shape, self._step, torch.float32, shape)
 
     def _replaced_conv(self, path: str, module: Any) -> nn.Module:
         columns, rows = module.weight.shape
         stored = self._stored_as(path, bias=True) or path
-        self._share(path)
+        self._division.of_tensor(f"{path}.weight", (columns, rows))  # refused, if it is divided
         linear = Linear([(stored, rows)], columns, self._context, bias=True, quantize=False)
         del self._context.hooks.matrices[stored]  # checkpoints have it transposed
         self._layers[f"{path}.weight"] = Transposed(linear)
-        return PackedLinear(linear, (rows, columns), self._step, self._context.dtype, rows)
+        shape = (rows, columns)
+        return PackedLinear(linear, shape, self._step, self._context.dtype, shape)
 
     def _replaced_table(self, path: str, module: nn.Embedding) -> nn.Module:
         shape = (module.num_embeddings, module.embedding_dim)
@@ -198,8 +212,9 @@ class Modules:
             places = [self._place(n) for n in tied if n in present]
             dtype = torch.float32 if precise.search(name) else self._context.dtype
             stored = self._names.plain.get(name, name)
-            self._share(name)
-            self._layers[name] = Plain(stored, tensors[name], places, dtype, self._context)
+            like = tensors[name]
+            part = self._division.of_tensor(name, like.shape)
+            self._layers[name] = Plain(stored, like, places, dtype, self._context, part)
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         parent, _, attribute = name.rpartition(".")
@@ -207,6 +222,12 @@ class Modules:
 
     def _stored(self) -> list[PackedLayer]:
         return list(self._layers.values())
+
+    @property
+    def _shared(self) -> str | None:
+        """The name in checkpoints of a table that the head reads, too, and all of it."""
+        can_tie = self._embedding is not None and isinstance(self._head, LMHead)
+        return None if can_tie else self._names.plain.get(self._tied or "")
 
     @property
     def _tied(self) -> str | None:
@@ -221,19 +242,17 @@ class Modules:
 
     def cuts(self) -> dict[str, Any]:
         """Return the parts of them that this rank has."""
-        made = self._converted_names()
-        return {n: c for n, c in weight_cuts(self._stored()).items() if n not in made}
+        whole = {*self._converted_names(), self._shared}
+        own = {n: c for n, c in weight_cuts(self._stored()).items() if n not in whole}
+        return {**own, **self._names.cuts()}
 
     def _converted_names(self) -> set[str]:
         return set(self._names.converted)
 
     def quantizable(self) -> list[str]:
         """Return the names of the matrices that may have few bits."""
-        known = quantizable(self._stored())
-        can_tie = self._embedding is not None and isinstance(self._head, LMHead)
-        shared = None if can_tie else self._names.plain.get(self._tied or "")
-        made = self._converted_names()
-        return [name for name in known if name != shared and name not in made]
+        whole = {*self._converted_names(), self._shared}
+        return [name for name in quantizable(self._stored()) if name not in whole]
 
     def load_quantized(self, name: str, matrix: QuantizedMatrix) -> None:
         """Load a matrix of few bits."""
@@ -246,8 +265,8 @@ class Modules:
             if name not in sources:
                 self._load(name, tensor)
                 continue
-            for made, result in self._names.convert(name, tensor):
-                self._load(made, cut(result, weight_cuts([self._owners[made]]), made))
+            for made, result in self._names.convert(name, tensor, self._empty):
+                self._load_made(made, result)
         self._tie_head()
         self._move_buffers()
 
@@ -263,8 +282,33 @@ class Modules:
         name = next(name for name in self._head.shapes() if name.endswith(".weight"))
         self._head.load(name, cut(table, self._head.cuts(), name))
 
+    def _empty(self, name: str) -> torch.Tensor:
+        """Return a converted tensor without content, of this rank."""
+        owner = self._owners[name]
+        if isinstance(owner, Plain):
+            return owner.empty()
+        return torch.empty(self._part_of(name), dtype=self._context.dtype)
+
+    def _part_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what this rank has of a tensor."""
+        owner = self._owners[name]
+        part, whole = weight_cuts([owner]).get(name), owner.shapes()[name]
+        return whole if part is None else part.shape(whole)
+
+    def _load_made(self, name: str, tensor: torch.Tensor) -> None:
+        """Load a converted tensor, or the whole of one of which this rank has a part."""
+        owner = self._owners[name]
+        if tuple(tensor.shape) != self._part_of(name):
+            tensor = cut(tensor, weight_cuts([owner]), name)
+        if isinstance(owner, Plain) and self._names.converted[name].places:
+            owner.use(tensor)
+        else:
+            self._load(name, tensor)
+
     def _load(self, name: str, tensor: torch.Tensor) -> None:
-        self._owners[name].load(name, tensor)
+        owner = self._owners[name]
+        own = cut(tensor, weight_cuts([owner]), name) if name == self._shared else tensor
+        owner.load(name, own)
         if self._tied is not None and name == self._names.plain.get(self._tied, self._tied):
             self._table = tensor
 
@@ -287,6 +331,12 @@ class Modules:
         yield from self._stored()
         if self._tied is not None and isinstance(self._head, LMHead):
             yield self._head
+
+    def path_of(self, weight: torch.Tensor) -> str:
+        """Return the name of the replaced module that has this weight."""
+        modules = self._model.named_modules()
+        found = (path for path, one in modules if getattr(one, "weight", None) is weight)
+        return str(next(found))
 
     def check(self) -> None:
         """Refuse tensors of the model that stay without numbers.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
     apply_converters,
     apply_renamings,
     rename_source_key,
@@ -22,8 +24,43 @@ from transformers.core_model_loading import (
 )
 
 from hardpoint.plugins import ModelError
+from hardpoint.plugins.parallel import Cut
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a checkpoint is in the one that is made of it and others.
+
+    Attributes:
+        index: in the first dimension, where they are stacked; None where they are not.
+        dim: dimension of the made one in which they follow each other.
+        start, stop: its part of that.
+    """
+
+    index: int | None
+    dim: int
+    start: int
+    stop: int
+
+    def within(self, part: Cut) -> tuple[Place, Cut]:
+        """Return the place in a part of the made one, and which part of the tensor is there."""
+        dim = part.dim - (self.index is not None)
+        if part.dim != self.dim:
+            return self, Cut(dim, part.start, part.stop, part.more)
+        bounds = [(one.start, one.stop) for one in part.parts]
+        inside = [(max(a - self.start, 0), min(b, self.stop) - self.start) for a, b in bounds]
+        found = [(a, b) for a, b in inside if a < b] or [(0, 0)]
+        start = sum(max(min(b, self.start) - a, 0) for a, b in bounds)
+        stop = start + sum(b - a for a, b in found)
+        return Place(self.index, self.dim, start, stop), Cut(dim, *found[0], tuple(found[1:]))
+
+    def put(self, tensor: torch.Tensor, made: torch.Tensor) -> None:
+        """Write the tensor to its place."""
+        dim = self.dim if self.index is None else self.dim - 1
+        into = made if self.index is None else made[self.index]
+        into.narrow(dim, self.start, self.stop - self.start).copy_(tensor)
 
 
 @dataclass
@@ -32,11 +69,17 @@ class Conversion:
 
     Attributes:
         sources: their shapes, by name.
-        arrived: those that were read.
+        places: where they are in it, by name; empty if it is made by other operations.
+        cuts: the parts of them that this rank has.
+        arrived: those that were read; of those with places, nothing is kept.
+        made: the tensor that the others are written to.
     """
 
     sources: dict[str, Shape]
-    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    arrived: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    made: torch.Tensor | None = None
 
 
 class StoredNames:
@@ -51,7 +94,7 @@ class StoredNames:
         """Ask transformers for the names of tensors, which are on the device "meta".
 
         Raises:
-            ModelError: it does not convert back what it has written.
+            ModelError: it makes several tensors of one of a checkpoint.
         """
         self._model = model
         transforms = get_model_conversion_mapping(model, add_legacy=False)
@@ -73,32 +116,87 @@ class StoredNames:
         found = Conversion({source: tuple(part.shape) for source, part in stored.items()})
         if any(self._target(source)[0] != name for source in found.sources):
             raise ModelError(
-                f"model: {type(self._model).__name__}: transformers makes {name} of several "
-                f"tensors, {', '.join(list(found.sources)[:3])}, in a way that cannot be reversed"
+                f"model: {type(self._model).__name__}: transformers cuts a tensor of checkpoints, "
+                f"{next(iter(found.sources))}, into several, {name} among them, which models "
+                "through transformers cannot"
             )
+        found.places = self._places(found.sources)
         return found
+
+    def _places(self, sources: Mapping[str, Shape]) -> dict[str, Place]:
+        """Return the places of tensors that are stacked or joined; none of others."""
+        patterns = {name: self._target(name)[1] for name in sources}
+        converter = self._by_pattern.get(next(iter(patterns.values())) or "")
+        if converter is None or not all(sources.values()):
+            return {}
+        kinds = [(type(one), int(getattr(one, "dim", -1))) for one in converter.operations]
+        is_stacked = kinds[0] == (MergeModulelist, 0)
+        joined = kinds[is_stacked:]
+        if len(joined) > 1 or any(
+            kind is not Concatenate or dim < is_stacked for kind, dim in joined
+        ):
+            return {}
+        dim = joined[0][1] if joined else int(is_stacked)
+        places, start = dict[str, Place](), 0
+        for pattern in converter.source_patterns:
+            of_pattern = [name for name in sources if patterns[name] == pattern]
+            for index, name in enumerate(of_pattern):
+                stop = start + sources[name][dim - is_stacked]
+                places[name] = Place(index if is_stacked else None, dim, start, stop)
+                start = start if is_stacked and index < len(of_pattern) - 1 else stop
+        return places
+
+    def divide(self, name: str, part: Cut) -> None:
+        """Take only the part that this rank has of a converted tensor, by the model's name."""
+        found = self.converted[name]
+        for source, place in found.places.items():
+            found.places[source], found.cuts[source] = place.within(part)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return the parts of the tensors of converted ones, by their names in checkpoints."""
+        return {n: c for found in self.converted.values() for n, c in found.cuts.items()}
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the tensors of converted ones, by their names in checkpoints."""
         return {n: s for found in self.converted.values() for n, s in found.sources.items()}
 
-    def convert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Take a tensor of a checkpoint; yield one of the model, by its name, once it is whole."""
+    def convert(
+        self, name: str, tensor: torch.Tensor, empty: Callable[[str], torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take a tensor of a checkpoint; yield one of the model, by its name, once it is whole.
+
+        Those that are stacked or joined are copied to their place at once, so that none waits for
+        the others. The result is this rank's part then, and that of `empty`.
+
+        Args:
+            name: name of the tensor.
+            tensor: the tensor.
+            empty: returns one of the model without content, by its name.
+        """
         target, _ = self._target(name)
         found = self.converted[target]
-        found.arrived[name] = tensor
+        if (place := found.places.get(name)) is not None:
+            if found.made is None:
+                found.made = empty(target)
+            place.put(tensor, found.made)
+        found.arrived[name] = tensor if place is None else None
         if len(found.arrived) < len(found.sources):
             return
         arrived, found.arrived = found.arrived, {}
-        _, pattern = self._target(name)
-        assert pattern is not None, "a renaming is no conversion"
-        converter = deepcopy(self._by_pattern[pattern])
-        for source in found.sources:
-            _, pattern = self._target(source)
-            converter.add_tensor(target, source, pattern or source, arrived[source])
+        made, found.made = found.made, None
+        yield target, self._converted(target, arrived) if made is None else made
+
+    def _converted(self, target: str, arrived: Mapping[str, Any]) -> torch.Tensor:
+        """Return the tensor that transformers makes of others."""
+        names = self.converted[target].sources
+        patterns = {name: self._target(name)[1] for name in names}
+        converter = deepcopy(self._by_pattern[str(next(iter(patterns.values())))])
+        for name, pattern in patterns.items():
+            converter.add_tensor(target, name, pattern or name, arrived[name])
         made = converter.convert(target, model=self._model, config=self._model.config)
-        for result in made.values():
-            yield target, result[0] if isinstance(result, list) else result
+        (result,) = made.values()
+        whole: torch.Tensor = result[0] if isinstance(result, list) else result
+        return whole
 
     def _target(self, name: str) -> tuple[str, str | None]:
         renamings = [one for one in self._transforms if isinstance(one, WeightRenaming)]
@@ -112,5 +210,5 @@ class StoredNames:
         return [one for one in self._transforms if isinstance(one, WeightConverter)]
 
     @functools.cached_property
-    def _by_pattern(self) -> dict[str, WeightTransform]:
+    def _by_pattern(self) -> dict[str, WeightConverter]:
         return {pattern: one for one in self._converters for pattern in one.source_patterns}

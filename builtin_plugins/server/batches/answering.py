@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from hardpoint.builtin_plugins.server.application import Application
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
+from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.server import AsyncGenerator, Client
 
 from .lines import BatchAnswer, BatchLine, answer_to
 
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
 _CLIENT = Client(name="batch file")
+_LATER = (429, 503)
+"""Statuses of requests that the server has no room for now."""
 
 
 async def answer_lines(
@@ -31,36 +39,67 @@ async def answer_lines(
         EngineDeadError: the engine ended; the rest has no answers.
         HardpointError: the configuration of the server is wrong.
     """
-    config = engine.config
-    limit = config.table(ServerConfig).limits.requests
-    if config.scheduler.max_waiting is not None:
-        limit = min(limit, config.scheduler.max_num_seqs + config.scheduler.max_waiting)
-    window = min(2 * config.scheduler.max_num_seqs, limit)
     app = assemble(engine, version, bound=None).users
-    running: dict[asyncio.Task[BatchAnswer], BatchLine] = {}
-
-    async def write_some() -> None:
-        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        if engine.dead_error is not None:
-            raise engine.dead_error
-        for task in done:
-            write(running.pop(task), task.result())
-
+    open_lines = _OpenLines(app, _window(engine.config), iter(lines), write)
+    running = open_lines.running
     try:
-        for line in lines:
-            if line.problem is not None:
-                write(line, answer_to(line))
-                continue
-            running[asyncio.create_task(_answer(app, line))] = line
-            if len(running) >= window:
-                await write_some()
+        open_lines.fill()
         while running:
-            await write_some()
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if engine.dead_error is not None:
+                raise engine.dead_error
+            open_lines.end(done)
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _answer(app: Application, line: BatchLine) -> BatchAnswer:
-    return answer_to(line, await app.ask(_CLIENT, line.url, line.body))
+class _OpenLines:
+    """The lines that are being answered, and those that others left no room for."""
+
+    def __init__(
+        self,
+        app: Application,
+        window: int,
+        lines: Iterator[BatchLine],
+        write: Callable[[BatchLine, BatchAnswer], None],
+    ) -> None:
+        self._app, self._window, self._lines, self._write = app, window, lines, write
+        self._refused: deque[BatchLine] = deque()
+        self._room = window
+        self.running: dict[asyncio.Task[Response], BatchLine] = {}
+
+    def fill(self) -> None:
+        """Ask for the answers of more lines while there is room."""
+        while len(self.running) < self._room:
+            line = self._refused.popleft() if self._refused else next(self._lines, None)
+            if line is None:
+                return
+            if line.problem is not None:
+                self._write(line, answer_to(line))
+                continue
+            asking = asyncio.create_task(self._app.ask(_CLIENT, line.url, line.body))
+            self.running[asking] = line
+
+    def end(self, done: Iterable[asyncio.Task[Response]]) -> None:
+        """Write answers; a line that was refused waits, unless there was nothing besides."""
+        answers = [(self.running.pop(task), task.result()) for task in done]
+        is_alone = not self.running and all(one.status_code in _LATER for _, one in answers)
+        left = [] if is_alone else [line for line, one in answers if one.status_code in _LATER]
+        for line, answer in answers:
+            if is_alone or answer.status_code not in _LATER:
+                self._write(line, answer_to(line, answer))
+        self._refused += left
+        # A refusal shows how many requests there is room for; each end, that there is more.
+        self._room = len(self.running) if left else self._room + len(answers)
+        self._room = min(max(1, self._room), self._window)
+        self.fill()
+
+
+def _window(config: EngineConfig) -> int:
+    """Return how many requests are open at once at most."""
+    limit = config.table(ServerConfig).limits.requests
+    if config.scheduler.max_waiting is not None:
+        limit = min(limit, config.scheduler.max_num_seqs + config.scheduler.max_waiting)
+    return min(2 * config.scheduler.max_num_seqs, limit)

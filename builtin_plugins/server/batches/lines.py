@@ -158,9 +158,9 @@ def _checked(fields: Mapping[str, msgspec.Raw]) -> tuple[str, str, bytes]:
             )
     if (custom_id := _custom_id(fields)) is None:
         raise _wrong("custom_id", "a text that is not empty", fields)
-    if msgspec.json.decode(fields["method"]) != "POST":
+    if _text(fields, "method") != "POST":
         raise _wrong("method", "'POST'", fields)
-    url = msgspec.json.decode(fields["url"])
+    url = _text(fields, "url")
     if url not in URLS:
         raise _wrong("url", " or ".join(map(repr, URLS)), fields)
     try:
@@ -180,10 +180,15 @@ def _wrong(name: str, wanted: str, fields: Mapping[str, msgspec.Raw]) -> _WrongF
 
 
 def _custom_id(fields: Mapping[str, msgspec.Raw]) -> str | None:
-    if "custom_id" not in fields:
-        return None
-    value = msgspec.json.decode(fields["custom_id"])
-    return value if isinstance(value, str) and value else None
+    return _text(fields, "custom_id") or None
+
+
+def _text(fields: Mapping[str, msgspec.Raw], name: str) -> str:
+    """Return the text of a field; empty if it has none."""
+    try:
+        return msgspec.json.decode(fields[name], type=str)
+    except (KeyError, msgspec.DecodeError, RecursionError):
+        return ""
 
 
 def _digest(*parts: str | bytes) -> int:

@@ -130,6 +130,8 @@ class ChatCompletionRequest(TextFields):
         add_generation_prompt: whether the prompt ends with the beginning of an answer; None is
             unless the last message is continued.
         continue_final_message: go on with the last message, of the assistant.
+        chat_template: name of one of the model's templates; by default the one for tools, where
+            there are tools and such a template.
         chat_template_kwargs: variables of the template that the operator allows.
         max_completion_tokens: maximum length of the answer with its reasoning; `max_tokens` is the
             same.
@@ -148,7 +150,7 @@ class ChatCompletionRequest(TextFields):
         "verbosity": "ask for it in the messages",
     }
     refused: ClassVar[Mapping[str, str]] = {
-        **TEXT_REFUSED,
+        **{name: why for name, why in TEXT_REFUSED.items() if name != "chat_template"},
         "audio": "the model writes text alone",
         "function_call": "use tool_choice",
         "functions": "use tools",
@@ -169,6 +171,7 @@ class ChatCompletionRequest(TextFields):
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
 
@@ -359,6 +362,7 @@ class ChatDialect(Dialect[ChatCompletionRequest, RequestOutput]):
             parallel_tool_calls=body.parallel_tool_calls,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template or None,
             chat_template_kwargs=reasoning_variables(
                 engine.tokenizer.chat_template, body.reasoning_effort, body.chat_template_kwargs
             ),

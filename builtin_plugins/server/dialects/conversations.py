@@ -251,7 +251,7 @@ def _decoded(value: str) -> Any:
     """Return a value of a query as a number or a boolean, if it is one."""
     try:
         return msgspec.json.decode(value)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return value
 
 

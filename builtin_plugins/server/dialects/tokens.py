@@ -58,8 +58,6 @@ T = TypeVar("T")
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
-_NO_TEMPLATES = "templates come from the operator alone"
-
 
 class TokenSampling(SamplingFields):
     """How tokens are chosen.
@@ -187,10 +185,7 @@ class TokenizeRequest(Strict):
         return_token_strs: whether the answer holds the text of each token.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {
-        "chat_template": _NO_TEMPLATES,
-        "mm_processor_kwargs": "the model reads text alone",
-    }
+    refused: ClassVar[Mapping[str, str]] = {"mm_processor_kwargs": "the model reads text alone"}
 
     model: str | None = None
     prompt: str | None = None
@@ -199,6 +194,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
@@ -391,6 +387,11 @@ class TokenRoutes:
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("prompt and messages: expected one of them")
         if asked.prompt is not None:
+            if asked.chat_template:
+                raise RequestError(
+                    f"chat_template: expected none with a prompt, for templates are of "
+                    f"conversations, got {asked.chat_template!r}"
+                )
             self._service.check_prompt(asked.prompt)
             special = asked.add_special_tokens is not False
             return await engine.tokenise(asked.prompt, add_special_tokens=special)
@@ -402,6 +403,7 @@ class TokenRoutes:
             tools=tools,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
+            chat_template=asked.chat_template or None,
             chat_template_kwargs=reasoning_variables(
                 engine.tokenizer.chat_template, asked.reasoning_effort, asked.chat_template_kwargs
             ),

@@ -22,7 +22,7 @@ from hardpoint.plugins.server import EngineSet, Route
 from hardpoint.typed import Strict
 
 from .models import json_response
-from .settings import SetSettings, check_names, shown_settings, without_secrets
+from .settings import SetSettings, check_name, check_names, shown_settings, without_secrets
 
 _log = logging.getLogger("hardpoint")
 
@@ -92,7 +92,7 @@ class Retire(Strict):
 
 
 class SetPolicy(Strict):
-    """Another scheduling policy, by the name under which it is installed."""
+    """Another scheduling policy, by its name, which has to be in `plugins.live`."""
 
     use: str
     options: dict[str, Any] = {}
@@ -188,7 +188,7 @@ class AdminRoutes:
             asked = await self._read(request, type_)
             name = request.state.client.name
             _log.info("administrator %s: %s %s", name, method, path)
-            given = (asked, name) if isinstance(asked, SetSettings) else (asked,)
+            given = (asked, name) if isinstance(asked, SetSettings | SetPolicy) else (asked,)
             return await self._answered(lambda: run(*given), is_served=path not in _OF_SERVER)
 
         return Route(
@@ -372,13 +372,11 @@ class AdminRoutes:
         await self._engine.reset_encoder_cache()
         return {}
 
-    async def set_policy(self, asked: SetPolicy) -> dict[str, Any]:
+    async def set_policy(self, asked: SetPolicy, administrator: str) -> dict[str, Any]:
         """Replace the scheduling policy."""
-        if ":" in asked.use:  # a class by its path would be code that a request chooses
-            raise RequestError(
-                f"use: expected the name of an installed scheduling policy, got {asked.use!r}"
-            )
-        await self._engine.set_policy(asked.use, asked.options)
+        check_name("use", asked.use, self._engine.config)
+        origin = f"administrator {administrator}"
+        await self._engine.set_policy(asked.use, asked.options, origin=origin)
         return {"policy": asked.use}
 
     async def settings(self) -> dict[str, Any]:

@@ -257,12 +257,18 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
+def whole_number(text: str, largest: int) -> int:
+    """Return the number that a text has; 0 if it has none, or more digits than `largest`."""
+    return int(text) if text.isdecimal() and len(text) <= len(str(largest)) else 0
+
+
 def page_after(
     after: str | None,
     items: Sequence[T],
     ids: Sequence[str],
     order: Literal["asc", "desc"],
-    limit: int,
+    limit: str,
+    max_limit: int,
     noun: str,
 ) -> tuple[list[T], bool, str | None, str | None]:
     """Return a page of a list: its items, whether more follow, and the first and the last id.
@@ -272,12 +278,18 @@ def page_after(
         items: the oldest first.
         ids: their ids.
         order: "desc" begins with the newest.
-        limit: items of a page at most.
+        limit: items of a page at most, as the query has it.
+        max_limit: largest one.
         noun: what has such an id, for messages.
 
     Raises:
-        RequestError: no item has the id `after`.
+        RequestError: the limit is wrong, or no item has the id `after`.
     """
+    size = whole_number(limit, max_limit)
+    if not 1 <= size <= max_limit:
+        raise RequestError(
+            f"limit: expected a whole number from 1 to {max_limit}, got {shown(limit)}"
+        )
     pairs = list(zip(ids, items, strict=True))
     if order == "desc":
         pairs.reverse()
@@ -286,6 +298,6 @@ def page_after(
         if place is None:
             raise RequestError(f"after: expected the id of {noun}, got {shown(after)}")
         pairs = pairs[place + 1 :]
-    page = pairs[:limit]
+    page = pairs[:size]
     first, last = (page[0][0], page[-1][0]) if page else (None, None)
-    return [item for _, item in page], len(pairs) > limit, first, last
+    return [item for _, item in page], len(pairs) > size, first, last

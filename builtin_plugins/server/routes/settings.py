@@ -41,15 +41,24 @@ def check_names(asked: SetSettings, config: EngineConfig) -> None:
         RequestError: it names another one, or gives code by its path.
     """
     for path, name in _named(asked):
-        if not name or not isinstance(name, str) or ":" in name or "." in name or "/" in name:
-            # A class by its path would be code that a request chooses.
-            raise RequestError(f"{path}: expected the name of a plugin, got {str(name)[:100]!r}")
-        if name not in config.plugins.live:
-            known = ", ".join(config.plugins.live) or "nothing"
-            raise RequestError(
-                f"{path}: {name[:100]!r} is not among the plugins that may change over HTTP "
-                f"(plugins.live has {known})"
-            )
+        check_name(path, name, config)
+
+
+def check_name(path: str, name: Any, config: EngineConfig) -> None:
+    """Check that the name of a plugin at a path of a request is one of `plugins.live`.
+
+    Raises:
+        RequestError: it is another one, or code by its path.
+    """
+    if not name or not isinstance(name, str) or ":" in name or "." in name or "/" in name:
+        # A class by its path would be code that a request chooses.
+        raise RequestError(f"{path}: expected the name of a plugin, got {str(name)[:100]!r}")
+    if name not in config.plugins.live:
+        known = ", ".join(config.plugins.live) or "nothing"
+        raise RequestError(
+            f"{path}: {name[:100]!r} is not among the plugins that may change over HTTP "
+            f"(plugins.live has {known})"
+        )
 
 
 def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:

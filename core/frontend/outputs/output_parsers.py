@@ -70,9 +70,6 @@ class OutputParsers:
         self.fallback = fallback
         self.reasoning = by_kind.get("reasoning_parsers")
         self.tools = by_kind.get("tool_parsers")
-        self._reasoning_ids = (
-            frozenset[int]() if self.reasoning is None else self.reasoning.token_ids
-        )
         ids = frozenset[int]().union(*(parser.token_ids for parser in by_kind.values()))
         texts = {token: text for text, token in tokenizer.special_tokens.items()} if ids else {}
         self.special: Mapping[int, str] = {token: texts.get(token, "") for token in ids}
@@ -159,7 +156,7 @@ class OutputParsers:
             return with_tools.open(both)
         found = reasoning = tool_calls = None
         if self.reasoning is not None:
-            request = ParserRequest(roles=("reasoning",), reasoning_open=is_open)
+            request = ParserRequest(roles=("reasoning",), reasoning_open=is_open, tools=tools)
             found = reasoning = self.reasoning.open(request)
         if with_tools is not None:
             inside = reasoning is None and with_tools.markers().is_open(prompt_token_ids)
@@ -168,18 +165,17 @@ class OutputParsers:
             if sought is not None and sought.answer_is_json:
                 tool_calls = CallOrJson(tool_calls)
             found = tool_calls
-        if reasoning is None or tool_calls is None:
+        if self.reasoning is None or reasoning is None or tool_calls is None:
             return found
-        return _ChainedState(reasoning, self._reasoning_ids, tool_calls)
+        return _ChainedState(self.reasoning, reasoning, tool_calls)
 
 
 class _ChainedState:
     """The state of two parsers: the content that the first one finds is parsed for tools."""
 
-    def __init__(
-        self, reasoning: OutputState, reasoning_ids: frozenset[int], tools: OutputState
-    ) -> None:
-        self._reasoning, self._ids, self._tools = reasoning, reasoning_ids, tools
+    def __init__(self, parser: OutputParser, reasoning: OutputState, tools: OutputState) -> None:
+        self._ids, self._calls = parser.token_ids, parser.markers().calls
+        self._reasoning, self._tools = reasoning, tools
 
     @property
     def in_reasoning(self) -> bool:
@@ -189,9 +185,11 @@ class _ChainedState:
         return self._parsed(self._reasoning.feed(text))
 
     def feed_token(self, token_id: int, text: str) -> Sequence[OutputEvent]:
-        if token_id in self._ids or self._reasoning.in_reasoning:
+        is_taken = token_id in self._ids or self._reasoning.in_reasoning
+        if is_taken and token_id not in self._calls:
             return self._parsed(self._reasoning.feed_token(token_id, text))
-        # Without its text, it ends what waited to become a marker of the reasoning parser.
+        # Without its text, it ends what waited to become a marker of the reasoning parser, or,
+        # where it begins a call, the reasoning.
         events = self._parsed(self._reasoning.feed_token(token_id, ""))
         return [*events, *self._tools.feed_token(token_id, text)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -132,9 +131,7 @@ class OutputProcessor:
         if answer is not None and form is not None and form.structural_tag is not None:
             params = msgspec.structs.replace(request.params, structured=answer)
             request = msgspec.structs.replace(request, params=params)
-        if not self._step_parts.reads_answer(request):
-            return None
-        return functools.partial(self._step_parts.validate, request)
+        return self._step_parts.validator_of(request)
 
     def num_unfinished_requests(self) -> int:
         """Return the number of registered requests."""

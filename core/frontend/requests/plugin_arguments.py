@@ -82,7 +82,7 @@ class PluginArguments:
             parts: frontend halves of step parts, which complete requests.
         """
         self._parts = parts
-        self._parsers = RequestParsers(plugins, tokenizer, vocab_size, parsers)
+        self.parsers = RequestParsers(plugins, tokenizer, vocab_size, parsers)
         self._health = health
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -96,13 +96,13 @@ class PluginArguments:
             ConfigError: parsers change that are in use by the configuration.
             PluginError: a class cannot be loaded.
         """
-        self._parsers.check(plugins)
+        self.parsers.check(plugins)
         self._takers_of(plugins)
 
     def use(self, plugins: PluginSet) -> None:
         """Take the arguments of another generation of the plugins, and show it to step parts."""
         gone = {e.name: self._plugins.manifest.generation for e in self._plugins.entries(LOGITS)}
-        self._parsers.use(plugins)
+        self.parsers.use(plugins)
         self._parts.use(plugins)
         self._load(plugins)
         self._gone = {
@@ -113,12 +113,12 @@ class PluginArguments:
 
     def close(self) -> None:
         """Close the parsers that requests have chosen."""
-        self._parsers.close()
+        self.parsers.close()
 
     def _load(self, plugins: PluginSet) -> None:
         self._takers, self._plugins = self._takers_of(plugins), plugins
         self._by_name: dict[str, list[ArgumentTaker]] = {}
-        for taker in (*self._parsers.takers, *self._takers):
+        for taker in (*self.parsers.takers, *self._takers):
             for name in (taker.entry.name, f"{taker.entry.kind}/{taker.entry.name}"):
                 self._by_name.setdefault(name, []).append(taker)
         self._honoured = {field for taker in self._takers for field in taker.fields}
@@ -208,10 +208,10 @@ class PluginArguments:
             request.plugin_args.pop(taker.key, None)
         self._check(request.plugin_args)
         self._refuse_unhonoured(request.params)
-        if self._parsers.are_alike(request, before):
+        if self.parsers.are_alike(request, before):
             parsers.hold()
         else:
-            parsers = self._parsers.open(request)
+            parsers = self.parsers.open(request)
         try:
             if _is_answered_alike(request.params, before.params):
                 request.reasoning_markers = before.reasoning_markers
@@ -238,9 +238,9 @@ class PluginArguments:
         """
         self._refuse_unhonoured(request.params)
         request.plugin_args = {}
-        if self._parsers.takers:
-            request.plugin_args = self._resolved(request, self._parsers.takers, given, None)
-        parsers = self._parsers.open(request)
+        if self.parsers.takers:
+            request.plugin_args = self._resolved(request, self.parsers.takers, given, None)
+        parsers = self.parsers.open(request)
         try:
             markers = parsers.markers
             if calls is not None and not tools:
@@ -266,6 +266,7 @@ class PluginArguments:
                 )
                 self._parts.prepare_calls(request, given_calls)
             if markers is not None:
+                markers = msgspec.structs.replace(markers, calls=markers.calls if tools else ())
                 request.reasoning_ended = markers.ended(request.known_prompt_ids)
             self._parts.prepare(request, markers)
             request.plugin_args |= self._resolved(request, self._takers, given, markers)
@@ -319,7 +320,7 @@ class PluginArguments:
 
     def _check(self, plugin_args: Mapping[str, Any]) -> None:
         """Check arguments that a hook may have changed."""
-        for taker in (*self._parsers.takers, *self._takers):
+        for taker in (*self.parsers.takers, *self._takers):
             if taker.key in plugin_args:
                 if taker.is_processor:
                     self._health.check(taker.entry.name)

@@ -66,6 +66,11 @@ class RequestParsers:
         self._plugins = plugins
         self.takers = takers_of(plugins, self._shared.entries(plugins))
 
+    @property
+    def components(self) -> list[OutputParser]:
+        """The latest ones, but for those of one request alone."""
+        return [*self._shared.components, *self._chosen.values()]
+
     def open(self, request: EngineCoreRequest) -> OutputParsers:
         """Return the output parsers of a request; the caller closes them.
 

@@ -3,8 +3,9 @@
 import asyncio
 from pathlib import Path
 
+import acme_beams
 import pytest
-from acme_beams import Beams, beam_search
+from acme_beams import BeamSearch, beam_search
 
 from hardpoint import AsyncLLM, RequestError, SamplingParams
 from hardpoint.testing import HookSuite, scripted_config, serve, write_scripted_model
@@ -13,12 +14,12 @@ pytest_plugins = ["hardpoint.testing"]
 
 
 class TestBeams(HookSuite):
-    hooks = Beams
+    hooks = acme_beams
 
 
 def test_the_route_returns_the_best_outputs_first():
     with serve({"plugins": {"enable": ["beams"]}}) as server:
-        body = {"prompt": [1, 2, 3], "max_tokens": 6, "num_beams": 3, "n": 2}
+        body = {"prompt": [1, 2, 3], "max_tokens": 6, "num_beams": 2}
         answer = server.ask("/acme/beams", body)
         assert answer.status == 200, server.log
         first, second = answer.json()["beams"]
@@ -32,14 +33,13 @@ def test_beams_need_a_limit_and_no_request_is_left(tmp_path: Path):
     async def search():
         config = scripted_config(write_scripted_model(tmp_path / "model"))
         async with AsyncLLM(config=config) as llm:
-            with pytest.raises(RequestError, match="expected max_tokens, and no stop strings"):
-                await beam_search(llm, [1, 2], SamplingParams(max_tokens=None), 2)
+            with pytest.raises(RequestError, match="max_tokens: expected the most tokens"):
+                await beam_search(llm, [1, 2], SamplingParams(max_tokens=None), BeamSearch())
             params = SamplingParams(max_tokens=5, ignore_eos=True)
-            found = await beam_search(llm, [1, 2], params, 3)
-            again = await beam_search(llm, [1, 2], params, 3)
+            search = BeamSearch(num_beams=3)
+            found = await beam_search(llm, [1, 2], params, search)
+            again = await beam_search(llm, [1, 2], params, search)
             assert [beam.token_ids for beam in found] == [beam.token_ids for beam in again]
-            with pytest.raises(RequestError, match="'r' is not the id of an open request"):
-                llm.fork("r", [1])
             stats = await llm.scheduler_stats()
             assert (len(found), stats.num_waiting) == (3, 0)
 

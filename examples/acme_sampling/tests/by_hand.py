@@ -42,7 +42,6 @@ def build(cls, name, vocab_size=100):
 
 
 def request_of(processor, prompt=(), output=(), *, seed=0, child_index=0, **arguments):
-    type_ = getattr(processor, "Prepared", processor.Arguments)
     return LogitsRequest(
         request_id="r",
         prompt_token_ids=list(prompt),
@@ -50,7 +49,7 @@ def request_of(processor, prompt=(), output=(), *, seed=0, child_index=0, **argu
         params=SamplingParams(seed=seed),
         stop_token_ids=[],
         child_index=child_index,
-        arguments={processor.name: type_(**arguments)},
+        arguments={processor.name: processor.Arguments(**arguments)},
     )
 
 

@@ -29,7 +29,7 @@ class TestDry(LogitsProcessorSuite):
         multiplier=st.floats(0, 100),
         base=st.floats(1, 4),
         allowed_length=st.integers(1, 3),
-        sequence_breakers=st.just([]),
+        sequence_breakers=st.just(()),
         breaker_ids=st.lists(tokens, max_size=2),
         range=st.sampled_from([0, 1, 5]),
     )

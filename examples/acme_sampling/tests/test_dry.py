@@ -125,12 +125,12 @@ def test_a_fork_leaves_the_state_alone():
 
 
 def test_breakers_are_spelt_as_inside_a_text():
-    asked = Dry.Arguments(sequence_breakers=["\n", "ab"], breaker_ids=[7])
+    asked = Dry.Arguments(sequence_breakers=("\n", "ab"), breaker_ids=[7])
     prepared = prepare(Dry, asked, tokenizer=Letters())
-    assert (prepared.breaker_ids, prepared.encoded) == ([7], [10, 98])
+    assert (prepared.sequence_breakers, prepared.breaker_ids) == ((), [7, 10, 98])
 
 
 def test_breakers_without_a_tokenizer_are_refused():
     with pytest.raises(ValueError, match=r"sequence_breakers: '\\n' needs a tokenizer"):
         prepare(Dry, Dry.Arguments())
-    assert prepare(Dry, Dry.Arguments(sequence_breakers=[], breaker_ids=[3])).encoded == []
+    assert prepare(Dry, Dry.Arguments(sequence_breakers=(), breaker_ids=[3])).breaker_ids == [3]

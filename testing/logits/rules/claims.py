@@ -108,7 +108,7 @@ def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
     Args:
         subject: the processor.
         cases: the requests that are added and finished, over and over.
-        waves: number of full batches; each takes two steps and finishes.
+        waves: number of full batches; each takes a few steps and finishes.
     """
     batch = SimulatedBatch(subject)
     fill = Step(tuple(("add", i) for i in range(MAX_ROWS)), 0, False)
@@ -117,7 +117,7 @@ def check_memory(subject: Subject, cases: list[Case], waves: int) -> None:
     finished: list[weakref.ref[Any]] = []
     sizes = []
     for wave in range(2 * waves):
-        for step in (fill, stay):
+        for step in (fill, stay, stay, stay):
             batch.apply_events(step, cases)
             sampled = batch.sampled_requests(step)
             logits = make_logits(wave, len(sampled), subject.vocab_size)

@@ -96,14 +96,18 @@ def check_bystanders(subject: Subject, cases: list[Case], seed: int) -> None:
     """Check that rows of requests that do not use the processor keep their bits."""
     batch = BatchFixture(subject, cases)
     logits = make_logits(seed, len(cases), subject.vocab_size, "masked")
-    num_steps = batch.pipeline.num_steps
     result = batch.process(logits)
     _compare_bystanders(cases, result, logits)
     processor = batch.pipeline.processor
     if isinstance(processor, BatchLogitsProcessor):
         _compare_bystanders(cases, processor.apply(logits.clone()), logits)
-    if any(case.uses for case in cases):
-        return
+    if bystanders := [case for case in cases if not case.uses]:
+        _check_not_called(subject, bystanders, logits[: len(bystanders)])
+
+
+def _check_not_called(subject: Subject, bystanders: list[Case], logits: torch.Tensor) -> None:
+    batch = BatchFixture(subject, bystanders)
+    num_steps = batch.pipeline.num_steps
     given = logits.clone()
     returned = batch.pipeline.apply(given, batch.requests)
     if returned is not given or batch.pipeline.num_steps != num_steps:
@@ -136,7 +140,7 @@ def check_valid_logits(subject: Subject, cases: list[Case], seed: int, kind: str
     if (repeats := seed % 3) and batch.requests:
         for step in range(repeats):  # states that have advanced
             batch.advance(
-                [(seed + step + row) % 7 % subject.vocab_size for row in range(len(cases))]
+                [case.token((seed + step + row) % 7 - 3) for row, case in enumerate(cases)]
             )
     result = batch.process(logits)
     for case, row in zip(cases, result, strict=True):
@@ -161,7 +165,7 @@ def check_deterministic(subject: Subject, cases: list[Case], seed: int) -> None:
     results = []
     for _ in range(2):
         batch = BatchFixture(subject, cases)
-        batch.advance([row % subject.vocab_size for row in range(len(cases))])
+        batch.advance([case.token(row - 2) for row, case in enumerate(cases)])
         results.append(batch.process(logits))
     for case, first, second in zip(cases, *results, strict=True):
         if (message := difference(second, first)) is not None:

@@ -1,17 +1,19 @@
-"""Comparisons of what requests get in two sessions, and a plain half whose time counts as one."""
+"""Halves under test, a plain one whose time counts as one, and comparisons of what they gave."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput
+from hardpoint.plugins import EngineHalf, GrammarBitmask, SchedulerOutput, StepPart, WorkerHalf
+from hardpoint.testing.reporting.calls import CLOSE, call
 from hardpoint.testing.suite import Rule
 
 from .session import RequestScript, Trace
 
-__all__ = ["PlainHalf", "compare"]
+__all__ = ["Halves", "PlainHalf", "block_hashes", "compare"]
 
 
 class PlainHalf(EngineHalf):
@@ -71,3 +73,43 @@ def compare(
 def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
     """Return whether values are the same but for the order in which sums are computed."""
     return np.allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+@dataclass
+class Halves:
+    """The halves of a part, each of an instance of its own, as the engine and a worker have them.
+
+    Attributes:
+        worker: None if the part has none.
+        loaded: the model that it has; None if the suite gives none.
+    """
+
+    part: StepPart
+    engine: EngineHalf | None
+    worker_part: StepPart
+    worker: WorkerHalf | None
+    loaded: Any = None
+
+    def overrides(self, method: str) -> bool:
+        """Return whether one of the halves has a method of its own."""
+        return any(
+            getattr(type(half), method) is not getattr(base, method)
+            for half, base in ((self.engine, EngineHalf), (self.worker, WorkerHalf))
+            if half is not None
+        )
+
+    def close(self) -> None:
+        """Close all, those of the worker first.
+
+        Raises:
+            Violation: one of them raised.
+        """
+        for closed in (self.worker, self.worker_part, self.engine, self.part):
+            if closed is not None:
+                call(CLOSE, closed.close)
+
+
+def block_hashes(request: Any, num_blocks: int) -> list[bytes]:
+    """Return hashes of the blocks of a request."""
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    return [repr(tokens[: 16 * (block + 1)]).encode() for block in range(num_blocks)]

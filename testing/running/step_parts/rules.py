@@ -15,6 +15,10 @@ import torch
 from hardpoint.plugins import EngineHalf, GrammarBitmask, RequestError, RequestFault
 from hardpoint.testing.suite import Rule, short_repr
 
+HALVES = Rule(
+    "contract: the loader can check and build the class and its halves",
+    "return halves that derive from FrontendHalf, EngineHalf or WorkerHalf",
+)
 USES = Rule(
     "uses: it returns a bool, and check returns or raises a RequestError",
     "decide by the request alone, and refuse a request by a RequestError",
@@ -123,6 +127,24 @@ class GateLimits:
             raise READY.violation(
                 f"after {steps} calls in {seconds:.1f} s gate() still returns {short_repr(reason)}"
             )
+
+
+def check_declared(half: EngineHalf) -> None:
+    """Check the attributes of a half.
+
+    Raises:
+        Violation: one is no amount.
+    """
+    capacity, limit = half.capacity, half.num_draft_tokens
+    if not isinstance(capacity, Mapping) or not all(
+        isinstance(name, str) and type(amount) is int and amount >= 0
+        for name, amount in capacity.items()
+    ):
+        raise HALVES.violation(f"capacity is {short_repr(capacity)}, expected an amount by name")
+    if type(limit) is not int or limit < 0:
+        raise HALVES.violation(
+            f"num_draft_tokens is {short_repr(limit)}, expected a number of tokens"
+        )
 
 
 def check_costs(first: Any, second: Any, capacity: Mapping[str, int]) -> None:

@@ -48,6 +48,7 @@ class RequestScript:
         seed: seed of its drafts and of the choice among allowed tokens.
         preempted_after: number of its steps after which it is preempted; 0 is never.
         ends: "finish"; "refused", after its check; "aborted", in the step after its arrival.
+        begun: steps in which the outputs that it comes with were sampled.
     """
 
     request: EngineCoreRequest
@@ -56,6 +57,7 @@ class RequestScript:
     seed: int = 0
     preempted_after: int = 0
     ends: str = "finish"
+    begun: int = 0
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Trace:
     Attributes:
         gate: "ready", "refused", or "" where it was not asked to the end.
         cost: cost of the request.
+        tokens: its tokens of each of its steps.
         masks: rows of each of its steps, as bytes; None where all tokens are allowed.
         rows: its rows that the worker half has changed in each step.
         ended: "finished", "fault", "refused" or "aborted".
@@ -72,6 +75,7 @@ class Trace:
 
     gate: str = ""
     cost: dict[str, int] = field(default_factory=dict)
+    tokens: list[list[int]] = field(default_factory=list)
     masks: list[bytes | None] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
     ended: str = ""
@@ -107,7 +111,6 @@ class StepPartSession:
 
     Attributes:
         traces: traces of the requests that ended or live, by id; the newest of each id.
-        num_users: requests that used the part.
         call_seconds: seconds of the calls of each step with a plan.
     """
 
@@ -138,7 +141,6 @@ class StepPartSession:
         self._worker, self._change_weights = worker, change_weights
         self._features = FeaturePlans(half)
         self.traces: dict[str, Trace] = {}
-        self.num_users = 0
         self.call_seconds: list[float] = []
         self._waiting: list[_Live] = []
         self._running: dict[str, _Live] = {}
@@ -190,7 +192,6 @@ class StepPartSession:
         if not uses:
             trace.ended = "other"
             return
-        self.num_users += 1
         try:
             self._call(rules.USES, "check", script.request)
             is_refused = script.ends == "refused" or self._features.refuses(script.request)
@@ -200,7 +201,8 @@ class StepPartSession:
             trace.ended = "refused"
             self._call(rules.ENDED, "refused", name)
             return
-        self._waiting.append(_Live(script, Request(_without_data(script.request)), trace))
+        request = Request(_without_data(script.request))
+        self._waiting.append(_Live(script, request, trace, num_steps=script.begun))
 
     def _abort(self, now: int) -> None:
         for live in [*self._waiting, *self._running.values()]:
@@ -339,7 +341,7 @@ class StepPartSession:
                 computed.append(live.num_computed)
                 continue
             request = live.request
-            outputs, resumed = list(request.output_token_ids), live.num_steps > 0
+            outputs, resumed = list(request.output_token_ids), request.num_preemptions > 0
             new.append(NewRequest(request.source, outputs, [[0]], 0, resumed))
         num = {
             live.request_id: live.request.num_tokens - live.num_computed + len(live.drafts)
@@ -428,6 +430,7 @@ class StepPartSession:
         rules.check_faults(faults, {live.request_id for live in batch})
         for live in batch:
             own = rows.get(live.request_id)
+            live.trace.tokens.append(sampled[live.request_id])
             live.trace.masks.append(None if own is None else own.tobytes())
             live.trace.rows.append(changed.get(live.request_id, {}))
             rules.check_figures(self._call(rules.FIGURES, "figures", live.request_id))

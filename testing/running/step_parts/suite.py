@@ -7,16 +7,16 @@ import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import assume
+from hypothesis import HealthCheck, Phase, assume, find, settings
 from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 from msgspec import structs
 
 from hardpoint.plugins import (
@@ -36,14 +36,21 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.plugins.step_part import REQUEST_FIELDS, EngineHalfContext
 from hardpoint.plugins.worker_half import WorkerHalfContext
-from hardpoint.testing.component_suite import ComponentSuite
+from hardpoint.testing.component_suite import LiveComponentSuite
 from hardpoint.testing.engine_access import describe_fault, engine_config, fault_counter
 from hardpoint.testing.reporting.calls import CLOSE, MEMORY, call, check_growth, releasing_all
-from hardpoint.testing.suite import Rule, Violation, reject_replaced_tests, short_repr
+from hardpoint.testing.suite import (
+    NOTHING_DRAWN,
+    Rule,
+    Violation,
+    reject_replaced_tests,
+    short_repr,
+)
 
 from . import rules
-from .compared import PlainHalf, compare
+from .compared import Halves, PlainHalf, block_hashes, compare
 from .encoding import check_encoder_cache
+from .forks import FORKS, check_fork
 from .frontend import (
     ANSWERS,
     FRONTEND,
@@ -57,7 +64,7 @@ from .media import PLACED, MediaPrompt, check_media, check_taken, prompt_of
 from .session import RequestScript, StepPartSession, with_id, without_features
 from .worker import HIDDEN_SIZE, WorkerSteps, overrides
 
-CONTRACT = "contract: the loader can check and build the class and its halves"
+USED = "requests: some use the part, and run"
 SPEED = Rule(
     "speed: the calls of a step take no longer than a multiple of those of a plain part",
     "follow each request from where it was in the last step, and fill only its own rows; or set "
@@ -67,11 +74,18 @@ SPEED = Rule(
 _REQUESTS = 500  # after which sizes are compared with those after twice as many
 _RUNNING = 8
 _TIMED_STEPS = 15
+_LOOK = settings(
+    max_examples=200,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 _END = 256  # the token that ends a text in the vocabulary of bytes
 _BYTES = Vocabulary(tokens=(*(bytes([byte]) for byte in range(256)), b"<eos>"), special=(_END,))
 
 
-class StepPartSuite(ComponentSuite):
+class StepPartSuite(LiveComponentSuite):
     """Base class of a test class, which sets `part`, and overrides `requests`.
 
     Attributes:
@@ -142,7 +156,7 @@ class StepPartSuite(ComponentSuite):
         `capacity` has an amount by name, `num_draft_tokens` is a number.
         """
         self._run_checks(
-            CONTRACT,
+            rules.HALVES.text,
             lambda: reject_replaced_tests(type(self), StepPartSuite),
             self._check_contract,
             self._check_halves,
@@ -165,16 +179,12 @@ class StepPartSuite(ComponentSuite):
         tensor that they do not return. `around_layers` gives a function that calls the attention
         of its layer, `report` bytes or None.
         """
-        used = [0]
 
         def check(scripts: list[RequestScript]) -> None:
             with self._opened() as session:
                 session.play(scripts)
-                used[0] += session.num_users
 
-        self._search(rules.MASKS.text, 60, check, scripts=self._scripts(4))
-        if not used[0]:
-            self._fail("requests: some use the part", _unused())
+        self._search_played(rules.MASKS.text, 60, check, scripts=self._scripts(4))
 
     def test_frontend(self) -> None:
         """The frontend half completes or refuses requests, and reads their answers.
@@ -239,7 +249,8 @@ class StepPartSuite(ComponentSuite):
         prompts = [*self.prompts, *map(prompt_of, self.media)]
         if half is not None and bool(half.prompt_keys) != bool(prompts):
             keys, given = short_repr(half.prompt_keys), len(prompts)
-            raise PROMPTS.violation(f"prompt_keys are {keys}, and the suite has {given} prompts")
+            seen = f"prompt_keys are {keys}, and the suite has {given} prompts"
+            raise PROMPTS.violation(seen if given else f"{NOTHING_DRAWN}: {seen}")
         fields = type(part).request_fields(engine_config(self.config))
         if half is not None:
             for prompt in prompts:
@@ -272,7 +283,7 @@ class StepPartSuite(ComponentSuite):
                 session.play(scripts)
 
         steps = st.lists(st.integers(0, 8), min_size=1, max_size=4)
-        self._search(rules.LOST.text, 40, check, scripts=self._scripts(3), lost=steps)
+        self._search_played(rules.LOST.text, 40, check, scripts=self._scripts(3), lost=steps)
 
     def test_alone_as_together(self) -> None:
         """A request gets the same alone and among others.
@@ -291,7 +302,7 @@ class StepPartSuite(ComponentSuite):
                     alone = session.play([with_id(script, name, arrives=0)])[name]
                 compare(script, alone, together[name], rules.ALONE, "alone", "among others")
 
-        self._search(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
+        self._search_played(rules.ALONE.text, 30, check, scripts=self._scripts(4, min_size=2))
 
     def test_ids_used_again(self) -> None:
         """A request with the id of one that has ended gets what it gets in a new part.
@@ -309,13 +320,21 @@ class StepPartSuite(ComponentSuite):
                 fresh = session.play([second])["again"]
             compare(second, fresh, again, rules.ENDED, "in a new part", "after one of its id")
 
-        self._search(
+        self._search_played(
             rules.ENDED.text,
             30,
             check,
             scripts=self._scripts(2, min_size=2),
             ends=st.sampled_from(["finish", "refused", "aborted"]),
         )
+
+    def test_forks(self) -> None:
+        """A fork, which comes with outputs while its source runs, gets what a request gets that has
+        sampled them itself, or is refused. Its source gets the same as without it.
+        """
+        check = functools.partial(check_fork, self._opened, shares=self.shares)
+        begun = st.integers(1, 4)
+        self._search_played(FORKS.text, 30, check, script=self._script(), begun=begun)
 
     def test_weights_changed(self) -> None:
         """After `weights_changed` of both halves, requests get what they do in new halves, which
@@ -340,7 +359,7 @@ class StepPartSuite(ComponentSuite):
                 where = "in new halves", "after other weights"
                 compare(script, fresh[name], after[name], rules.WEIGHTS, *where)
 
-        self._search(rules.WEIGHTS.text, 30, check, scripts=self._scripts(3))
+        self._search_played(rules.WEIGHTS.text, 30, check, scripts=self._scripts(3))
 
     def test_reads_only(self) -> None:
         """The part changes no plan, no request and no result, in the engine or in a worker."""
@@ -350,11 +369,11 @@ class StepPartSuite(ComponentSuite):
                 session.play(scripts)
 
         steps = st.lists(st.integers(0, 6), max_size=2)
-        self._search(rules.READS_ONLY.text, 15, check, scripts=self._scripts(2), lost=steps)
+        self._search_played(rules.READS_ONLY.text, 15, check, scripts=self._scripts(2), lost=steps)
 
     def test_memory(self) -> None:
         """Nothing grows with the number of requests, in neither half."""
-        self._search(
+        self._search_played(
             MEMORY.text,
             1,
             self._check_memory,
@@ -363,14 +382,42 @@ class StepPartSuite(ComponentSuite):
 
     def test_close(self) -> None:
         """Close releases everything, of both halves; a second close does no harm."""
-        self._search(CLOSE.text, 2, self._check_close, scripts=self._scripts(3))
+        self._search_played(CLOSE.text, 2, self._check_close, scripts=self._scripts(3))
 
     def test_speed(self) -> None:
         """The engine's calls of a step take no longer than `times_plain` allows."""
         if self.times_plain is None:
             pytest.skip("times_plain is None")
         scripts = st.lists(self._script(), min_size=3, max_size=3)
-        self._search(SPEED.text, 1, self._check_speed, scripts=scripts)
+        self._search_played(SPEED.text, 1, self._check_speed, scripts=scripts)
+
+    def _search_played(
+        self, rule: str, examples: int, check: Callable[..., None], **drawn: st.SearchStrategy[Any]
+    ) -> None:
+        """Search with sessions; fail the test if no request that is drawn uses the part."""
+        if not self._has_users():
+            self._fail(USED, _nothing_drawn("uses the part"))
+        self._search(rule, examples, check, **drawn)
+
+    def _has_users(self) -> bool:
+        """Return whether a request can be drawn for which `uses` returns anything but False."""
+
+        def is_user(request: EngineCoreRequest) -> bool:
+            assert halves.engine is not None, "_make() gives one"
+            return halves.engine.uses(request) is not False
+
+        with suppress(Exception):  # the sessions of the search report it
+            halves = self._make()
+            try:
+                find(self.requests(), is_user, settings=_LOOK)
+            except NoSuchExample:
+                return False
+            finally:
+                halves.close()
+        return True
+
+    def _nothing_drawn(self) -> Violation:
+        return _nothing_drawn("that uses the part was ready to run: check or gate refused all")
 
     def _script(self) -> st.SearchStrategy[RequestScript]:
         return st.builds(
@@ -388,11 +435,11 @@ class StepPartSuite(ComponentSuite):
         scripts = st.lists(self._script(), min_size=min_size, max_size=max_size)
         return scripts.map(lambda drawn: [with_id(x, f"r{n}") for n, x in enumerate(drawn)])
 
-    def _make(self) -> _Halves:
+    def _make(self) -> Halves:
         """Return the halves of new parts; skip the test if there is none in the engine."""
         loaded = self.loaded()
         worker_part, worker = self._build_worker_half(loaded)
-        halves = _Halves(*self._build_engine_half(worker), worker_part, worker, loaded)
+        halves = Halves(*self._build_engine_half(worker), worker_part, worker, loaded)
         if halves.engine is None:
             halves.close()
             pytest.skip("the part has no half in the engine")
@@ -413,7 +460,7 @@ class StepPartSuite(ComponentSuite):
         part: StepPart = self._build(StepPartContext, config=config, model_config=self.model_config)
         components = ScriptedComponents(self.components, config)
         given = context(components=components, vocab_size=self.vocab_size, **fields)
-        return part, call(_CONTRACT_RULE, getattr(part, method), given)
+        return part, call(rules.HALVES, getattr(part, method), given)
 
     def _build_frontend_half(self) -> tuple[StepPart, FrontendHalf | None]:
         part, half = self._build_half(
@@ -423,7 +470,7 @@ class StepPartSuite(ComponentSuite):
             encode=lambda text: list(text.encode()),
         )
         if half is not None and not isinstance(half, FrontendHalf):
-            raise _CONTRACT_RULE.violation(
+            raise rules.HALVES.violation(
                 f"frontend_half() returned {short_repr(half)}, expected a FrontendHalf or None"
             )
         return part, half
@@ -447,13 +494,13 @@ class StepPartSuite(ComponentSuite):
             vocabulary=self.vocabulary,
             block_size=16,
             world_size=1,
-            block_hashes=_block_hashes,
+            block_hashes=block_hashes,
             publish=lambda _events: None,
             call_workers=lambda message: [] if worker is None else [worker.call(message)],
         )
         is_in_workers = type(part).worker_half is not StepPart.worker_half
         if not isinstance(half, EngineHalf) and not (half is None and is_in_workers):
-            raise _CONTRACT_RULE.violation(
+            raise rules.HALVES.violation(
                 f"engine_half() returned {short_repr(half)}, expected an EngineHalf"
             )
         return part, half
@@ -471,7 +518,7 @@ class StepPartSuite(ComponentSuite):
             loaded=loaded,
         )
         if half is not None and not isinstance(half, WorkerHalf):
-            raise _CONTRACT_RULE.violation(
+            raise rules.HALVES.violation(
                 f"worker_half() returned {short_repr(half)}, expected a WorkerHalf or None"
             )
         return part, half
@@ -479,7 +526,7 @@ class StepPartSuite(ComponentSuite):
     def _opened(self, **named: Any) -> _Opened:
         return _Opened(self, named)
 
-    def _session(self, halves: _Halves, *, watch: bool = False, **named: Any) -> StepPartSession:
+    def _session(self, halves: Halves, *, watch: bool = False, **named: Any) -> StepPartSession:
         worker = None
         if halves.worker is not None:
             name = halves.worker_part.name
@@ -494,28 +541,16 @@ class StepPartSuite(ComponentSuite):
 
     def _check_halves(self) -> None:
         part, half = self._build_engine_half()
-        capacity = {} if half is None else half.capacity
-        if not isinstance(capacity, Mapping) or not all(
-            isinstance(name, str) and type(amount) is int and amount >= 0
-            for name, amount in capacity.items()
-        ):
-            raise _CONTRACT_RULE.violation(
-                f"capacity is {short_repr(capacity)}, expected an amount by name"
-            )
         worker_part, worker = self._build_worker_half(self.loaded())
         if half is not None:
+            rules.check_declared(half)
             check_encoder_cache(half, worker)
-        _Halves(part, half, worker_part, worker).close()
+        Halves(part, half, worker_part, worker).close()
         fields = type(part).request_fields(engine_config(self.config))
         if isinstance(fields, str) or not set(fields) <= REQUEST_FIELDS.keys():
-            raise _CONTRACT_RULE.violation(
+            raise rules.HALVES.violation(
                 f"request_fields() returned {short_repr(fields)}, expected some of "
                 f"{', '.join(sorted(REQUEST_FIELDS))}"
-            )
-        limit = 0 if half is None else half.num_draft_tokens
-        if type(limit) is not int or limit < 0:
-            raise _CONTRACT_RULE.violation(
-                f"num_draft_tokens is {short_repr(limit)}, expected a number of tokens"
             )
 
     def _ready(self, scripts: Sequence[RequestScript]) -> list[RequestScript]:
@@ -573,45 +608,6 @@ class StepPartSuite(ComponentSuite):
         )
 
 
-_CONTRACT_RULE = Rule(
-    CONTRACT, "return halves that derive from FrontendHalf, EngineHalf or WorkerHalf"
-)
-
-
-@dataclass
-class _Halves:
-    """The halves of a part, each of an instance of its own, as the engine and a worker have them.
-
-    Attributes:
-        worker: None if the part has none.
-        loaded: the model that it has; None if the suite gives none.
-    """
-
-    part: StepPart
-    engine: EngineHalf | None
-    worker_part: StepPart
-    worker: WorkerHalf | None
-    loaded: Any = None
-
-    def overrides(self, method: str) -> bool:
-        """Return whether one of the halves has a method of its own."""
-        return any(
-            getattr(type(half), method) is not getattr(base, method)
-            for half, base in ((self.engine, EngineHalf), (self.worker, WorkerHalf))
-            if half is not None
-        )
-
-    def close(self) -> None:
-        """Close all, those of the worker first.
-
-        Raises:
-            Violation: one of them raised.
-        """
-        for closed in (self.worker, self.worker_part, self.engine, self.part):
-            if closed is not None:
-                call(CLOSE, closed.close)
-
-
 class _Opened:
     """A session with new halves, which are closed with it."""
 
@@ -630,16 +626,11 @@ class _Opened:
                 self._halves.close()
 
 
-def _block_hashes(request: Any, num_blocks: int) -> list[bytes]:
-    """Return hashes of the blocks of a request."""
-    tokens = [*request.prompt_token_ids, *request.output_token_ids]
-    return [repr(tokens[: 16 * (block + 1)]).encode() for block in range(num_blocks)]
-
-
-def _unused() -> Violation:
+def _nothing_drawn(what: str) -> Violation:
     return Violation(
-        "uses() returned False for every request that was drawn",
-        "override requests() with a strategy for requests that use the part",
+        f"{NOTHING_DRAWN}: no request of `requests` {what}",
+        "override requests() with a strategy for requests that use the part and may run",
+        USED,
     )
 
 

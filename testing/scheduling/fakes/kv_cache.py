@@ -33,6 +33,11 @@ class MonitoredKVCacheManager:
         return self.inner.num_free_blocks
 
     @property
+    def num_free_states(self) -> int | None:
+        """Return the number of free blocks that are for states; None if no group has states."""
+        return self.inner.num_free_states
+
+    @property
     def num_usable_blocks(self) -> int:
         """Return the number of blocks that requests can hold."""
         return self.inner.num_usable_blocks

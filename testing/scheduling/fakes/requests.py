@@ -53,7 +53,7 @@ class ExpectedRequest:
 
     Attributes:
         reply: the expected tokens and finish reason.
-        tokens: the tokens delivered so far.
+        tokens: the tokens delivered so far, after those that it came with.
         allowed_reasons: finish reasons other than the expected one that are right by now.
         may_exceed_cache: True if the whole cache may be too small for it.
         end_reported: True once a plan reported its end to the worker.
@@ -88,6 +88,11 @@ class ExpectedRequest:
     def request_id(self) -> str:
         """Return the request's id."""
         return self.source.request_id
+
+    @property
+    def num_begun(self) -> int:
+        """Return how many tokens it came with."""
+        return 0 if self.source.resumed is None else len(self.source.resumed.output_token_ids)
 
     @property
     def finished(self) -> bool:
@@ -155,7 +160,10 @@ class ExpectedRequest:
         self.logprobs += given
         self.prompt_logprobs += output.prompt_logprobs or []
         prompt = self.source.prompt_token_ids
-        received = [entry and entry.token_ids[0] for entry in self.prompt_logprobs]
+        resumed = self.source.resumed
+        had = 0 if resumed is None else resumed.num_prompt_logprobs
+        known = [None, *prompt[1:]][:had]
+        received = [*known, *(entry and entry.token_ids[0] for entry in self.prompt_logprobs)]
         if received != [None, *prompt[1:]][: len(received)] or len(received) > len(prompt):
             raise OUTPUTS.violation(
                 f"{self.request_id!r} got prompt log probabilities of {received}, its prompt is "
@@ -163,7 +171,8 @@ class ExpectedRequest:
                 "deliver each prompt position once, also if it is computed again",
             )
         requested = self.source.params.prompt_logprobs is not None
-        if requested and self.tokens and len(received) < len(prompt):
+        has_new = len(self.tokens) > self.num_begun
+        if requested and has_new and len(received) < len(prompt):
             raise OUTPUTS.violation(
                 f"{self.request_id!r} got its first token, but prompt log probabilities of only "
                 f"{len(received)} of its {len(prompt)} prompt tokens"
@@ -180,6 +189,13 @@ class ExpectedRequest:
                     f"{self.request_id!r} got num_cached_tokens {given}, but {self.cached} tokens "
                     "were computed in its first plan"
                 )
+        if self.num_begun:
+            if given is not None:
+                raise OUTPUTS.violation(
+                    f"{self.request_id!r} came with outputs and got num_cached_tokens {given}, "
+                    "which was sent with these"
+                )
+            return
         if self.tokens and self.num_cached_tokens is None:
             raise OUTPUTS.violation(f"{self.request_id!r} got tokens, but no num_cached_tokens")
 
@@ -230,7 +246,7 @@ def expected_reply(
 ) -> Reply:
     """Return the tokens that a request gets alone, and why it finishes."""
     params = source.params
-    tokens: list[int] = []
+    tokens = [] if source.resumed is None else list(source.resumed.output_token_ids)
     while True:
         tokens.append(next_token([*source.prompt_token_ids, *tokens]))
         if tokens[-1] in source.stop_token_ids and len(tokens) > params.min_tokens:

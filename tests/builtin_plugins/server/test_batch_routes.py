@@ -22,6 +22,7 @@ from support.waiting import wait_until
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes.folder import Folder
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
+from hardpoint.builtin_plugins.server.batches.lines import BatchReader
 from hardpoint.errors import ConfigError, EngineDeadError
 from hardpoint.plugins.server import Authenticator, Client, InstalledExtension
 
@@ -192,8 +193,19 @@ class TestFiles:
                 },
                 "expires_after.seconds: expected 3600 to 2592000, got '5'",
             ),
+            (
+                {
+                    "data": {
+                        "purpose": "batch",
+                        "expires_after[anchor]": "created_at",
+                        "expires_after[seconds]": "9" * 5000,
+                    },
+                    "files": {"file": b"{}"},
+                },
+                "expires_after.seconds: expected 3600 to 2592000, got '999",
+            ),
         ],
-        ids=["field", "purpose", "no purpose", "empty", "two", "anchor", "seconds"],
+        ids=["field", "purpose", "no purpose", "empty", "two", "anchor", "seconds", "digits"],
     )
     def test_a_wrong_form_is_refused(self, server, form, message):
         answer = server.client.post("/v1/files", **form, **KEY)
@@ -273,6 +285,17 @@ class TestBatches:
         (error,) = batch.errors.data
         assert error.code == code
         assert message in error.message
+
+    def test_a_file_that_cannot_be_checked_fails(self, client, monkeypatch):
+        def read(reader, number, text):
+            raise OverflowError("a number is too large")
+
+        monkeypatch.setattr(BatchReader, "read", read)
+        batch = ended(client, begin(client, [line(0)]))
+        assert batch.status == "failed"
+        (error,) = batch.errors.data
+        assert (error.code, error.line) == ("server_error", 1)
+        assert "requests cannot be read: OverflowError: a number is too large" in error.message
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -404,6 +427,24 @@ def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
         assert [one["id"] for one in answers[: len(before)]] == before
         assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(40))
     assert not [*(tmp_path / "batches").glob("*/batches/*.out")]
+
+
+def test_no_line_is_read_in_the_event_loop(tmp_path, monkeypatch):
+    """A long line, or many that have answers already, would hold up all requests."""
+    read, in_loop = BatchReader.read, []
+
+    def watched(reader, number, text):
+        with contextlib.suppress(RuntimeError):  # there is no loop in this thread
+            asyncio.get_running_loop()
+            in_loop.append(number)
+        return read(reader, number, text)
+
+    monkeypatch.setattr(BatchReader, "read", watched)
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, [line(n) for n in range(20)]))
+    assert (batch.status, batch.request_counts.completed) == ("completed", 20)
+    assert not in_loop
 
 
 @pytest.mark.nightly

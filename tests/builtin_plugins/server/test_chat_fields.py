@@ -516,3 +516,14 @@ def test_the_headers_of_a_trace_reach_the_engine(fake, path, body):
     assert fake.engine.asked[-1][2]["trace_headers"] == trace
     assert fake.post(path, body).status_code == 200
     assert "trace_headers" not in fake.engine.asked[-1][2]
+
+
+def test_a_template_of_the_model_is_chosen_by_its_name(server):
+    plain, named = ask(server), ask(server, chat_template="default")
+    assert named["choices"] == plain["choices"]
+    bodies = ({"messages": user("fox")}, {"messages": user("fox"), "chat_template": "default"})
+    first, second = (server.post("/tokenize", body).json() for body in bodies)
+    assert first == second
+    param, message = refused(server, chat_template="rag")
+    assert param == "chat_template"
+    assert "expected the name of a template of the model (default), got 'rag'" in message

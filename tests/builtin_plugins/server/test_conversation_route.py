@@ -240,6 +240,7 @@ def test_the_client_goes_in_the_middle_of_a_turn(server):
         ("?keep_last=7", 400, "keep_last: expected .*bool.* got 7|keep_last: .*true or false"),
         ("?keep=true", 400, "keep: unknown.*did you mean 'keep_last'"),
         ("?priority=a", 400, "priority: expected a whole number, or none, got 'a'"),
+        ("?priority=" + "[" * 5000, 400, r"priority: expected a whole number, or none, got '\[\["),
         ("?model=a&model=b", 400, "model: expected it once in the query, got it several times"),
     ],
 )

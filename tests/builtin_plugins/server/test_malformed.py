@@ -40,6 +40,10 @@ def tool(parameters, name="f"):
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def call(arguments):
+    return {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def deep(levels, key="a"):
     value = {}
     for _ in range(levels):
@@ -149,7 +153,8 @@ REFUSED = {
     "template of the request": (
         chat(chat_template="{{ 1 }}"),
         400,
-        "chat_template: not supported: templates come from the operator alone",
+        "chat_template: expected the name of a template of the model (default), got '{{ 1 }}'; "
+        "templates themselves come from the operator alone",
     ),
     "template arguments that nobody allowed": (
         chat(chat_template_kwargs={"tokenize": True}),
@@ -253,6 +258,9 @@ TAKEN = {
     "a template in a message": conversation("{{ 7 * 7 }}{% raw %}{{ messages }}{% for"),
     "a format in a message": conversation("%s%n{0.__class__}${jndi:ldap://127.0.0.1/a}"),
     "a regex of many states": chat(guided_regex="((a{1,1000}){1,1000}){1,1000}", max_tokens=2),
+    "a call whose arguments are too deep to be an object": conversation(
+        "hi", role="assistant", tool_calls=[call('{"a":' * 5000)]
+    ),
     "a pickle in a message": conversation(
         "gASVJAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjARscyAvlIWUUpQu"
     ),

@@ -344,7 +344,9 @@ def test_the_program_ends_while_a_real_model_loads(scripted, tmp_path):
 @pytest.mark.nightly
 def test_the_program_serves_a_real_model_and_drains(scripted, tmp_path):
     admin = tmp_path / "admin.sock"
-    write_config(tmp_path, scripted, "server.port = 0", f'server.admin = "unix:{admin}"')
+    admin_address = f'server.admin = "unix:{admin}"'
+    live = 'plugins.live = ["fair", "no-such"]'
+    write_config(tmp_path, scripted, "server.port = 0", admin_address, live)
     server = Program("-m", "hardpoint", "serve", folder=tmp_path)
     try:
         client = server.serving()
@@ -359,6 +361,7 @@ def test_the_program_serves_a_real_model_and_drains(scripted, tmp_path):
             assert administrator.post("/wake_up", json={}).status_code == 200
             assert administrator.post("/policy", json={"use": "fair"}).status_code == 200
             assert administrator.post("/policy", json={"use": "no-such"}).status_code == 400
+            assert administrator.post("/policy", json={"use": "fcfs"}).status_code == 400
             assert administrator.post("/reset_encoder_cache", json={}).status_code == 409
             assert administrator.get("/stats").json()["num_running"] == 0
             assert administrator.get("/requests").json() == {"requests": []}

@@ -427,7 +427,7 @@ REFUSED = [
     ("count_tokens", {"top_k": 3}, "top_k", "unknown field"),
     ("tokenize", {}, None, "expected one of them"),
     ("tokenize", {"prompt": "x", "messages": HI}, None, "expected one of them"),
-    ("tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template", "operator"),
+    ("tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template", "conversations"),
     ("tokenize", {"prompt": "x" * 40_000}, "prompt", "characters"),
     ("tokenize", {"messages": user("x" * 40_000)}, "messages", "characters"),
     ("tokenize", {"messages": []}, "messages", "expected"),

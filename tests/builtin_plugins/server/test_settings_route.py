@@ -105,6 +105,32 @@ def test_what_is_not_allowed_is_refused_before_the_engine(server, body, words):
     assert len(server.engine.utilities) == before
 
 
+def test_a_policy_reaches_the_engine_with_its_author(server):
+    answer = server.admin.post("/policy", json={"use": "fair", "options": {"tag": "x"}})
+    assert answer.json() == {"policy": "fair"}
+    *call, origin = server.engine.utilities[-1]
+    assert call == ["set_policy", "fair", {"tag": "x"}]
+    assert origin.startswith("administrator ")
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ("fcfs", "use: 'fcfs' is not among the plugins that may change over HTTP"),
+        ("os:system", "use: expected the name of a plugin, got 'os:system'"),
+        ("acme.policies", "use: expected the name of a plugin"),
+        ("../x", "use: expected the name of a plugin"),
+        ("", "use: expected the name of a plugin"),
+    ],
+)
+def test_policies_are_those_that_settings_may_name(server, use, words):
+    before = len(server.engine.utilities)
+    answer = server.admin.post("/policy", json={"use": use})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert len(server.engine.utilities) == before
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import sqlite3
 
 import msgspec
 import openai
@@ -368,6 +370,39 @@ def test_a_store_keeps_its_bounds(tmp_path, kind):
         assert await store.delete("a", "2") is False
 
     asyncio.run(scenario())
+
+
+def test_the_total_of_a_file_is_that_of_its_responses(tmp_path):
+    path, now = tmp_path / "kept.db", [1000.0]
+
+    def totals():
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            kept = database.execute("SELECT coalesce(sum(size), 0), count(*) FROM responses")
+            return (*database.execute("SELECT size FROM total").fetchone(), *kept.fetchone())
+
+    async def scenario():
+        store = SQLiteStore(str(path), bounds, lambda: now[0])
+        drawn = random.Random(3)
+        for _ in range(40):
+            now[0] += drawn.choice([0, 1, 4])
+            name = str(drawn.randrange(4))
+            if drawn.random() < 0.2:
+                await store.delete("a", name)
+            else:
+                await store.put("a", name, bytes(drawn.randrange(60)))
+            total, size, _ = totals()
+            assert total == size <= 100
+
+    bounds = bounded()
+    asyncio.run(scenario())
+    with contextlib.closing(sqlite3.connect(path)) as database:  # as of an earlier version
+        database.executescript(
+            "DROP TRIGGER response_added; DROP TRIGGER response_deleted; DROP TABLE total"
+        )
+    asyncio.run(SQLiteStore(str(path), bounds, lambda: now[0]).put("a", "5", b"x" * 7))
+    total, size, number = totals()
+    assert total == size
+    assert number
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path):

@@ -101,7 +101,7 @@ def server(model, tmp_path_factory):
         options=(
             *("--set", 'stats.sinks=["prometheus"]'),
             *("--set", f"plugins.enable=[{','.join(enabled)}]"),
-            *("--set", 'plugins.live=["sized"]'),
+            *("--set", 'plugins.live=["sized","priority"]'),
         ),
         environment={"PYTHONPATH": str(folder)},
     ) as running:
@@ -278,6 +278,8 @@ def test_administrators_steer_all_workers(server):
     assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
     assert admin(server, "POST", "/policy", use="priority").json() == {"policy": "priority"}
     assert {text_of(ask(server, priority=1)) for _ in range(8)} == {TEXT}
+    settings = admin(server, "GET", "/settings").json()["settings"]
+    assert settings["scheduler.policy"]["origin"].startswith("administrator ")
     listed = admin(server, "GET", "/plugins").json()["plugins"]
     assert "priority" in [one["name"] for one in listed if one["kind"] == "scheduling_policies"]
 
@@ -360,6 +362,14 @@ def test_a_worker_that_dies_ends_no_one_else(server):
     wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
     wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 30)
     assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
+
+
+def test_a_worker_that_replaces_another_knows_which_plugins_are_quarantined(server):
+    """After the tests of quarantine and of a worker that dies."""
+    for _ in range(4 * WORKERS):  # whichever accepts the connection
+        answer = ask(server, plugin_args={"broken": {}})
+        assert answer.status_code == 400
+        assert "quarantined, for it ended 3 requests" in answer.json()["error"]["message"]
 
 
 def test_keys_are_read_again_in_all_workers(server):

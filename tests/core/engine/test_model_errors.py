@@ -70,7 +70,7 @@ def gguf_header(architecture):
         ("GPT2LMHeadModel", None),
         ("MambaForCausalLM", None),
         ("DbrxForCausalLM", None),
-        ("DeepseekV2ForCausalLM", None),
+        ("ChatGLMModel", None),
         ("Qwen4ForCausalLM", None),
         ("GemmaForCausalLM", None),
         ("Gemmma3ForCausalLM", " (did you mean 'Gemma3ForCausalLM'?)"),
@@ -86,17 +86,19 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
     error = error_of(models={"fallback": "none"})
     assert error == (
         f"model: architecture {name!r} is not supported{meant or ''}; supported: "
-        "BertForSequenceClassification, BertModel, Cohere2ForCausalLM, Gemma2ForCausalLM, "
+        "BertForSequenceClassification, BertModel, Cohere2ForCausalLM, DeepseekV2ForCausalLM, "
+        "DeepseekV3ForCausalLM, Gemma2ForCausalLM, "
         "Gemma3ForCausalLM, "
         "Gemma3ForConditionalGeneration, "
-        "Glm4ForCausalLM, Glm4MoeForCausalLM, "
+        "Glm4ForCausalLM, Glm4MoeForCausalLM, GptOssForCausalLM, "
         "GraniteForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel, "
         "MistralForCausalLM, MistralForSequenceClassification, MistralModel, "
         "MixtralForCausalLM, ModernBertForSequenceClassification, ModernBertModel, "
         "Olmo2ForCausalLM, "
         "Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2ForSequenceClassification, "
         "Qwen2Model, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3ForSequenceClassification, "
-        "Qwen3Model, Qwen3MoeForCausalLM, RobertaForSequenceClassification, RobertaModel, "
+        "Qwen3Model, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, "
+        "RobertaForSequenceClassification, RobertaModel, "
         "SmolLM3ForCausalLM, XLMRobertaForSequenceClassification, XLMRobertaModel. "
         "A plugin of the kind models adds one: docs/write-a-model.md"
     )
@@ -106,8 +108,9 @@ def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
     (here / "m.gguf").write_bytes(gguf_header("mamba"))
     assert error_of("m.gguf") == (
         "m.gguf: general.architecture: 'mamba' is not supported; supported are llama, qwen2, "
-        "qwen3, qwen2moe, qwen3moe, gemma2, gemma3, granite, olmo2, cohere2, glm4, glm4moe, "
-        "phi3, smollm3. A plugin of the kind loaders adds one: docs/write-a-model.md"
+        "qwen3, qwen2moe, qwen3moe, qwen3next, gemma2, gemma3, granite, olmo2, cohere2, glm4, "
+        "glm4moe, gpt-oss, deepseek2, phi3, smollm3. A plugin of the kind loaders adds one: "
+        "docs/write-a-model.md"
     )
 
 
@@ -133,10 +136,10 @@ def test_a_directory_without_weights_that_can_be_read(config, files, words, here
         (None, (), "m/config.json cannot be read: No such file or directory; a model's directory"),
         (None, ("adapter_config.json",), "this is an adapter (LoRA), which is no model of its own"),
         (
-            LLAMA | {"quantization_config": {"quant_method": "fp8", "bits": 8}},
+            LLAMA | {"quantization_config": {"quant_method": "acme8", "bits": 8}},
             ("tokenizer.json",),
-            "model: 'm' has weights that are quantised by 'fp8', which is not supported; "
-            "supported: auto_round, awq, compressed_tensors, gptq, ",
+            "model: 'm' has weights that are quantised by 'acme8', which is not supported; "
+            "supported: auto_round, awq, bitsandbytes, compressed_tensors, fp8, gptq, ",
         ),
         (
             LLAMA | {"quantization": {"group_size": 64, "bits": 4}},

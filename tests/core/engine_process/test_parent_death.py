@@ -60,6 +60,15 @@ def killed_parent(parent, tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+def rests(pid):
+    """Whether a process waits for something, for a fifth of a second."""
+    states = []
+    for _ in range(10):
+        time.sleep(0.02)
+        states.append(state_of(pid))
+    return set(states) == {"S"}
+
+
 def test_a_stopped_child_ends_with_its_parent(killed_parent):
     pid, kill = killed_parent(STOPPED)
     wait_until(lambda: state_of(pid) == "T", 5, "the stop")
@@ -79,7 +88,7 @@ def test_a_child_that_is_stopped_before_its_launch_ends_with_its_parent():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         pid = int(running.stdout.readline())
         wait_until(lambda: "_ctypes" in Path(f"/proc/{pid}/maps").read_text(), 10, "the start")
-        time.sleep(0.1)
+        wait_until(lambda: rests(pid), 10, "the wait for the launch")
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: state_of(pid) == "T", 5, "the stop")
         running.kill()

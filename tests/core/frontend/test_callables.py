@@ -94,3 +94,33 @@ def test_one_that_raises_ends_its_own_request(engine):
     assert results["good"] == expected["good"]
     assert results["bad"][0][0][3] == "error"
     assert engine.health().ok  # the plugin is ours, and the fault is the caller's
+
+
+class Counting:
+    """Chooses the token of its first call, then the next one, and so on."""
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+
+    def __call__(self, output_ids, logits):
+        token, self.next = self.next, self.next + 1
+        return only(token)(output_ids, logits)
+
+
+def test_one_that_counts_its_calls_does_so_with_drafts_and_for_each_completion(engine, scripted):
+    calls = [Counting(65)]
+    params = SamplingParams(n=2, max_tokens=12, logits_processors=calls, **FINAL)
+    expected = run(engine, [("r", [9, 8], params)])
+    assert [completion[1] for completion in expected["r"][0]] == [list(range(65, 77))] * 2
+    assert calls[0].next == 65  # the caller's own is not called
+    speculating = {
+        "speculation": {"use": ["hardpoint.testing:ScriptedSpeculator"], "adaptive": False},
+        "plugin": {
+            "scripted_speculator": {"right": 0.7, "replies": [[[9, 8], list(range(65, 77))]]}
+        },
+    }
+    drafting = scripted_engine(scripted, speculating)
+    assert run(drafting, [("r", [9, 8], params)]) == expected
+    stats = drafting.call_utility("scheduler_stats")
+    assert 0 < stats.num_accepted_drafts < stats.num_drafts
+    drafting.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 
 import pytest
 from support.plugins.arguments import Tagged
 
 from hardpoint import RequestError, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
-from hardpoint.builtin_plugins.parsers.json_calls import Hermes
+from hardpoint.builtin_plugins.parsers.json_sections import Hermes
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.core.frontend.requests.plugin_arguments import CallRules
@@ -225,6 +226,20 @@ def test_white_space_next_to_calls_is_no_content(events, content, places, piecew
             before.setdefault(call.index, len(found) + call.content_before)
         found += text or ""
     assert (found or None, list(before.values())) == (content, places)
+
+
+def test_white_space_that_waits_takes_no_more_time_than_content():
+    def seconds(text):
+        parts = CompletionParts(delta=True)
+        began = time.perf_counter()
+        for _ in range(100_000):
+            parts.add([ContentText(text)])
+        parts.finish()
+        took = time.perf_counter() - began
+        assert parts.pop()[1] == text * 100_000
+        return took
+
+    assert seconds("\n") < 10 * seconds("x")
 
 
 def test_an_extra_call_that_is_malformed_is_left_out_too():

@@ -140,7 +140,7 @@ def test_too_many_deaths_are_the_end(scripted, caplog):
             assert await serves(llm)
             last = pid_of(llm)
             await kill(llm)
-            assert llm.errored
+            await until(lambda: llm.errored, "the end of restarts")
             ended = rf"\(pid {last}\) was killed by signal 9 .*; {LIMIT}$"
             for call in (llm.health(), serves(llm)):
                 with pytest.raises(EngineDeadError, match=ended):

@@ -87,16 +87,16 @@ def test_in_an_event_loop_too(scripted):
 
 def test_an_interrupt_while_prompts_are_added_leaves_none_behind(llm, monkeypatch):
     engine = engine_of(llm)
-    add, calls = engine.add_request, []
+    add, calls = engine.add_requests, []
 
-    def interrupted(*given):
-        internal = add(*given)
+    def interrupted(*given, **more):
+        internal = add(*given, **more)
         calls.append(internal)
         if len(calls) == 2:  # the engine has it, and the caller does not know yet
             raise KeyboardInterrupt
         return internal
 
-    monkeypatch.setattr(engine, "add_request", interrupted)
+    monkeypatch.setattr(engine, "add_requests", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], GREEDY)
     assert not engine.has_unfinished_requests()

@@ -12,7 +12,7 @@ from support.broken.attention import Plain
 from support.searching import examples
 
 from hardpoint.boundary.checked_attention import CheckedAttention
-from hardpoint.boundary.layer_groups import LayerGroups, group_layers
+from hardpoint.boundary.layers.groups import LayerGroups, group_layers
 from hardpoint.errors import PluginFaultError
 from hardpoint.plugins import AttentionContext, KVSpec
 from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup

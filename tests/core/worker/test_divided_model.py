@@ -31,10 +31,11 @@ from hardpoint.plugins import (
     OpsContext,
     QuantizationContext,
     WeightLoader,
+    WorkerInfo,
     Wrapper,
 )
+from hardpoint.plugins.cache_memory import CacheMemory
 from hardpoint.plugins.config_tables import QuantizationConfig, WeightCacheConfig
-from hardpoint.plugins.kv_cache import KVCacheGroup
 from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Cut, Parallel, SingleRank
 from hardpoint.system.memory import MemoryLimit, estimate_memory
@@ -70,7 +71,7 @@ class RowOps(TorchOps):
     layout = "rows"
 
     def pack(self, weight):
-        return weight
+        return weight.clone()
 
 
 class SameLoader(DummyLoader):
@@ -236,7 +237,8 @@ def estimate(loader, config, parallel):
     quantized = QuantizedWeights(engine, model, checked.cuts, {}.__getitem__)
     weights = hold_weights(model, checked, loader, SOURCE, quantized)
     limit = MemoryLimit(1 << 40, "test")
-    return estimate_memory(model, engine, weights, 100, [KVCacheGroup()], limit)
+    request = CacheMemory.of_rank(engine, WorkerInfo(100, 0), model.context.max_model_len)
+    return estimate_memory(model, engine, weights, request, limit)
 
 
 def test_the_estimate_is_of_the_weights_of_the_rank(loader):
@@ -257,6 +259,23 @@ def test_the_estimate_is_of_the_weights_of_the_rank(loader):
     stages = [estimate(loader, config, Parallel(stage=stage, num_stages=2)) for stage in (0, 1)]
     # One has the embedding, the other one the head.
     assert sum(stage.weights for stage in stages) == matrices + norms + table
+
+
+def test_a_table_that_is_not_packed_is_no_copy_in_the_estimate(loader, monkeypatch):
+    table = 4 * 61 * 48
+    config = dataclasses.replace(loader.config(), hf=TINY | {"tie_word_embeddings": True})
+    copied = estimate(loader, config, Parallel()).weights
+    monkeypatch.setattr(RowOps, "pack", lambda self, weight: weight)
+    assert estimate(loader, config, Parallel()).weights == copied - table
+
+
+def test_plain_torch_packs_no_bfloat16_where_the_processor_cannot(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    ops = TorchOps(OpsContext(name="torch", options=None, dtype=torch.bfloat16, device=CPU))
+    weight = torch.ones(3, 4, dtype=torch.bfloat16)
+    packed = ops.pack(weight)
+    assert packed is weight
+    assert ops.linear(packed, (3, 4))(weight).tolist() == [[4.0] * 3] * 3
 
 
 @pytest.mark.parametrize("tied", [True, False])

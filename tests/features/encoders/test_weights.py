@@ -146,7 +146,7 @@ class Causal(TorchAttention):
 def test_a_backend_in_which_tokens_see_no_later_ones_is_refused_by_name(folder, monkeypatch, use):
     kernel_device()
     monkeypatch.setattr(SafetensorsLoader, "cut_weights", _not_read)
-    words = rf"attention.use: .*{use}.* lets no token see later ones .*choose another attention"
+    words = rf"attention.use: .*{use}.* has no tokens that see later ones .*choose another"
     with pytest.raises(ModelError, match=words):
         open_llm(folder, attention={"use": use})
 

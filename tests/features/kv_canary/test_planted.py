@@ -103,8 +103,8 @@ def test_a_wrong_token(engine, monkeypatch):
 def test_a_block_that_was_freed_and_reused(engine, monkeypatch):
     allocate, held = BlockPool.allocate, []
 
-    def freed(self, count):
-        blocks = allocate(self, count)
+    def freed(self, count, **kind):
+        blocks = allocate(self, count, **kind)
         held.append(blocks)
         return held[0][:1] + blocks[1:] if len(held) == 2 else blocks
 

@@ -45,6 +45,19 @@ def test_hidden_states_are_those_of_transformers(models, family, backend):
             np.testing.assert_allclose(output.outputs, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_scaling_of_rope_changes_both_types_of_layers(tmp_path):
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    model = write_encoder(tmp_path, "ModernBert", **scaling)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["rope_parameters"]
+    path.write_text(json.dumps(fields | scaling))
+    with opened(tmp_path, max_model_len=LIMIT) as llm:
+        (output,) = llm.encode(PROMPTS[-1], RAW)
+    expected = hidden_states(model, PROMPTS[-1])
+    np.testing.assert_allclose(output.outputs, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_of_a_batch_have_the_bits_that_they_have_alone(models, family):
     folder, _ = models[family]

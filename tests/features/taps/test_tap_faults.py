@@ -18,6 +18,8 @@ FAULTS = {
     "short": SOURCE + r"its read\(\) gave \[\d+, 64\], expected \[\d+, ...\]",
     "no tensor": SOURCE + r"its read\(\) gave int, expected a tensor",
     "reads in place": SOURCE + r"its read\(\) changed its values in place, expected a new tensor",
+    "grows": SOURCE
+    + r"its read\(\) gave torch.float32 \[3\] for a position, expected torch.float32 \[2\]",
     "nan": SOURCE + r"its change\(\) gave numbers that are not finite",
     "narrow": SOURCE + r"its change\(\) gave \[\d+, 3\], expected \[\d+, 64\]",
 }
@@ -55,6 +57,21 @@ def test_a_fault_ends_its_request_alone(llm, how):
         assert (own is None) == (before is None)
         for name, array in (own or {}).get("activation_taps", {}).items():
             assert (array.values == before["activation_taps"][name].values).all()
+
+
+def test_requests_may_have_rows_of_different_forms(llm):
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    # With the last one, the tap is called for each on its own.
+    hows = ["fine", "squares", "raises"]
+    fine, squares, raises = llm.generate(prompts, [params_of(faulty={"how": how}) for how in hows])
+    arrays = fine.outputs[0].part_arrays["activation_taps"]["faulty/0/layer_output"]
+    assert arrays.values.shape == (7, 2)
+    assert re.search(
+        SOURCE + r"its read\(\) gave torch.float32 \[1\] for a position, expected torch.float32 "
+        r"\[4\], as for those before",
+        squares.outputs[0].error,
+    )
+    assert "KeyError: 'direction'" in raises.outputs[0].error
 
 
 @pytest.mark.parametrize(

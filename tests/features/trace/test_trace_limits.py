@@ -74,6 +74,20 @@ def test_a_request_asks_for_a_number_of_candidates(scripted):
     assert traces[0].token_ids == traces[2].token_ids
 
 
+@pytest.mark.parametrize("arguments", [{}, {"candidates": 9}])
+@pytest.mark.parametrize("include", [[], ["timings"]])
+def test_arguments_of_a_request_that_is_not_traced_are_refused(scripted, include, arguments):
+    params = SamplingParams(**GREEDY, include=include, plugin_args={"trace": arguments})
+    expected = (
+        r"plugin_args\.trace: expected none without include = \['trace'\], as only requests that "
+        rf"include it use it, got include = \{include}"
+    )
+    with opened(scripted) as llm:
+        with pytest.raises(RequestError, match=expected):
+            llm.generate("say abc", params)
+        assert llm.generate("say abc", SamplingParams(**GREEDY))[0].outputs[0].token_ids
+
+
 @pytest.mark.parametrize(("name", "limit"), [("candidates", 20), ("positions", 4096)])
 def test_limits_cannot_be_raised(scripted, name, limit):
     expected = rf"plugin\.trace\.{name}: expected .*{limit}, got {limit + 1}"

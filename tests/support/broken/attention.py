@@ -16,6 +16,7 @@ class Plain(AttentionBackend):
     contract = 1
     devices = ("cpu",)
     softcaps = True
+    has_sinks = True
     sees_ahead = True
 
     def bytes_per_block(self, spec):
@@ -67,15 +68,60 @@ class Plain(AttentionBackend):
     def softmax(self, spec, q, keys, values, mask):
         keys, values = (self.spread(spec, side) for side in (keys, values))
         scores = self.cap(spec, torch.einsum("qhd,khd->hqk", q, keys) * spec.scale)
-        return torch.einsum(
-            "hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), values
-        )
+        scores = self.sink(spec, scores.masked_fill(~mask, -torch.inf))
+        weights = scores.softmax(-1)[..., : len(keys)]
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+    def sink(self, spec, scores):
+        if spec.sinks is None:
+            return scores
+        return torch.cat((scores, spec.sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)), -1)
 
     def cap(self, spec, scores):
         return scores if spec.softcap is None else spec.softcap * (scores / spec.softcap).tanh()
 
     def spread(self, spec, side):
         return side.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+
+
+class KeysAlone(Plain):
+    """Right: values that are part of the keys are stored once."""
+
+    contract = 1
+    shares_values = True
+
+    def bytes_per_block(self, spec):
+        return super().bytes_per_block(spec) // (1 if spec.value_size is None else 2)
+
+    def allocate(self, spec, num_blocks):
+        return super().allocate(spec, num_blocks)[: 2 if spec.value_size is None else 1].clone()
+
+    def write(self, cache, plan, k, v):
+        cache[0, plan.slots], cache[-1, plan.slots] = k, v
+
+    def read(self, cache, slots):
+        return super().read(cache, slots).expand(2, -1, -1, -1)
+
+    def attend(self, spec, cache, plan, q, k, v):
+        out = super().attend(spec, cache, plan, q, k, v)
+        return out if spec.value_size is None else self.values(out, spec.value_size)
+
+    def values(self, out, size):
+        return out[..., -size:]
+
+
+class FirstElements(KeysAlone):
+    contract = 1
+
+    def values(self, out, size):
+        return out[..., :size]
+
+
+class WholeHeads(KeysAlone):
+    contract = 1
+
+    def values(self, out, size):
+        return out
 
 
 class NoContract(Plain):
@@ -221,6 +267,34 @@ class ClampsScores(Plain):
 
     def cap(self, spec, scores):
         return scores if spec.softcap is None else scores.clamp(-spec.softcap, spec.softcap)
+
+
+class IgnoresSinks(Plain):
+    contract = 1
+
+    def sink(self, spec, scores):
+        return scores
+
+
+class ScalesSinks(Plain):
+    contract = 1
+
+    def sink(self, spec, scores):
+        scaled = None if spec.sinks is None else spec.sinks * spec.scale
+        return super().sink(dataclasses.replace(spec, sinks=scaled), scores)
+
+
+class CopiesSinks(Plain):
+    """Reads the sinks once, before they have changed."""
+
+    contract = 1
+
+    def allocate(self, spec, num_blocks):
+        self.sinks = None if spec.sinks is None else spec.sinks.clone()
+        return super().allocate(spec, num_blocks)
+
+    def sink(self, spec, scores):
+        return super().sink(dataclasses.replace(spec, sinks=self.sinks), scores)
 
 
 class WritesNothing(Plain):
@@ -608,6 +682,7 @@ class SplitsByRows(RowByRow):
     """Sums the keys in as many parts as the sequence has rows."""
 
     contract = 1
+    has_sinks = False
 
     def softmax(self, spec, q, keys, values, mask):
         self.parts = len(q)

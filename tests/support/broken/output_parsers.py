@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from hardpoint.builtin_plugins.parsers.json_calls import Hermes
+import msgspec
+
+from hardpoint.builtin_plugins.parsers.json_sections import Hermes
 from hardpoint.plugins import OutputParser, ParserRequest, ReasoningMarkers
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -121,6 +123,19 @@ class OtherMarkers(Right):
 
     def markers(self):
         return ReasoningMarkers(start=self.encoded("<reason>"), end=self.encoded(END))
+
+
+class UnnamedCalls(Right):
+    """A call ends its reasoning, and is not among its markers."""
+
+    contract = 1
+
+    def states(self):
+        calls = {"<tool_call>": "content"}
+        return {**super().states(), "thinking": State(Reasoning, {END: "content"}, calls=calls)}
+
+    def markers(self):
+        return msgspec.structs.replace(super().markers(), calls=())
 
 
 class IgnoresRoles(Right):

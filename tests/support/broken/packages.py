@@ -139,14 +139,62 @@ RUN: Sequence[Package] = (
 )
 """Others whose suite runs."""
 
+UNUSED = Package(
+    "acme_unused",
+    """
+from hardpoint.plugins import EngineHalf, StepPart
+
+class Half(EngineHalf):
+    def uses(self, request):
+        return request.tags.get("team") == "nobody's"
+
+class Part(StepPart):
+    contract = 1
+
+    def engine_half(self, context):
+        return Half()
+""",
+    exit_code=0,
+    outcomes={
+        "test_contract": "proved",
+        "test_steps": "not_proved",
+        "test_memory": "not_proved",
+        "test_speed": "not_proved",
+    },
+    messages=dict.fromkeys(
+        ("test_steps", "test_speed"),
+        "needs a suite of its author: no request of `requests` uses the part; override requests()",
+    ),
+    kind="step_parts",
+    value="Part",
+)
+"""A step part that no request of its kind's suite uses."""
+
+LACKING = Package(
+    "acme_lacking",
+    sink(
+        attributes="""
+    def __init__(self, context):
+        super().__init__(context)
+        raise ImportError("it needs the library acme: pip install acme")
+"""
+    ),
+    exit_code=0,
+    outcomes={"test_statistics": "not_proved"},
+    messages={"test_statistics": "this machine lacks what it needs: it needs the library acme"},
+)
+"""One whose library is not installed, which its message names."""
+
 ACTIVE = Package(
     "acme_active",
     sink(
-        imports="import contextlib, socket, subprocess, sys\nimport numpy",
+        imports="import contextlib, importlib, socket, subprocess, sys\nimport numpy",
         attributes="""
     def __init__(self, context):
         super().__init__(context)
         open("acme_written", "w").close()
+        importlib.import_module("tqdm.auto")
+        __import__("yaml")
         subprocess.run([sys.executable, "-c", ""], check=True)
         with contextlib.suppress(OSError), socket.socket() as client:
             client.connect(("127.0.0.1", 9))

@@ -355,6 +355,34 @@ class RepeatsOutputs(DefaultScheduler):
         return by_client
 
 
+class ForgetsBegun(DefaultScheduler):
+    """Begins forks without the outputs that they come with."""
+
+    contract = 1
+
+    def add_request(self, request):
+        super().add_request(msgspec.structs.replace(request, resumed=None))
+
+
+class SendsBegun(DefaultScheduler):
+    """Sends the outputs that forks come with as new ones."""
+
+    contract = 1
+
+    def add_request(self, request):
+        super().add_request(request)
+        self.begun = {**getattr(self, "begun", {}), request.request_id: request.resumed}
+
+    def update(self, plan, result):
+        by_client = super().update(plan, result)
+        for outputs in by_client.values():
+            for output in outputs.outputs:
+                resumed = self.begun.pop(output.request_id, None)
+                if resumed is not None and output.new_token_ids:
+                    output.new_token_ids = [*resumed.output_token_ids, *output.new_token_ids]
+        return by_client
+
+
 class FrozenClock(DefaultScheduler):
     contract = 1
 

@@ -310,6 +310,62 @@ class _CountsPlansHalf(GoodHalf):
         self.plans.pop(request_id, None)
 
 
+class _CountsResultsHalf(GoodHalf):
+    """Advances by the tokens of results, and so misses those that a fork comes with."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.counts = {}
+
+    def result(self, plan, result):
+        for name in self.planned(plan):
+            sampled = result.sampled_token_ids.get(name, ())
+            self.counts[name] = self.counts.get(name, 0) + len(sampled)
+        return {}
+
+    def rest(self, request, index):
+        first = request.source.prompt_token_ids[0]
+        return (first + self.counts.get(request.request_id, 0) + index) % 7
+
+    def forget(self, request_id):
+        super().forget(request_id)
+        self.counts.pop(request_id, None)
+
+
+class _KnowsByUserHalf(GoodHalf):
+    """Keeps a position by the user's id, which a request and its forks share."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.positions = {}
+
+    def name_of(self, request):
+        return request.source.external_req_id or request.request_id
+
+    def updated(self, plan):
+        for name in self.planned(plan):
+            request = self.requests[name]
+            self.positions[self.name_of(request)] = len(request.output_token_ids)
+
+    def rest(self, request, index):
+        first = request.source.prompt_token_ids[0]
+        return (first + self.positions.get(self.name_of(request), 0) + index) % 7
+
+    def forget(self, request_id):
+        if (request := self.requests.get(request_id)) is not None:
+            self.positions.pop(self.name_of(request), None)
+        super().forget(request_id)
+
+
+class _GateTakesNewHalf(GoodHalf):
+    """Expects that no request has outputs when it comes."""
+
+    def gate(self, request):
+        if request.request_id not in self.requests and request.output_token_ids:
+            raise ValueError("it has outputs")
+        return super().gate(request)
+
+
 class _EndsOthersHalf(GoodHalf):
     def result(self, plan, result):
         names = result.sampled_token_ids.keys() - self.requests.keys()
@@ -546,6 +602,9 @@ AlwaysData = part_of(_AlwaysDataHalf)
 TextAsData = part_of(_TextAsDataHalf)
 RaisesInLost = part_of(_RaisesInLostHalf)
 CountsPlans = part_of(_CountsPlansHalf)
+CountsResults = part_of(_CountsResultsHalf)
+KnowsByUser = part_of(_KnowsByUserHalf)
+GateTakesNew = part_of(_GateTakesNewHalf)
 EndsOthers = part_of(_EndsOthersHalf)
 UpdatedRaises = part_of(_UpdatedRaisesHalf)
 FaultAsText = part_of(_FaultAsTextHalf)

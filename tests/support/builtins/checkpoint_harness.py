@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,8 +86,8 @@ def write_gguf(
         if kind != KINDS.F32:
             array, numbers = quantised(array, kind)
             parameter.data.copy_(torch.from_numpy(numbers[np.argsort(rows)]))
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
-            array = array + 1
+        if architecture.startswith(("gemma", "qwen3next")) and name.endswith("norm.weight"):
+            array = array + (not name.endswith("ssm_norm.weight"))
         writer.add_tensor(name, array, raw_dtype=kind)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
@@ -99,18 +100,59 @@ def stored_tensors(model, architecture: str) -> Iterator[tuple[str, torch.Tensor
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         parts = {name: tensor}
-        if name.endswith("experts.gate_up_proj"):
+        if architecture == "gpt-oss" and ".experts." in name:
+            parts = dict(_experts_of_gpt_oss(name, tensor))
+        elif name.endswith("experts.gate_up_proj"):
             experts = name.removesuffix("gate_up_proj")
             gate, up = tensor.chunk(2, 1)
             parts = {f"{experts}gate_proj": gate, f"{experts}up_proj": up}
+        elif name.endswith("kv_b_proj.weight") and getattr(model.config, "kv_b_by_head", True):
+            heads = tensor.view(model.config.num_attention_heads, -1, tensor.shape[1])
+            keys, values = heads.split([model.config.qk_nope_head_dim, model.config.v_head_dim], 1)
+            k_name, v_name = (name.replace("kv_b", f"{side}_b") for side in "kv")
+            parts = {k_name: keys.transpose(1, 2), v_name: values}
         elif name.endswith("shared_expert_gate.weight"):
             parts = {name: tensor[0]}
+        elif ".linear_attn." in name:
+            parts = _of_the_delta_rule(name, tensor, model.config)
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         for own, part in parts.items():
             own = own.replace("_correction_bias", "_correction.bias")
+            suffix = ".bias" if own.endswith("_bias") else ".weight"
+            if ".experts." in own:
+                own = own.removesuffix("_bias")
             stored = names.get_name(own, try_suffixes=(".weight", ".bias"))
-            yield stored if ".experts." not in own else f"{stored}.weight", part
+            is_whole = ".experts." not in own and not own.endswith(".sinks")
+            yield stored if is_whole else f"{stored}{suffix}", part
+
+
+def _experts_of_gpt_oss(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the converter makes of a stacked tensor: rows of gate and up are in turn."""
+    rows = tensor if name.endswith("_bias") else tensor.transpose(1, 2)
+    if "gate_up_proj" not in name:
+        yield name, rows
+        return
+    for part, first in (("gate", 0), ("up", 1)):
+        yield name.replace("gate_up_proj", f"{part}_proj"), rows[:, first::2]
+
+
+def _of_the_delta_rule(name: str, tensor: torch.Tensor, config) -> dict[str, torch.Tensor]:
+    """Return the tensors that one of a layer with a state becomes, by Hugging Face names."""
+    before = name.rpartition(".linear_attn.")[0] + ".linear_attn."
+    if name.endswith("A_log"):
+        return {name: -tensor.exp()}
+    if name.endswith("dt_bias"):
+        return {f"{before}dt_proj.bias": tensor}
+    if name.endswith("conv1d.weight"):
+        return {name: tensor.squeeze(1)}
+    if not name.endswith("in_proj_qkvz.weight"):
+        return {name: tensor}
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    split = tensor.view(heads, -1, tensor.shape[1]).split([key, key, values, values], 1)
+    *qkv, z = (part.flatten(0, 1) for part in split)
+    return {f"{before}in_proj_qkv.weight": torch.cat(qkv), f"{before}in_proj_z.weight": z}
 
 
 def _permutation(architecture: str, name: str, count: int) -> np.ndarray:
@@ -121,7 +163,7 @@ def _permutation(architecture: str, name: str, count: int) -> np.ndarray:
     return permute_as_llama_cpp(rows[:, None], count // 16)[:, 0]
 
 
-def _metadata(config, architecture: str) -> dict:
+def _metadata(config, architecture: str) -> dict:  # noqa: C901, PLR0915 - a case per format
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     values = {
@@ -152,15 +194,15 @@ def _metadata(config, architecture: str) -> dict:
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", None)
         shared = getattr(config, "shared_expert_intermediate_size", None)
         values["expert_shared_feed_forward_length"] = shared
-    if architecture in ("cohere2", "olmo2"):
+    if architecture in ("cohere2", "llama", "olmo2"):
         values["attention.sliding_window"] = getattr(config, "sliding_window", None)
         values["logit_scale"] = getattr(config, "logit_scale", None)
     if "partial_rotary_factor" in rope:
         size = int(getattr(config, "head_dim", 16) * rope["partial_rotary_factor"])
         values["rope.dimension_count"] = size
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "deepseek2"):
         values |= {
-            "expert_gating_func": 2,
+            "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
             "expert_group_count": config.n_group,
             "expert_group_used_count": config.topk_group,
             "expert_shared_count": config.n_shared_experts,
@@ -169,12 +211,56 @@ def _metadata(config, architecture: str) -> dict:
             "leading_dense_block_count": config.first_k_dense_replace,
             "nextn_predict_layers": 0,
         }
+    if architecture == "gpt-oss":
+        values["attention.sliding_window"] = config.sliding_window
+        values["expert_feed_forward_length"] = config.intermediate_size
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
+        original = rope["original_max_position_embeddings"]
+        values["rope.scaling.original_context_length"] = original
+    if architecture == "deepseek2":
+        values |= _latent_lengths(config)
+    if architecture == "qwen3next":
+        values |= {
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+            "full_attention_interval": config.layer_types.index("full_attention") + 1,
+        }
     if architecture == "granite":
         values["attention.scale"] = config.attention_multiplier
         values["embedding_scale"] = config.embedding_multiplier
         values["residual_scale"] = config.residual_multiplier
         values["logit_scale"] = config.logits_scaling
     return values
+
+
+def _latent_lengths(config) -> dict:
+    """Return the metadata of latent attention; newer files have lengths of latents, too."""
+    rope = config.rope_parameters
+    lengths = {
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+    if rope["rope_type"] == "yarn":
+        lengths |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    if not getattr(config, "kv_b_by_head", True):
+        return lengths | {"attention.key_length": key, "attention.value_length": value}
+    return lengths | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.key_length_mla": key,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.value_length_mla": value,
+    }
 
 
 def quantised(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> tuple[np.ndarray, np.ndarray]:
@@ -198,20 +284,27 @@ SCALES = {
     KINDS.Q6_K: ((208, 0.00015),),
     KINDS.IQ4_NL: ((0, 0.003),),
     KINDS.IQ4_XS: ((0, 0.0002),),
+    KINDS.IQ1_S: ((0, 0.03),),
+    KINDS.IQ2_XXS: ((0, 0.003),),
+    KINDS.IQ2_XS: ((0, 0.003),),
+    KINDS.IQ2_S: ((0, 0.003),),
+    KINDS.IQ3_XXS: ((0, 0.001),),
+    KINDS.IQ3_S: ((0, 0.002),),
 }
 """Where a block has float16 scales, and values that make weights of about 0.2 with mean 0."""
 
 
 def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Return random blocks of finite weights, uint8 [rows, bytes]."""
-    rows, columns = shape
+    """Return random blocks of finite weights, uint8 [..., rows, bytes]."""
+    *outer, columns = shape
+    rows = math.prod(outer)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     source = np.random.default_rng([rows, columns, int(kind)])
     blocks = source.integers(0, 256, (rows, columns // block, size), np.uint8)
     for at, scale in SCALES[kind]:
         scales = scale * source.uniform(0.5, 1.0, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*outer, -1)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from hardpoint.builtin_plugins.parsers.gemma import Gemma
 from hardpoint.builtin_plugins.parsers.harmony import Harmony
@@ -16,10 +17,33 @@ from hardpoint.builtin_plugins.parsers.headed_calls import (
     KimiK2,
     Mistral,
 )
-from hardpoint.builtin_plugins.parsers.json_calls import Hermes, Json, Llama3Json
-from hardpoint.builtin_plugins.parsers.python_calls import Llama4Pythonic, Pythonic
-from hardpoint.builtin_plugins.parsers.xml_calls import Qwen3Coder, SeedOss
+from hardpoint.builtin_plugins.parsers.json_calls import Json, Llama3Json
+from hardpoint.builtin_plugins.parsers.json_sections import (
+    Cohere,
+    Ernie45,
+    Hermes,
+    Hunyuan,
+    Jamba,
+    Longcat,
+    MiniMax,
+    Nemotron,
+    Phi4Mini,
+)
+from hardpoint.builtin_plugins.parsers.python_calls import Lfm2, Llama4Pythonic, Olmo3, Pythonic
+from hardpoint.builtin_plugins.parsers.xml_calls import (
+    DeepSeekV32,
+    Glm45,
+    MiniMaxM2,
+    Qwen3Coder,
+    SeedOss,
+    Step3,
+)
 
+STEP = (
+    *("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>", "<｜tool_sep｜>"),
+    *("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+)
+GLM = tuple(f"<{end}{tag}>" for tag in ("tool_call", "arg_key", "arg_value") for end in ("", "/"))
 SINGULAR = ("<|tool_call_section_begin|>", "<|tool_call_section_end|>")
 
 
@@ -52,6 +76,21 @@ PARSERS = {
     "qwen3_coder": (Qwen3Coder, ()),
     "qwen3_coder, special": (Qwen3Coder, ("<tool_call>", "</tool_call>")),
     "seed_oss": (SeedOss, ("<seed:think>", "</seed:think>", "<seed:tool_call>")),
+    "minimax_m2": (MiniMaxM2, ("<minimax:tool_call>", "</minimax:tool_call>")),
+    "deepseek_v3_2": (DeepSeekV32, ()),
+    "step3": (Step3, STEP),
+    "glm45": (Glm45, ()),
+    "glm45, special": (Glm45, GLM),
+    "ernie45": (Ernie45, ()),
+    "hunyuan_a13b": (Hunyuan, ()),
+    "jamba": (Jamba, ()),
+    "longcat": (Longcat, ()),
+    "minimax": (MiniMax, ()),
+    "nemotron": (Nemotron, ()),
+    "phi4_mini": (Phi4Mini, ("<|tool_call|>", "<|/tool_call|>")),
+    "cohere": (Cohere, (*Cohere.required_tokens, "<|START_RESPONSE|>")),
+    "lfm2": (Lfm2, ("<|tool_call_start|>", "<|tool_call_end|>")),
+    "olmo3": (Olmo3, ()),
     "pythonic": (Pythonic, ()),
     "llama4_pythonic": (Llama4Pythonic, ("<|python_start|>", "<|python_end|>")),
     "llama4_pythonic, text": (Llama4Pythonic, ()),
@@ -123,6 +162,26 @@ SEED = (
     "<parameter=size>small</parameter>\n<parameter=name>\nBob\n</parameter>\n</function>\n"
     "</seed:tool_call>"
 )
+TAGS = (
+    '<invoke name="now">\n</invoke>\n<invoke name="order_food">\n'
+    '<parameter name="what">soup [1], {2}</parameter>\n'
+    '<parameter name="size">small</parameter>\n'
+    '<parameter name="name">\nBob\n</parameter>\n</invoke>\n'
+)
+STEP_HEAD = "<｜tool_call_begin｜>function<｜tool_sep｜>"
+STEP_CALLS = TAGS.replace("<invoke", STEP_HEAD + "<invoke").replace(
+    "</invoke>", "</invoke><｜tool_call_end｜>"
+)
+FOOD_IN_GLM = "".join(
+    f"<arg_key>{key}</arg_key>#<arg_value>{value}</arg_value>#"
+    for key, value in {**FOOD, "name": "\nBob\n"}.items()
+)
+GLM_CALLS = f"<tool_call>now#</tool_call>\n<tool_call>order_food#{FOOD_IN_GLM}</tool_call>"
+LIST = f'[{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]'
+COHERE = (
+    '[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}},\n    '
+    f'{{"tool_call_id": "1", "tool_name": "order_food", "parameters": {IN_JSON}}}\n]'
+)
 # parser, calls of `now` and `order_food` as the model writes them, text that may come before
 USUAL = [
     ("hermes", f"{HERMES}\n<tool_call>\n{ORDER_CALL}\n</tool_call>", "Hi"),
@@ -164,6 +223,42 @@ USUAL = [
     ),
     ("qwen3_coder", QWEN, "Hi"),
     ("seed_oss", SEED, "Hi"),
+    ("minimax_m2", f"<minimax:tool_call>\n{TAGS}</minimax:tool_call>", "Hi"),
+    (
+        "deepseek_v3_2",
+        re.sub(
+            "<(/?)(?=[fip])",
+            r"<\1｜DSML｜",
+            f"<function_calls>\n{TAGS}</function_calls>".replace(
+                '">s', '" string="true">s'
+            ).replace('">\nB', '" string="true">\nB'),
+        ),
+        "Hi",
+    ),
+    (
+        "step3",
+        "<｜tool_calls_begin｜>\n"
+        + re.sub("<(/?)(?=[ip])", r"<\1steptml:", STEP_CALLS)
+        + "<｜tool_calls_end｜>",
+        "Hi",
+    ),
+    ("glm45", GLM_CALLS.replace("#", "\n"), "Hi"),
+    ("glm45", GLM_CALLS.replace("#", ""), "Hi"),
+    ("glm45, special", GLM_CALLS.replace("#", ""), "Hi"),
+    ("ernie45", f"{HERMES}\n<tool_call>\n{ORDER_CALL}\n</tool_call>", "Hi"),
+    ("hunyuan_a13b", f"<tool_calls>{LIST}</tool_calls>", "Hi"),
+    ("jamba", f"<tool_calls>{LIST}</tool_calls>", "Hi"),
+    (
+        "minimax",
+        f'<tool_calls>\n{{"name": "now", "arguments": {{}}}}\n{ORDER_CALL}\n</tool_calls>',
+        "Hi",
+    ),
+    ("nemotron", f"<TOOLCALL>{LIST}</TOOLCALL>", "Hi"),
+    ("phi4_mini", f"functools{LIST}", "Hi"),
+    ("phi4_mini", f"<|tool_call|>{LIST}<|/tool_call|>", "Hi"),
+    ("cohere", f"<|START_ACTION|>{COHERE}<|END_ACTION|>", "Hi"),
+    ("olmo3", f"<function_calls>\nnow()\n{IN_PYTHON}\n</function_calls>", "Hi"),
+    ("lfm2", f"<|tool_call_start|>[now(), {IN_PYTHON}]<|tool_call_end|>", ""),
     ("pythonic", f"[now(), {IN_PYTHON}]", " "),
     ("llama4_pythonic", f"<|python_start|>[now(), {IN_PYTHON}]<|python_end|>", ""),
     ("llama4_pythonic", f"[now(), {IN_PYTHON}]", ""),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 
 from hardpoint import EngineConfig
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
-from hardpoint.builtin_plugins.quantizations import gguf as gguf_schemes
 from hardpoint.core.weights.quantized_weights import QuantizedWeights
 from hardpoint.plugins import (
     AttentionBackend,
@@ -29,6 +29,7 @@ from hardpoint.plugins.manifest import Source
 from hardpoint.plugins.parallel import Parallel
 from hardpoint.plugins.quantization import QuantizationContext
 from hardpoint.testing import load_ops
+from hardpoint.testing.model.model_sequences import SequenceStates
 from hardpoint.testing.model.sequences import SequenceBlocks
 
 
@@ -82,7 +83,8 @@ def load_model(
 
 def scheme(name: str) -> Quantization:
     """Build a scheme of GGUF files."""
-    made = getattr(gguf_schemes, name.upper())
+    (found,) = entry_points(group="hardpoint.quantizations", name=name)
+    made = found.load()
     context = QuantizationContext(
         name=name, options=made.Options(), device=torch.device("cpu"), dtype=torch.float32
     )
@@ -128,6 +130,7 @@ class Runner:
         self.backend = build_backend(dtype, block_size, attention)
         self.specs = model.kv_specs()
         self.caches = [self.backend.allocate(spec, num_blocks) for spec in self.specs]
+        self.states = SequenceStates(model)
         self.blocks = SequenceBlocks(num_blocks, block_size, torch.device("cpu"), shuffled=True)
 
     def hidden(
@@ -151,6 +154,7 @@ class Runner:
                 attend=partial(self._attend, plan),
                 hidden=hidden,
                 routed_experts=routed_experts,
+                recur=self.states.of_step(counts),
             )
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +66,3 @@ def key(number: int) -> bytes:
 
 def holds(buffer: BlockBuffer, fill: int) -> bool:
     return bytes(buffer.whole) == bytes([fill]) * BLOCK
-
-
-def eventually(check: Any, seconds: float = 5.0) -> bool:
-    """Return whether a check gets true in time."""
-    end = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True

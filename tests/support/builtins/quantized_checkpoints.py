@@ -158,6 +158,28 @@ def plain_integers(matrix: Matrix, *, symmetric: bool = False) -> Tensors:
     return tensors
 
 
+def fp8(matrix: Matrix) -> Tensors:
+    """Return the tensors of FP8 with a scale per block of one row."""
+    numbers = matrix.codes - matrix.zeros[:, matrix.group_of]
+    return {
+        "weight": numbers.float().to(torch.float8_e4m3fn),
+        "weight_scale_inv": matrix.scales.float(),
+    }
+
+
+def four_bit_floats(matrix: Matrix) -> Tensors:
+    """Return the tensors of bitsandbytes, below a weight, of zeros that are 8 and groups of 64."""
+    packed = matrix.codes.view(-1, 2).to(torch.uint8)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": matrix.shape}
+    text = json.dumps(state).encode()
+    return {
+        "weight": packed[:, :1] << 4 | packed[:, 1:],
+        "weight.absmax": matrix.scales.float().flatten(),
+        "weight.quant_map": torch.arange(16.0) - 8,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8),
+    }
+
+
 def awq_config(group: int = 32, **fields: Any) -> dict[str, Any]:
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
     return config | {"version": "gemm", "modules_to_not_convert": None} | fields
@@ -226,6 +248,7 @@ def write_checkpoint(
     bits: int = 4,
     num_shards: int = 2,
     shuffled: bool = False,
+    symmetric: bool = False,
     **fields: Any,
 ) -> Tensors:
     """Write a Llama whose decoder layers are quantised; return all weights as numbers.
@@ -255,7 +278,7 @@ def write_checkpoint(
             dense[f"{prefix}.{name}.weight"] = torch.ones(hidden)
             files[f"{prefix}.{name}.weight"] = torch.ones(hidden)
         for seed, (name, shape) in enumerate(parts.items()):
-            kinds = {"bits": bits, "group": group, "shuffled": shuffled}
+            kinds = {"bits": bits, "group": group, "shuffled": shuffled, "symmetric": symmetric}
             matrix = random_matrix(*shape, **kinds, seed=100 * layer + seed)
             dense[f"{prefix}.{name}.weight"] = matrix.weight
             files |= {f"{prefix}.{name}.{last}": t for last, t in store(matrix).items()}

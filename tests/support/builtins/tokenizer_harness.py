@@ -24,7 +24,7 @@ def token_texts(tokenizer: TransformersTokenizer, text: str) -> list[str]:
     return [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.encode(text)]
 
 
-def write_gguf(path: Path, **changes) -> Path:
+def write_gguf(path: Path, templates=None, **changes) -> Path:
     """Write a GGUF of nothing but a byte-level tokenizer; None leaves a field out."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", "<tool>", *alphabet, "he", "ll", "hell", "12"]
@@ -48,6 +48,8 @@ def write_gguf(path: Path, **changes) -> Path:
             writer.add_string(key, value)
         elif value:
             writer.add_array(key, value)
+    if templates:
+        writer.add_chat_template(templates)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -210,15 +210,24 @@ class MidStep:
             assert self.go_on.wait(PATIENCE_S)
 
 
+class ScriptedPart:
+    """A step part of which an engine needs no more than this."""
+
+    moves_blocks = None
+
+    def __init__(self, name="scripted", fault_scope="engine"):
+        self.name, self.fault_scope = name, fault_scope
+
+    def close(self):
+        pass
+
+
 def parts_of(half):
     """Return the step parts of an engine: one with a half whose faults end the engine, or none."""
     if half is None:
         return EngineParts()
-    part = SimpleNamespace(
-        name="scripted", fault_scope="engine", moves_blocks=None, close=lambda: None
-    )
     source = Source("scripted", "scripted:Part", "tests", "1", "default")
-    return EngineParts([BoundPart(part, half, source, StepFaults(()))], 1 << 16)
+    return EngineParts([BoundPart(ScriptedPart(), half, source, StepFaults(()))], 1 << 16)
 
 
 class Rig:
@@ -272,7 +281,10 @@ class Rig:
                 self.executor,
                 self.cache,
                 SimpleNamespace(
-                    close=lambda: None, take_arguments=lambda request: None, source=None
+                    close=lambda: None,
+                    take_arguments=lambda request: None,
+                    source=None,
+                    plugins=None,
                 ),
                 KVEventFanout([], time.time),
                 StepFaults(()),

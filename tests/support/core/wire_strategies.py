@@ -166,6 +166,7 @@ REQUESTS = whole(
         begins_open=st.booleans(),
         message_prefix=TOKENS.map(tuple),
         content_prefix=TOKENS.map(tuple),
+        calls=TOKENS.map(tuple),
     ),
     pooling_params=st.none() | POOLING,
     prompt_embeds=PLAIN,

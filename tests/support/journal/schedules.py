@@ -57,10 +57,10 @@ def drawn_params(draw: random.Random) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def open_recorded(config: Mapping[str, Any]) -> LLMEngine:
+def open_recorded(config: Mapping[str, Any], clock: ScriptedClock | None = None) -> LLMEngine:
     """Open an engine with a journal, in this process."""
     converted = typed.convert(config, EngineConfig, path="")
-    clock = ScriptedClock(tick=1e-4)
+    clock = clock or ScriptedClock(tick=1e-4)
     return build_engine(converted, clock=clock, open_outside=outside_of(converted))
 
 

@@ -51,6 +51,21 @@ class NoFuture(UniprocExecutor):
         return None
 
 
+class Raising(UniprocExecutor):
+    """Raises `error` in the step in which a request reaches a length."""
+
+    contract = 2
+    error: BaseException | None = RuntimeError("no step today")
+    length = 60
+
+    def execute_model(self, plan):
+        computed = plan.num_computed_tokens()
+        for request_id, count in plan.num_scheduled_tokens.items():
+            if self.error is not None and computed[request_id] + count >= self.length:
+                raise self.error
+        return super().execute_model(plan)
+
+
 class NoPlan(DefaultScheduler):
     """Returns no plan."""
 

@@ -84,6 +84,10 @@ class Faulty(ActivationTap):
             return 7
         if "reads in place" in hows:
             values.zero_()
+        if "grows" in hows and rows.first_positions[0]:
+            return values[:, :3]
+        if "squares" in hows:
+            return values @ values.T
         return values[:, :2]
 
     def change(self, site, values, rows):

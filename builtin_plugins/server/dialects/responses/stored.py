@@ -165,14 +165,9 @@ class StoredResponses:
         """
         given = {name.removesuffix("[]"): value for name, value in request.query_params.items()}
         query = convert(given, _ItemsQuery, path="", error=RequestError)
-        limit = int(query.limit) if query.limit.isdecimal() and len(query.limit) < 4 else 0
-        if not 1 <= limit <= _MOST_ITEMS:
-            raise RequestError(
-                f"limit: expected a whole number from 1 to {_MOST_ITEMS}, got {shown(query.limit)}"
-            )
         items = (await self._of(request)).input
         ids = [item["id"] for item in items]
-        page = page_after(query.after, items, ids, query.order, limit, "an item")
+        page = page_after(query.after, items, ids, query.order, query.limit, _MOST_ITEMS, "an item")
         return _json(InputItemList(*page))
 
     async def cancel(self, request: Request) -> Response:

@@ -1,135 +1,83 @@
-"""Beam search: the likeliest outputs, by forks of a request at the tokens that it did not take."""
+"""Beam search: the likeliest outputs, by branches of a request."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import msgspec
 
-from hardpoint.errors import RequestEndedError, RequestError
-from hardpoint.plugins import RequestOutput, RequestOutputKind, SamplingParams
+from hardpoint.plugins import Annotated, Meta, SamplingParams
 from hardpoint.plugins.requests import Prompt
 from hardpoint.plugins.server import AsyncGenerator as Engine
+from hardpoint.toolkit.branches import Branches
+from hardpoint.typed import Strict
 
 
-class Beam(msgspec.Struct, kw_only=True):
-    """An output that was found.
+class BeamSearch(Strict):
+    """How to search.
+
+    Attributes:
+        length_penalty: the larger, the more longer outputs are preferred.
+        early_stopping: whether `num_beams` outputs are enough, though a better one may come.
+    """
+
+    num_beams: Annotated[int, Meta(ge=1, le=32)] = 4
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
+class Beam(msgspec.Struct, order=True):
+    """An output that was found; one with a higher score is greater.
 
     Attributes:
         score: its log-probability, divided by its length to the power of the length penalty.
     """
 
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float
-    score: float
+    score: float = 0.0
+    cumulative_logprob: float = 0.0
+    token_ids: list[int] = []
+    text: str = ""
 
-
-class _Leg:
-    """A request that goes on greedily, with the candidates at each of its positions."""
-
-    def __init__(self, stream: AsyncGenerator[RequestOutput, None], start: int) -> None:
-        self.stream, self._start = stream, start
-        self._entries: list[Mapping[int, float]] = []
-
-    async def candidates(self, position: int) -> Mapping[int, float]:
-        """Return log-probabilities by token; the first is of the one that the leg goes on with."""
-        while len(self._entries) <= position - self._start:
-            completion = (await anext(self.stream)).outputs[0]
-            if completion.finish_reason in ("abort", "error", "timeout"):
-                reason = completion.error or completion.finish_reason
-                raise RequestEndedError(f"beam search: a beam ended: {reason}")
-            for entry in completion.logprobs or ():
-                self._entries.append({token: one.logprob for token, one in entry.items()})
-        return self._entries[position - self._start]
+    def followed_by(self, token: int, logprob: float, length_penalty: float) -> Beam:
+        """Return a beam that is longer by a token."""
+        total, token_ids = self.cumulative_logprob + logprob, [*self.token_ids, token]
+        return Beam(total / len(token_ids) ** length_penalty, total, token_ids)
 
 
 async def beam_search(
-    engine: Engine,
-    prompt: Prompt,
-    params: SamplingParams,
-    num_beams: int,
-    *,
-    length_penalty: float = 1.0,
-    early_stopping: bool = False,
-    request_id: str | None = None,
-    **options: Any,
+    engine: Engine, prompt: Prompt, params: SamplingParams, search: BeamSearch, **options: Any
 ) -> list[Beam]:
-    """Return the `num_beams` best outputs, the best first, as `generate` of transformers does.
+    """Return the best outputs, the best first: those that `generate` of transformers finds.
 
     Source: the section "Beam search" of Graves, "Sequence Transduction with Recurrent Neural
-    Networks" (arXiv:1211.3711); candidates and ends are those of transformers.
+    Networks" (arXiv:1211.3711).
 
     Args:
         engine: an `AsyncLLM`, or that of a server.
-        params: with `max_tokens`; of greedy legs, so that temperature, seed and `n` do not count.
-            Others that change logits count with `sampler.logprobs = "processed"`.
-        length_penalty: the larger, the more longer outputs are preferred.
-        early_stopping: whether `num_beams` outputs are enough, though a better one may come.
-        request_id: `abort` ends the search by it.
-        options: those of `AsyncLLM.generate`.
+        params: as `Branches` takes them; with `max_tokens`, but without stop strings.
+        options: those of `AsyncLLM.generate`, and `request_id`; `abort` ends the search by it.
 
     Raises:
         RequestEndedError: a beam was aborted, failed or ran out of time.
-        RequestError: as `AsyncLLM.generate`; or parameters have no limit, or stop strings.
+        RequestError: as `Branches`.
     """
-    limit, name = params.max_tokens, request_id or f"beams-{uuid.uuid4().hex}"
-    if limit is None or params.stop_strings:
-        raise RequestError("beam search: expected max_tokens, and no stop strings")
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else engine.tokenizer.eos_token_ids)}
-    width = max(2, 1 + len(ends)) * num_beams  # enough to go on with, even if the best ones end
-    params = msgspec.structs.replace(
-        params, temperature=0.0, n=1, logprobs=width, output_kind=RequestOutputKind.DELTA
-    )
-    found: list[tuple[float, float, list[int]]] = []
-    async with AsyncExitStack() as stack:
-
-        async def leg(stream: AsyncGenerator[RequestOutput, None], start: int) -> _Leg:
-            return _Leg(await stack.enter_async_context(aclosing(stream)), start)
-
-        beams = [(0.0, [0] * 0, await leg(engine.generate(prompt, params, name, **options), 0))]
-        for length in range(1, limit + 1):
-            entries = await asyncio.gather(*(one.candidates(length - 1) for *_, one in beams))
-            grown = [
-                (total + logprob, [*tokens, token], one if token == next(iter(entry)) else None)
-                for (total, tokens, one), entry in zip(beams, entries, strict=True)
+    beams, found = [Beam()], list[Beam]()
+    count = search.num_beams
+    async with Branches(engine, prompt, params, count, **options) as branches:
+        while beams:
+            entries = await branches.candidates(beam.token_ids for beam in beams)
+            grown = (
+                beam.followed_by(token, logprob, search.length_penalty)
+                for beam, entry in zip(beams, entries, strict=True)
                 for token, logprob in entry.items()
-                if math.isfinite(logprob) and (length > params.min_tokens or token not in ends)
-            ]
-            grown = sorted(grown, key=lambda item: -item[0])[:width]
-            ended = [length == limit or tokens[-1] in ends for _, tokens, _ in grown]
-            for (total, tokens, _), has_ended in zip(grown[:num_beams], ended, strict=False):
-                if has_ended:
-                    found.append((total / length**length_penalty, total, tokens))
-            found = sorted(found, key=lambda item: -item[0])[:num_beams]
-            going_on = [one for one, has_ended in zip(grown, ended, strict=True) if not has_ended]
-            if not going_on:
+            )
+            best = sorted(grown, reverse=True)
+            found += [beam for beam in best[:count] if branches.has_ended(beam.token_ids)]
+            found = sorted(found, reverse=True)[:count]
+            beams = [beam for beam in best if not branches.has_ended(beam.token_ids)][:count]
+            # The first of the beams, if there is one, is their best; the last one found the worst.
+            if len(found) == count and (search.early_stopping or beams[:1] <= found[-1:]):
                 break
-            best = going_on[0][0] / length**length_penalty
-            if len(found) == num_beams and (early_stopping or best <= found[-1][0]):
-                break
-            before = [one for *_, one in beams]
-            beams = [
-                (total, tokens, one or await leg(engine.fork(name, tokens), length))
-                for total, tokens, one in going_on[:num_beams]
-            ]
-            kept = {id(one) for *_, one in beams}
-            # A fork is of an open stream: where none goes on, one waits until the forks are open.
-            lost = [one for one in before if id(one) not in kept]
-            for one in lost[0 if len(lost) < len(before) else 1 :]:
-                await one.stream.aclose()
-    decode = engine.tokenizer.decode
-    return [
-        Beam(
-            text=decode(tokens, skip_special_tokens=True),
-            token_ids=tokens,
-            cumulative_logprob=total,
-            score=score,
-        )
-        for score, total, tokens in found
-    ]
+    for beam in found:
+        beam.text = engine.tokenizer.decode(beam.token_ids, skip_special_tokens=True)
+    return found

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 
 from hardpoint import plugins
-from hardpoint.plugins import (
-    Edits,
-    LogitsRequest,
-    Meta,
-    Op,
-    Phase,
-    PrepareContext,
-    Rows,
-    SparseLogitsProcessor,
-)
+from hardpoint.plugins import Edits, LogitsRequest, Meta, Op, Phase, PrepareContext, Rows
 
 # Longer matches count as this long, as in the original; this also limits the power.
 LONGEST = 50
 
 
-class Dry(SparseLogitsProcessor):
+class Dry(plugins.SparseLogitsProcessor):
     """Penalises each token that would extend a repetition, the more the longer it is.
 
     A token that has followed the last n tokens before gets the penalty
@@ -52,21 +42,14 @@ class Dry(SparseLogitsProcessor):
         multiplier: Annotated[float, Meta(ge=0, le=100)] = 0.8
         base: Annotated[float, Meta(ge=1, le=4)] = 1.75
         allowed_length: Annotated[int, Meta(ge=1)] = 2
-        sequence_breakers: list[Annotated[str, Meta(min_length=1)]] = msgspec.field(
-            default_factory=lambda: ["\n", ":", '"', "*"]
-        )
+        sequence_breakers: tuple[Annotated[str, Meta(min_length=1)], ...] = ("\n", ":", '"', "*")
         breaker_ids: list[Annotated[int, Meta(ge=0)]] = []
         range: Annotated[int, Meta(ge=0)] = 0
 
-    class Prepared(Arguments):
-        """The arguments, and `encoded`: the token ids of `sequence_breakers`."""
-
-        encoded: list[int] = []
-
     @classmethod
-    def prepare(cls, arguments: Arguments, context: PrepareContext) -> Prepared:
-        """Encode the strings; raise ValueError if there is no tokenizer."""
-        ids: dict[int, None] = {}
+    def prepare(cls, arguments: Arguments, context: PrepareContext) -> Arguments:
+        """Turn the strings into token ids; raise ValueError if there is no tokenizer."""
+        ids = list(arguments.breaker_ids)
         for text in arguments.sequence_breakers:
             if context.tokenizer is None:
                 raise ValueError(
@@ -74,13 +57,12 @@ class Dry(SparseLogitsProcessor):
                     f"give [] here and token ids as breaker_ids"
                 )
             # With a letter before it: the encoding inside a text, not at its beginning.
-            ids[context.tokenizer.encode(f"a{text}", add_special_tokens=False)[-1]] = None
-        return cls.Prepared(**msgspec.structs.asdict(arguments), encoded=list(ids))
+            ids.append(context.tokenizer.encode(f"a{text}", add_special_tokens=False)[-1])
+        return msgspec.structs.replace(arguments, sequence_breakers=(), breaker_ids=ids)
 
     def start(self, request: LogitsRequest) -> History:
         """Return the history of prompt and outputs."""
-        arguments = request.arguments[self.name]
-        history = History(frozenset((*arguments.breaker_ids, *arguments.encoded)))
+        history = History(frozenset(request.arguments[self.name].breaker_ids))
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         for token in tokens[:-LONGEST]:  # too old for a match at the end
             history.record(token)
@@ -94,10 +76,11 @@ class Dry(SparseLogitsProcessor):
         return state
 
     def fork(self, state: History) -> History:
-        """Return a copy."""
-        return state.copy()
+        """Return a copy; `matches` is replaced, and never changed."""
+        own = {name: getattr(state, name).copy() for name in ("tokens", "earlier", "latest")}
+        return msgspec.structs.replace(state, **own)
 
-    def edits(self, rows: Rows[Prepared, History]) -> Edits | None:
+    def edits(self, rows: Rows[Arguments, History]) -> Edits | None:
         """Lower the logits of the tokens that would extend a repetition."""
         found: list[tuple[int, int, float]] = []
         for index, (state, own) in enumerate(zip(rows.states(), rows.arguments(), strict=True)):
@@ -111,8 +94,7 @@ class Dry(SparseLogitsProcessor):
         return Edits(row, token, value, Op.ADD)
 
 
-@dataclass
-class History:
+class History(msgspec.Struct):
     """All tokens of a request, and the repetitions at its end.
 
     Attributes:
@@ -124,20 +106,10 @@ class History:
     """
 
     breakers: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    earlier: list[int] = field(default_factory=list)
-    latest: dict[int, int] = field(default_factory=dict)
-    matches: dict[int, int] = field(default_factory=dict)
-
-    def copy(self) -> History:
-        """Return an independent copy."""
-        return History(
-            self.breakers,
-            self.tokens.copy(),
-            self.earlier.copy(),
-            self.latest.copy(),
-            self.matches,  # immutable, replaced by `add`
-        )
+    tokens: list[int] = []
+    earlier: list[int] = []
+    latest: dict[int, int] = {}
+    matches: dict[int, int] = {}
 
     def record(self, token: int) -> None:
         """Append a token without looking for repetitions."""
@@ -147,12 +119,10 @@ class History:
 
     def add(self, token: int) -> None:
         """Append a token; a match continues where it was followed by the same token."""
+        position = self.latest.get(token, -1)
         self.record(token)
         before, self.matches = self.matches, {}
-        if token in self.breakers:
-            return
-        position = self.earlier[-1]
-        while position >= 0:
+        while position >= 0 and token not in self.breakers:
             self.matches[position] = min(before.get(position - 1, 0) + 1, LONGEST)
             position = self.earlier[position]
 
@@ -165,8 +135,7 @@ class History:
         first = max(len(self.tokens) - size, 0) if size else 0
         longest: dict[int, int] = {}
         for position, length in self.matches.items():
-            token = self.tokens[position + 1]
-            inside = min(length, position - first + 1)
-            if token not in self.breakers and inside > longest.get(token, 0):
-                longest[token] = inside
+            if (token := self.tokens[position + 1]) not in self.breakers:
+                inside = min(length, position - first + 1)
+                longest[token] = max(inside, longest.get(token, 0))
         return longest

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hardpoint.plugins import KVSpec
-from hardpoint.plugins.kv_cache import BlockNeeds, KVCacheGroup
+from hardpoint.plugins.kv_cache import STATE_WINDOW, BlockNeeds, KVCacheGroup
 
 _ONE_GROUP_RATIO = 1.25  # numbers of layers below which short groups waste less than more groups do
 
@@ -38,6 +38,15 @@ class LayerGroups:
         """Return one group, in which every layer has a cache of its own."""
         layers = tuple(range(num_layers))
         return cls((KVCacheGroup(window, layers),), (0,) * num_layers, layers)
+
+    def with_states(self, *, has_attention: bool) -> LayerGroups:
+        """Return these groups and one of layers with states.
+
+        Args:
+            has_attention: whether any stage has layers of these groups; else they are left out.
+        """
+        groups = self.groups if has_attention else ()
+        return replace(self, groups=(*groups, KVCacheGroup(STATE_WINDOW, has_states=True)))
 
     @classmethod
     def divided(cls, specs: Sequence[KVSpec], counts: dict[int | None, int]) -> LayerGroups:

@@ -1,0 +1,321 @@
+"""States of a model's layers: one in each block of their group, checked as the model changes them.
+
+A block of the group has the state after the last token that was computed of the block's tokens. A
+step continues from the block of the token before it, and writes the state at its end and where the
+block of its last token begins: the tokens of a sequence are one part of the step, or two. Parts
+that continue from a state that another part writes come after it. So a request may find the block
+of another one in the very step that fills it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hardpoint.errors import ConfigError, PluginFaultError, shown
+from hardpoint.plugins import AttentionStep, EngineConfig, TensorSpec
+from hardpoint.plugins.manifest import Source
+from hardpoint.plugins.model import Advance, Recur
+
+_IntArray = np.ndarray[Any, np.dtype[np.int64]]
+_NO_BLOCK = -1
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of one sequence that are computed at once.
+
+    Attributes:
+        begin, end: its tokens, among those of the step.
+        source: block of the state before it; -1 at the beginning of a sequence.
+        target: block of the state after it.
+    """
+
+    begin: int
+    end: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Wave:
+    """Parts that are computed together.
+
+    Attributes:
+        starts: int [parts + 1]; first token of each part, and the number of all their tokens.
+        tokens: int64 [tokens]; these tokens among those of the step. None: it is all, in order.
+        sources: int64 [parts]; indices of the states before.
+        begins: int64; indices of the parts that begin a sequence.
+        targets: int64 [parts]; indices of the states after.
+    """
+
+    starts: _IntArray
+    tokens: torch.Tensor | None
+    sources: torch.Tensor
+    begins: torch.Tensor
+    targets: torch.Tensor
+
+
+class LayerStates:
+    """The states of the layers of a rank, which share the blocks of the last group.
+
+    Attributes:
+        bytes_per_state: bytes of a state, all layers together.
+    """
+
+    def __init__(
+        self, specs: Sequence[tuple[TensorSpec, ...]], source: Source, device: torch.device
+    ) -> None:
+        """Add up the sizes.
+
+        Args:
+            specs: tensors of each layer; there may be no layer of this rank.
+            source: source of the model.
+            device: device of the states.
+        """
+        self._specs, self._source, self._device = specs, source, device
+        self._first_block = 0
+        self.bytes_per_state = sum(_num_bytes(spec) for layer in specs for spec in layer)
+
+    def allocate(self, num_states: int, first_block: int = 0) -> list[list[torch.Tensor]]:
+        """Return the states of each layer, tensors [num_states, ...], of blocks with adjacent ids.
+
+        Args:
+            num_states: number of the blocks.
+            first_block: id of the first one.
+        """
+        self._first_block = first_block
+        return [
+            [spec_tensor(spec, num_states, self._device) for spec in layer] for layer in self._specs
+        ]
+
+    def of_step(self, caches: Sequence[Any], steps: Sequence[AttentionStep]) -> Recur:
+        """Return the recurrence of a step.
+
+        Args:
+            caches: those of the attention layers, then what `allocate` returned.
+            steps: one per group, of which the last one is of states.
+        """
+        states = caches[len(caches) - len(self._specs) :]
+        parts, first = _parts(steps[-1]), self._first_block
+        waves = [_wave(own, steps[-1], first, self._device) for own in _waves(parts)]
+
+        def recur(layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:
+            run = functools.partial(self._run, layer, states[layer], advance)
+            if len(waves) == 1 and waves[0].tokens is None:
+                return run(waves[0], inputs)
+            output: torch.Tensor | None = None
+            for wave in waves:
+                found = run(wave, [x[wave.tokens] for x in inputs])
+                if output is None:
+                    output = found.new_empty((len(inputs[0]), *found.shape[1:]))
+                output[wave.tokens] = found
+            assert output is not None, "a step has tokens"
+            return output
+
+        return recur
+
+    def _run(
+        self,
+        layer: int,
+        caches: Sequence[torch.Tensor],
+        advance: Advance,
+        wave: _Wave,
+        inputs: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the outputs of a wave, whose states are written."""
+        before = [cache[wave.sources] for cache in caches]
+        for spec, state in zip(self._specs[layer], before, strict=True):
+            state[wave.begins] = spec.fill
+        output, after = checked_advance(
+            self._source, layer, self._specs[layer], advance, before, wave.starts, inputs
+        )
+        for cache, state in zip(caches, after, strict=True):
+            cache[wave.targets] = state
+        return output
+
+
+def check_states_fit(config: EngineConfig, num_draft_tokens: int, model: Source) -> None:
+    """Check that nothing is configured that needs more states than are kept.
+
+    Args:
+        config: the engine's.
+        num_draft_tokens: most drafts of a request and a step.
+        model: source of a model that has layers with states.
+
+    Raises:
+        ConfigError: there are drafts, or a KV connector.
+    """
+    keeps = f"{model} keeps states in some layers"
+    if num_draft_tokens:
+        raise ConfigError(
+            f"speculation: {keeps}, which cannot go back when drafts are rejected; expected no "
+            f"speculation for this model"
+        )
+    if config.kv_connector.use is not None:
+        raise ConfigError(
+            f"kv_connector.use: {config.kv_connector.use!r} moves blocks, and {keeps}, of which "
+            f"most blocks have none; expected no connector for this model"
+        )
+
+
+class TrialStates:
+    """The states of a trial step of one sequence: checks what the model calls and returns."""
+
+    def __init__(
+        self,
+        source: Source,
+        specs: Sequence[tuple[TensorSpec, ...]],
+        device: torch.device,
+        num_tokens: int,
+    ) -> None:
+        """Expect one call per layer of `specs`, each for `num_tokens` tokens."""
+        self._source, self._specs, self._device = source, specs, device
+        self._num_tokens = num_tokens
+        self._called: set[int] = set()
+
+    def recur(self, layer: int, advance: Advance, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of a new sequence.
+
+        Raises:
+            PluginFaultError: it is no call for a layer of the specs, or the second one; the inputs
+                are not of all tokens, or `advance` gave something else than it should.
+        """
+        if not isinstance(layer, int) or not 0 <= layer < len(self._specs):
+            none = "none, as state_specs() is empty"
+            layers = f"0..{len(self._specs) - 1}" if self._specs else none
+            raise self._wrong(f"called recur for layer {shown(layer)}, expected {layers}")
+        if layer in self._called:
+            raise self._wrong(f"called recur for layer {layer} twice")
+        self._called.add(layer)
+        for x in inputs:
+            if not isinstance(x, torch.Tensor) or x.shape[:1] != (self._num_tokens,):
+                raise self._wrong(
+                    f"called recur for layer {layer} with {shown(x)}, expected tensors "
+                    f"[{self._num_tokens}, ...]"
+                )
+        states = [spec_tensor(spec, 1, self._device) for spec in self._specs[layer]]
+        starts = np.array([0, self._num_tokens])
+        specs = self._specs[layer]
+        return checked_advance(self._source, layer, specs, advance, states, starts, inputs)[0]
+
+    def check_complete(self) -> None:
+        """Check that every layer was called.
+
+        Raises:
+            PluginFaultError: one was not.
+        """
+        if missing := [layer for layer in range(len(self._specs)) if layer not in self._called]:
+            raise self._wrong(
+                f"called recur for no layer {', '.join(map(str, missing[:8]))}, though "
+                f"state_specs() has {len(self._specs)} layers"
+            )
+
+    def _wrong(self, what: str) -> PluginFaultError:
+        return PluginFaultError(f"{self._source}: its forward() {what}")
+
+
+def checked_advance(
+    source: Source,
+    layer: int,
+    specs: Sequence[TensorSpec],
+    advance: Advance,
+    states: Sequence[torch.Tensor],
+    starts: _IntArray,
+    inputs: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return the outputs and the states of an `advance` of a layer.
+
+    Raises:
+        PluginFaultError: they are not what they should be.
+    """
+    found = advance(states, starts, *inputs)
+    tokens, seqs = int(starts[-1]), len(starts) - 1
+    if (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and isinstance(found[0], torch.Tensor)
+        and found[0].shape[:1] == (tokens,)
+        and isinstance(found[1], Sequence)
+        and len(found[1]) == len(specs)
+        and all(map(functools.partial(_fits, seqs), specs, found[1]))
+    ):
+        return found
+    tensors = ", ".join(f"{spec.dtype} {[seqs, *spec.shape]}" for spec in specs)
+    raise PluginFaultError(
+        f"{source}: its advance() of layer {layer} gave {shown(found)}, expected outputs "
+        f"[{tokens}, ...] and states {tensors}, as state_specs() says"
+    )
+
+
+def spec_tensor(spec: TensorSpec, count: int, device: torch.device) -> torch.Tensor:
+    """Return new states [count, ...]."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return torch.full((count, *spec.shape), spec.fill, dtype=dtype, device=device)
+
+
+def _fits(seqs: int, spec: TensorSpec, state: Any) -> bool:
+    return (
+        isinstance(state, torch.Tensor)
+        and state.shape == (seqs, *spec.shape)
+        and state.dtype == getattr(torch, spec.dtype)
+    )
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return int(np.prod(spec.shape, dtype=np.int64)) * dtype.itemsize
+
+
+def _parts(step: AttentionStep) -> Iterator[_Part]:
+    """Yield the parts of a step."""
+    size, table = step.block_size, step.block_table.cpu().numpy()
+    for row, blocks in enumerate(table):
+        first, last = int(step.query_starts[row]), int(step.query_starts[row + 1])
+        end = int(step.seq_lens[row])
+        begin = end - (last - first)
+        source = int(blocks[(begin - 1) // size]) if begin else _NO_BLOCK
+        border = (end - 1) // size * size
+        if begin < border:
+            target = int(blocks[border // size - 1])
+            yield _Part(first, last - (end - border), source, target)
+            first, source = last - (end - border), target
+        yield _Part(first, last, source, int(blocks[(end - 1) // size]))
+
+
+def _waves(parts: Iterator[_Part]) -> list[list[_Part]]:
+    """Return the parts of a step, those that continue from others after these."""
+    left, waves = list(parts), []
+    while left:
+        writers = {part.target: part for part in left}
+        waiting = [part for part in left if writers.get(part.source, part) is not part]
+        late = set(map(id, waiting))
+        waves.append([part for part in left if id(part) not in late])
+        left = waiting
+    return waves
+
+
+def _wave(
+    parts: Sequence[_Part], step: AttentionStep, first_block: int, device: torch.device
+) -> _Wave:
+    """Return the indices of parts that are computed together."""
+    lengths = np.array([part.end - part.begin for part in parts])
+    starts = np.zeros(len(parts) + 1, dtype=np.int64)
+    lengths.cumsum(out=starts[1:])
+    tokens = None
+    if starts[-1] < step.query_starts[-1]:
+        own = [np.arange(part.begin, part.end) for part in parts]
+        tokens = torch.from_numpy(np.concatenate(own)).to(device)
+    begins = [index for index, part in enumerate(parts) if part.source == _NO_BLOCK]
+    return _Wave(
+        starts,
+        tokens,
+        torch.tensor([max(part.source - first_block, 0) for part in parts], device=device),
+        torch.tensor(begins, dtype=torch.int64, device=device),
+        torch.tensor([part.target - first_block for part in parts], device=device),
+    )

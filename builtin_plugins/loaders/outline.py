@@ -1,0 +1,149 @@
+"""A model of which there are config.json and the index of its weights, but no weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat, WeightLoader
+from hardpoint.toolkit.hf_config import short
+
+from .config_file import about_code, read_architecture, read_model_config
+from .files import read_json, refuse_missing
+from .index_file import INDEX, former_names, last_of, module_of, read_index, scheme_of
+from .stacked_experts import ARCHITECTURES, stacked_places
+
+
+class OutlineLoader(WeightLoader):
+    """Describes a model by its config.json and the index of its weights, if there is one.
+
+    The path is a directory. `hardpoint models` uses it where the weights are not there; what asks
+    for them gets an error.
+    """
+
+    contract = 1
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:  # noqa: ARG003 - part of the contract
+        """Return False: it is selected by `load.use = "outline"` only."""
+        return False
+
+    def architecture(self) -> str:
+        """Return the architecture in config.json."""
+        return read_architecture(self._folder / "config.json")
+
+    def remark(self) -> str:
+        """Return whether config.json names code for the architecture."""
+        return about_code(self._folder / "config.json")
+
+    def config(self) -> ModelConfig:
+        """Return the configuration in config.json.
+
+        Raises:
+            ModelError: config.json is missing or invalid, or states that matrices are quantised
+                where no index names them.
+        """
+        config = read_model_config(self._folder / "config.json")
+        scheme = scheme_of(config.hf, self._folder.name)
+        if scheme is not None and not (self._folder / INDEX).exists():
+            raise ModelError(
+                f"{self._folder.name}/config.json: quantization_config: {scheme!r}, but only "
+                f"weights or {INDEX} show which matrices it has, and there are neither"
+            )
+        return replace(config, quantization=scheme)
+
+    def formats(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
+        """Return how the files would store the weights in `shapes`.
+
+        Those that are not quantised are in the dtype of config.json; the quantised ones share what
+        is left of the index's `total_size`. Empty if config.json states no dtype.
+
+        Raises:
+            ModelError: the index lacks weights, or its `total_size` is no number that fits.
+        """
+        config = self.config()
+        dtype = getattr(torch, config.dtype or "", None)
+        if not isinstance(dtype, torch.dtype):
+            return {}
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+        quantized = self._quantized(shapes) if (self._folder / INDEX).exists() else set[str]()
+        formats = {
+            name: WeightFormat(str(config.dtype), size)
+            for name, size in sizes.items()
+            if name not in quantized
+        }
+        if quantized and config.quantization is not None:
+            rest = self._total_size() - sum(found.num_bytes for found in formats.values())
+            share = rest / sum(sizes[name] for name in quantized)
+            if not 0 < share <= 1:
+                raise ModelError(
+                    f"{self._folder.name}/{INDEX}: metadata.total_size: {rest} bytes would be left "
+                    f"for {len(quantized)} quantised matrices, expected some, and fewer than in "
+                    f"{config.dtype}"
+                )
+            formats |= {
+                name: WeightFormat(config.quantization, int(sizes[name] * share), True)
+                for name in quantized
+            }
+        return formats
+
+    def weights(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Refuse to yield any.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            f"model: {self.context.files.name!r}: load.use = 'outline' describes a model by its "
+            f"config.json and index, and has none of its {len(shapes)} weights"
+        )
+
+    @property
+    def _folder(self) -> Path:
+        return self.context.files.path
+
+    def _quantized(self, shapes: Mapping[str, Sequence[int]]) -> set[str]:
+        """Return the matrices that have other tensors in the index than a weight and a bias.
+
+        Those of experts may be in tensors of all experts of a layer, as of the safetensors loader.
+
+        Raises:
+            ModelError: the index lacks weights.
+        """
+        index = read_index(self._folder)
+        former = former_names(shapes, lambda: index)
+        stacks = self.architecture() in ARCHITECTURES
+        stacked = stacked_places(shapes, index) if stacks else {}
+        parts: dict[str, set[str]] = {}
+        for name in index:
+            parts.setdefault(module_of(name), set()).add(last_of(name))
+        quantized = {name for name, place in stacked.items() if place.has_codes}
+        for name, shape in shapes.items():
+            module, _, last = former.get(name, name).rpartition(".")
+            found = parts.get(module, set()) - {"bias"}
+            if last == "weight" and len(shape) == 2 and found not in (set(), {"weight"}):
+                quantized.add(name)
+        stored = (name for name in shapes if name not in quantized and name not in stacked)
+        refuse_missing(
+            self.context.files, (name for name in stored if former.get(name, name) not in index)
+        )
+        return quantized
+
+    def _total_size(self) -> int:
+        """Return the bytes of all tensors, as the index states them.
+
+        Raises:
+            ModelError: it does not.
+        """
+        metadata = read_json(self._folder / INDEX).get("metadata")
+        size = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(
+                f"{self._folder.name}/{INDEX}: metadata.total_size: expected the bytes of all "
+                f"tensors, of which the quantised ones have a part, got {short(size)}"
+            )
+        return size

@@ -1,0 +1,205 @@
+"""Experts of safetensors checkpoints whose matrices are stacked in one tensor per layer.
+
+gpt-oss has `X.experts.gate_up_proj` [experts, hidden, 2 * width], the columns of gate and up in
+turn, and `X.experts.down_proj` [experts, width, hidden]; with `_bias`, [experts, rows]. In MXFP4
+they are `_blocks` [experts, rows, columns / 32, 16] and `_scales` [experts, rows, columns / 32].
+Models ask for `X.experts.0.gate_proj.weight` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hardpoint.plugins import ModelError, WeightFormat
+from hardpoint.plugins.parallel import Cut, needed_part
+from hardpoint.plugins.quantization import QuantizedWeight
+
+from .files import refusing_damage
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+"""Those whose checkpoints are of this form."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_ROWS = {
+    "gate": ("gate_up_proj", slice(0, None, 2)),
+    "up": ("gate_up_proj", slice(1, None, 2)),
+    "down": ("down_proj", slice(None)),
+}
+"""The stacked tensor of a matrix, and its rows there."""
+_CODES = ("blocks", "scales")
+
+Open = Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an expert's tensor is.
+
+    Attributes:
+        tensors: names of the stacked tensors that have it: one, or blocks and scales.
+        expert: index in their first dimension.
+        rows: its rows there.
+        is_transposed: whether its rows are the last dimension there.
+    """
+
+    tensors: tuple[str, ...]
+    expert: int
+    rows: slice
+    is_transposed: bool
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether it is quantised."""
+        return len(self.tensors) > 1
+
+    def of(self, stacked: torch.Tensor) -> torch.Tensor:
+        """Return it of what a stacked tensor has of the expert."""
+        return (stacked.T if self.is_transposed else stacked)[self.rows]
+
+
+def stacked_places(names: Iterable[str], present: Container[str]) -> dict[str, Place]:
+    """Return the places of those weights that are stacked.
+
+    Args:
+        names: names of weights.
+        present: names of the tensors in the files.
+    """
+    found = {name: _place(name, present) for name in names if name not in present}
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def _place(name: str, present: Container[str]) -> Place | None:
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    module, expert, part, kind = match.groups()
+    stem, rows = _ROWS[part]
+    stem = f"{module}.{stem}"
+    for tensors, is_transposed in (
+        ((f"{stem}_bias",), False),
+        (tuple(f"{stem}_{codes}" for codes in _CODES), False),
+        ((stem,), True),
+    ):
+        is_bias = tensors[0].endswith("_bias")
+        if is_bias == (kind == "bias") and all(tensor in present for tensor in tensors):
+            return Place(tensors, int(expert), rows, is_transposed)
+    return None
+
+
+class StackedExperts:
+    """The experts that shards have stacked."""
+
+    def __init__(self, shards: Sequence[Path], open_shard: Open, scheme: str | None) -> None:
+        """Read the names of the tensors.
+
+        Args:
+            shards: paths of the files.
+            open_shard: opens one.
+            scheme: scheme of the checkpoint's matrices; None if they are not quantised.
+        """
+        self._open, self._scheme = open_shard, scheme
+        self._shard_of: dict[str, Path] = {}
+        for shard in shards:
+            with open_shard(shard) as file:
+                self._shard_of |= dict.fromkeys(file.keys(), shard)
+
+    def places(self, names: Iterable[str]) -> dict[str, Place]:
+        """Return the places of those weights that are stacked."""
+        return stacked_places(names, self._shard_of)
+
+    def read(
+        self,
+        places: Mapping[str, Place],
+        shapes: Mapping[str, Sequence[int]],
+        cuts: Mapping[str, Cut],
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Yield weights, cut; those that are quantised whole.
+
+        What tensors have of an expert is read once, for all weights that it has.
+
+        Raises:
+            ModelError: a tensor is damaged, or another one than the model's.
+        """
+        together: dict[tuple[tuple[str, ...], int], dict[str, Place]] = {}
+        for name, place in places.items():
+            together.setdefault((place.tensors, place.expert), {})[name] = place
+        for (tensors, expert), owners in together.items():
+            parts = [self._of_expert(tensor, expert) for tensor in tensors]
+            for name, place in owners.items():
+                own = [place.of(part) for part in parts]
+                if len(own) > 1:
+                    yield name, self._stored(name, shapes[name], own)
+                    continue
+                cut = needed_part(name, own[0].shape, shapes, cuts)
+                yield name, (own[0] if cut is None else cut.of(own[0])).contiguous()
+
+    def formats(
+        self,
+        places: Mapping[str, Place],
+        shapes: Mapping[str, Sequence[int]],
+        outline: Callable[[Any, str, Path], torch.Tensor],
+    ) -> dict[str, WeightFormat]:
+        """Return how weights are stored.
+
+        Args:
+            places: places of the weights.
+            shapes: shapes of them.
+            outline: returns a tensor of an open shard without content.
+        """
+        outlines: dict[str, torch.Tensor] = {}
+        formats: dict[str, WeightFormat] = {}
+        for name, place in places.items():
+            for tensor in place.tensors:
+                if tensor not in outlines:
+                    with self._open(self._shard_of[tensor]) as file:
+                        outlines[tensor] = outline(file, tensor, self._shard_of[tensor])
+            for tensor in place.tensors:
+                self._check(tensor, outlines[tensor].shape, place.expert)
+            own = [place.of(outlines[tensor][place.expert]) for tensor in place.tensors]
+            size = sum(part.nbytes for part in own)
+            if len(own) > 1:
+                stored = self._stored(name, shapes[name], own)
+                formats[name] = WeightFormat(stored.scheme, size, True, stored)
+            else:
+                formats[name] = WeightFormat(str(own[0].dtype).removeprefix("torch."), size)
+        return formats
+
+    def _of_expert(self, tensor: str, expert: int) -> torch.Tensor:
+        shard = self._shard_of[tensor]
+        with self._open(shard) as file, refusing_damage(f"{shard.parent.name}/{shard.name}"):
+            stacked = file.get_slice(tensor)
+            self._check(tensor, stacked.get_shape(), expert)
+            part: torch.Tensor = stacked[expert]
+        return part
+
+    def _check(self, tensor: str, shape: Sequence[int], expert: int) -> None:
+        """Check the shape of a stacked tensor.
+
+        Raises:
+            ModelError: it has another number of dimensions, or too few experts.
+        """
+        dimensions = {"bias": 2, "blocks": 4}.get(tensor.rpartition("_")[2], 3)
+        if len(shape) != dimensions or shape[0] <= expert:
+            shard = self._shard_of[tensor]
+            raise ModelError(
+                f"{shard.parent.name}/{shard.name}: {tensor}: expected {dimensions} dimensions, "
+                f"the first of them at least {expert + 1} experts, got {list(shape)}"
+            )
+
+    def _stored(
+        self, name: str, shape: Sequence[int], parts: Sequence[torch.Tensor]
+    ) -> QuantizedWeight:
+        if self._scheme is None:
+            raise ModelError(
+                f"config.json: quantization_config: {name} has codes of few bits; expected the "
+                f"scheme that they are of, such as mxfp4, got none"
+            )
+        rows, columns = shape
+        return QuantizedWeight(
+            self._scheme, (rows, columns), dict(zip(_CODES, parts, strict=True)), name
+        )

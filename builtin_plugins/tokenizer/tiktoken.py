@@ -1,0 +1,127 @@
+"""Tokenizers from the files of tiktoken, which have the tokens alone.
+
+How text is split, and what the special tokens are, is in a model's code, which is never run: the
+classes that are known are a table.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from hardpoint.plugins import ModelError
+from hardpoint.toolkit.hf_config import short
+
+from .gguf import LLAMA3_SPLIT, QWEN2_SPLIT
+from .stream import byte_of_character
+
+_LONGEST = 1024  # bytes of a token: each of them is a place where it may be cut
+_EXTRA = tuple(f"<|extra_{index}|>" for index in range(205))
+_WORD = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+_KIMI_SPLIT = "|".join(
+    (
+        r"[\p{Han}]+",
+        _WORD % ("*", "+"),
+        _WORD % ("+", "*"),
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+
+
+class TiktokenClass(NamedTuple):
+    """A class of tokenizers, as `tokenizer_class` names it.
+
+    Attributes:
+        pattern: what a text is split into before.
+        composes: whether characters are composed first (NFC).
+        special: the special tokens behind the others.
+        reserved: how many ids there are behind the others, which tokenizer_config.json may name.
+    """
+
+    pattern: str
+    composes: bool = False
+    special: Sequence[str] = ()
+    reserved: int = 0
+
+
+TIKTOKEN_CLASSES: Mapping[str, TiktokenClass] = {
+    "QWenTokenizer": TiktokenClass(
+        QWEN2_SPLIT,
+        composes=True,
+        special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRA),
+    ),
+    "HYTokenizer": TiktokenClass(
+        QWEN2_SPLIT,
+        composes=True,
+        special=("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRA),
+    ),
+    "TikTokenTokenizer": TiktokenClass(_KIMI_SPLIT, reserved=256),
+    "ChatGLM4Tokenizer": TiktokenClass(LLAMA3_SPLIT),
+}
+
+
+def is_tiktoken(data: bytes) -> bool:
+    """Return whether a file has lines of a token in base64 and its rank."""
+    return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data) is not None
+
+
+def build_tiktoken(data: bytes, kind: TiktokenClass, where: str) -> Tokenizer:
+    """Build the tokenizer of a file, with the special tokens of its class.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    ranks = _ranks(data, where)
+    character = {byte: text for text, byte in byte_of_character().items()}
+
+    def text_of(token: bytes) -> str:
+        return "".join(map(character.__getitem__, token))
+
+    vocab = {text_of(token): rank for token, rank in ranks.items()}
+    if missing := sorted(character[byte] for byte in range(256) if bytes([byte]) not in ranks):
+        raise ModelError(f"{where}: expected a token for each byte, it has none for {missing[0]!r}")
+    merges: list[tuple[int, int, int, bytes, bytes]] = []
+    for token, rank in ranks.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    merged = [(text_of(left), text_of(right)) for *_, left, right in sorted(merges)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merged, ignore_merges=True))
+    if kind.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(kind.pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _ranks(data: bytes, where: str) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line:
+            continue
+        token, _, rank = line.partition(b" ")
+        try:
+            ranks.setdefault(base64.b64decode(token, validate=True), int(rank))
+        except ValueError as cause:
+            raise ModelError(
+                f"{where}: line {number}: expected a token in base64 and its rank, got "
+                f"{short(line)}"
+            ) from cause
+    if (longest := max(map(len, ranks), default=0)) > _LONGEST:
+        raise ModelError(f"{where}: expected tokens of at most {_LONGEST} bytes, got {longest}")
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ModelError(f"{where}: expected the ranks 0 to {len(ranks) - 1}, each once")
+    return ranks

@@ -1,0 +1,152 @@
+"""Replays that force tokens: faults of a ring, interrupts, the last step, resumed requests."""
+
+from __future__ import annotations
+
+import pytest
+from support.journal.files import of_other_torch, records_of, with_header, write_records
+from support.journal.schedules import open_recorded
+from support.plugins.returning import Raising
+
+from hardpoint import SamplingParams
+from hardpoint.errors import EngineDeadError
+from hardpoint.journal.records import Keyframe
+from hardpoint.journal.replay import replay
+from hardpoint.plugins import EngineCoreRequest
+from hardpoint.plugins.requests import ResumedOutputs
+from hardpoint.testing import scripted_config, write_scripted_model
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
+AT_KEYFRAME = "it begins at a keyframe: plans are not compared"
+RING = {"journal_ring": True, "journal_bytes": 1 << 16}
+
+
+def record_until_it_raises(folder, path, **engine) -> None:
+    """Record some long requests; prompts are computed slowly."""
+    config = {
+        "max_model_len": 512,
+        "scheduler": {"max_num_batched_tokens": 24},
+        "executor": {"use": "support.plugins.returning:Raising"},
+        "engine": {"journal": str(path), **engine},
+    }
+    opened = open_recorded(scripted_config(folder, config))
+    for number in range(6):
+        opened.add_request(f"r{number}", [number] * 20, PARAMS)
+    try:
+        for _ in range(150):  # which a ring has no room for
+            opened.abort_requests(opened.add_request("short", [7] * 100, PARAMS))
+            opened.step()
+        while opened.has_unfinished_requests():
+            opened.step()
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def faulty(scripted, tmp_path, monkeypatch):
+    """The ring of an engine whose last step failed; it has lost what was before a keyframe."""
+    path = tmp_path / "journal"
+    monkeypatch.setattr(Raising, "length", 450)
+    with pytest.raises(EngineDeadError):
+        record_until_it_raises(scripted, path, **RING)
+    assert isinstance(records_of(path)[1], Keyframe)
+    return path
+
+
+def last_part(path) -> None:
+    """Take the last keyframe of a ring, and what is after it, as if there were no more memory."""
+    header, *rest = records_of(path)
+    last = max(place for place, record in enumerate(rest) if isinstance(record, Keyframe))
+    write_records(path, [header, *rest[last:]])
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["whole ring", "soon after a keyframe"])
+def test_a_fault_that_comes_again_is_the_same(faulty, is_late):
+    if is_late:  # the prompt is computed again, so that the fault comes some steps later
+        last_part(faulty)
+    report = replay(faulty)
+    assert report.difference is None, str(report.difference)
+    assert report.tokens > 0
+    assert report.notes[0] == AT_KEYFRAME
+    number = len(records_of(faulty)) - 3  # without header and end, from 0
+    assert report.notes[1] == f"event {number} raised RuntimeError again"
+    assert report.notes[2].endswith("events: a step failed")
+
+
+def test_a_fault_that_does_not_come_again_is_a_difference(faulty, monkeypatch):
+    monkeypatch.setattr(Raising, "error", None)
+    found = replay(faulty).difference
+    assert found is not None
+    assert found.what == "error of the call 'step'"
+    assert found.event == len(records_of(faulty)) - 3
+    assert found.recorded.endswith("RuntimeError: no step today")
+    assert found.own == "none"
+
+
+@pytest.fixture
+def other_build(scripted, tmp_path, monkeypatch):
+    """A whole journal of another build."""
+    path = tmp_path / "journal"
+    with monkeypatch.context() as recording:
+        recording.setattr(Raising, "error", None)
+        record_until_it_raises(scripted, path)
+    with_header(path, of_other_torch)
+    return path
+
+
+def test_a_fault_that_comes_here_alone_is_a_difference(other_build):
+    report = replay(other_build, anyway=True)
+    assert report.difference is not None
+    assert report.difference.recorded == "none"
+    assert "no step today" in report.difference.own
+    assert 0 < report.tokens < 6 * PARAMS.max_tokens
+
+
+def test_nothing_is_played_after_the_last_step(other_build, monkeypatch):
+    monkeypatch.setattr(Raising, "error", None)
+    report = replay(other_build, anyway=True, until=30)
+    assert report.is_same
+    assert report.steps == 30
+    assert 0 < report.tokens < 6 * 30
+    assert report.notes[-1] == "stopped before step 31"
+
+
+@pytest.mark.parametrize(
+    ("engine", "first", "last"),
+    [({}, [], []), (RING, [AT_KEYFRAME], ["a step failed"])],
+    ids=["whole", "ring"],
+)
+def test_an_interrupt_ends_a_replay(scripted, tmp_path, monkeypatch, engine, first, last):
+    path = tmp_path / "journal"
+    monkeypatch.setattr(Raising, "length", 450)
+    monkeypatch.setattr(Raising, "error", KeyboardInterrupt())
+    with pytest.raises(EngineDeadError):
+        record_until_it_raises(scripted, path, **engine)
+    report = replay(path)
+    assert report.is_same
+    interrupted = next(note for note in report.notes if "KeyboardInterrupt" in note)
+    assert interrupted.startswith("KeyboardInterrupt ended the engine in event ")
+    others = [note.rpartition(" events: ")[2] for note in report.notes if note != interrupted]
+    assert others == first + last
+
+
+def test_a_request_that_went_on_goes_on_with_the_tokens_of_the_journal(tmp_path):
+    """Its first own token is another one here, which its outputs before are needed for."""
+    folder, path = write_scripted_model(tmp_path / "model"), tmp_path / "journal"
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[7] * 20,
+        params=params,
+        resumed=ResumedOutputs([1, 2, 3]),
+    )
+    engine = open_recorded(scripted_config(folder, {"engine": {"journal": str(path)}}))
+    engine.add_request("r", request)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+    write_scripted_model(folder, seed=3)
+    report = replay(path, anyway=True)
+    assert report.difference is not None
+    assert report.difference.what == "output 3"
+    assert report.num_differing == 1
+    assert report.tokens == params.max_tokens - 3

@@ -1,0 +1,1 @@
+"""The causal families of transformers, each with a tiny random model: which run, and how."""

@@ -35,7 +35,7 @@ LEFT_OUT = {
     "hooks": {"batch_routes", "commands", "server", "typed_answers"},
     "grammars": {"llguidance", "xgrammar"},
     "loaders": {"gguf", "safetensors"},
-    "models": {"transformers"},
+    "models": {"transformers", "transformers_classifier", "transformers_encoder"},
     "quantizations": {"iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs"},
     "stat_sinks": {"prometheus"},
     "tokenizers": {"transformers"},

@@ -162,7 +162,7 @@ GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-
 NATIVE = {
     name: path
     for name, path in GROUPS["hardpoint.models"].items()
-    if name != "transformers" and not name.endswith("ForConditionalGeneration")
+    if not name.startswith("transformers") and not name.endswith("ForConditionalGeneration")
 }
 SIZES: dict[str, Any] = {
     **LATENT,

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
@@ -29,6 +29,9 @@ from .folder import BatchPlace, Folder
 from .options import BatchOptions
 from .records import BatchErrors, FileObject, RequestCounts, Status, now
 
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
 _log = logging.getLogger("hardpoint")
 
 _POLL_SECONDS = 1.0
@@ -37,6 +40,7 @@ _CHECK_SECONDS = 0.5
 _KEPT_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
 _FULL_SECONDS = 0.05
+_MAX_REFUSALS = 3
 _MOST_ERRORS = 100
 _OK = 200
 _LATER = (0, 429, 503)
@@ -45,6 +49,14 @@ _REASONS = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed, because its batch was cancelled.",
 }
+
+
+class _RefusalError(msgspec.Struct):
+    code: str | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _RefusalError
 
 
 class Slots:
@@ -67,6 +79,23 @@ class Slots:
             return (await self._engine.load()).num_waiting == 0
         except HardpointError:  # it is being restarted
             return False
+
+
+def _is_overload(answer: Response) -> bool:
+    """Whether the engine or its server refused a request for lack of room."""
+    if answer.status_code not in _LATER or not answer.body:
+        return False
+    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+        return msgspec.json.decode(answer.body, type=_Refusal).error.code == "overloaded"
+    return False
+
+
+async def _is_idle(engine: AsyncGenerator) -> bool:
+    try:
+        load = await engine.load()
+    except HardpointError:  # it is being restarted
+        return False
+    return load.num_running == load.num_waiting == 0
 
 
 class BatchRun:
@@ -236,11 +265,16 @@ class BatchRun:
                 return "completed"
 
     async def _answer(self, client: Client, line: BatchLine) -> BatchAnswer:
-        """Return the answer to a line; wait while the server has no room for it."""
-        wait = _FIRST_WAIT
+        """Return the answer to a line; wait while the server has no room for it.
+
+        What an engine without other requests refuses again and again is larger than its queue.
+        """
+        wait, refusals = _FIRST_WAIT, 0
         while True:
             answer = await self._server.ask(client, line.url, line.body)
-            if answer.status_code not in _LATER:
+            is_alone = _is_overload(answer) and await _is_idle(self._server.engine)
+            refusals = refusals + 1 if is_alone else 0
+            if answer.status_code not in _LATER or refusals == _MAX_REFUSALS:
                 return answer_to(line, answer)
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)

@@ -21,7 +21,7 @@ from hardpoint.registry.blame import raise_unless_fault
 from hardpoint.system.memory import is_out_of_memory
 from hardpoint.system.weight_cache import WeightCache
 
-_TRIAL_TOKENS = 2
+_TRIAL = 2  # tokens and rows
 
 
 class PreparedWeights:
@@ -75,9 +75,10 @@ class PreparedWeights:
                 # No file of the cache for each of the many versions of a training.
                 off = WeightCache(msgspec.structs.replace(spec.config.weight_cache, path="off"))
                 load_weights(spec, planned, off, bool)
-            with torch.inference_mode():
-                tokens = min(_TRIAL_TOKENS, spec.max_model_len)
-                planned.checked.run_trial(tokens, _TRIAL_TOKENS)
+            # Calls among ranks would mix with those of the steps that run meanwhile.
+            if (among := planned.model.context.parallel).tensor.size == among.engines.size == 1:
+                with torch.inference_mode():
+                    planned.checked.run_trial(min(_TRIAL, spec.max_model_len), _TRIAL)
             undo.pop_all()
         return planned
 

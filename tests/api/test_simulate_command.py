@@ -164,8 +164,10 @@ class TestSimulate:
                 "--html: 'no/such/page.html' cannot be wri",
             ),
             (["simulate", "x", "--load", "rate=3"], "--load: expected synthetic as TRACE, got 'x'"),
+            ([*SYNTHETIC, "--form=guidellm"], "--form: expected a file as TRACE, got 'guidellm'"),
+            ([*SYNTHETIC, "--hash-tokens=9"], "--hash-tokens: expected a file as TRACE, got 9"),
         ],
-        ids=range(13),
+        ids=range(15),
     )
     def test_what_is_wrong_is_named(self, capsys, arguments, message):
         code, _, err = run(capsys, *arguments)

@@ -26,7 +26,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="a field of the synthetic load, such as rate=4 or prompt.median=512",
     )
     forms = "mooncake, bailian, guidellm, journal or minimal"
-    add("--form", default="auto", help=f"of the trace: {forms}")
+    add("--form", help=f"of the trace: {forms} (default: found by its first lines)")
     add("--hash-tokens", type=int, metavar="N", help="tokens that each of its hash_ids stands for")
     add("--speed", type=float, default=1.0, help="how many times as fast requests come")
     add("--requests", type=int, metavar="N", help="the first N requests alone")
@@ -50,11 +50,15 @@ def load_of(options: argparse.Namespace, trace: str | None) -> dict[str, Any]:
     if options.requests is not None:
         found["limit"] = options.requests
     if trace is None:
+        for name in ("form", "hash_tokens"):
+            if (value := getattr(options, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag}: expected a file as TRACE, got {value!r} and none")
         found["synthetic"] = _synthetic(options.load)
         return found
     if options.load:
         raise ConfigError(f"--load: expected synthetic as TRACE, got {trace!r}")
-    found |= {"trace": trace, "form": options.form}
+    found |= {"trace": trace, "form": options.form or "auto"}
     if options.hash_tokens is not None:
         found["block_size"] = options.hash_tokens
     return found

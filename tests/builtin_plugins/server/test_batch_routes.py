@@ -41,13 +41,13 @@ NAMED = InstalledExtension("names", "names", Authenticator(authenticate=by_name)
 
 
 @contextlib.contextmanager
-def batch_server(folder, model=None, engine=None, **options):
+def batch_server(folder, model=None, scheduler=None, **options):
     """Run a server with the routes, for any key."""
     options = {"folder": str(folder / "batches"), **options}
     config = server_config(
         model or write_model(folder),
         plugin={"batch_routes": options},
-        scheduler={"policy": "priority"},
+        scheduler={"policy": "priority", **(scheduler or {})},
     )
     with running(AsyncLLM(config=config), authenticators=[NAMED]) as server:
         yield server
@@ -405,6 +405,19 @@ def test_a_batch_expires(tmp_path):
         errors = lines_of(client, batch.error_file_id)
         assert {one["error"]["code"] for one in errors} == {"batch_expired"}
         assert batch.request_counts.failed == len(errors) > 0
+
+
+def test_a_line_that_is_larger_than_the_queue_fails(tmp_path):
+    """It is refused alone as well, so that no wait helps; the others are answered."""
+    with batch_server(tmp_path, scheduler={"max_waiting": 4, "max_num_seqs": 4}) as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, [line(0, n=20, temperature=1), line(1), line(2)]))
+        assert batch.status == "completed"
+        (refused,) = lines_of(client, batch.error_file_id)
+    assert refused["custom_id"] == "r0"
+    assert refused["response"]["status_code"] == 429
+    assert "4 requests are waiting" in refused["response"]["body"]["error"]["message"]
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
 
 
 def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):

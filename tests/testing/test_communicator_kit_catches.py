@@ -30,7 +30,7 @@ COMMUNICATORS = [
     (communicators.SumsBackwards, "sums", "sums", r"element 0: .*, not .*"),
     (communicators.NoCopy, "messages", "messages", "x was changed after send had returned"),
     (communicators.Rendezvous, "messages", "messages", r"waits in recv .* in send to rank \d"),
-    (communicators.NewestFirst, "messages", "messages", "raised ValueError: x: rank 0 has sent "),
+    (communicators.NewestFirst, "messages", "messages", r"raised ValueError: x: rank \d has sent "),
     (communicators.Mixes, "messages", "messages", "arrived as|message . of rank|of 3 raised"),
     (communicators.OneForAll, "groups", "groups", "(group (one|two) got|raised|still waited)"),
     (communicators.AbortsLate, "abort", "abort", r"ended 0.\d s after rank 0 called abort"),

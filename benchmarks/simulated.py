@@ -127,6 +127,13 @@ def text_of(segments: tuple[Segment, ...]) -> list[int]:
     ]
 
 
+async def warm_up(llm: AsyncLLM, number: int) -> None:
+    """Run a request that is longer than those with smaller numbers."""
+    params = SamplingParams(max_tokens=12 * number, ignore_eos=True, temperature=0.0)
+    async for _ in llm.generate({"prompt_token_ids": [50 + number] * (8 + 8 * number)}, params):
+        pass
+
+
 async def measure(
     policy: str, requests: list[SimulatedRequest], arguments: argparse.Namespace
 ) -> dict[str, float]:
@@ -148,10 +155,9 @@ async def measure(
     model = "scripted" if arguments.paced else arguments.model
     llm = AsyncLLM(model, config=config_of(policy, arguments))
     try:
-        warm = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
-        for _ in range(3):
-            async for _ in llm.generate({"prompt_token_ids": [*range(50, 90)]}, warm):
-                pass
+        # Twelve steps of each size, for the first ones take longer: the engine records them.
+        for _ in range(2):
+            await asyncio.gather(*(warm_up(llm, number + 1) for number in range(MAX_NUM_SEQS)))
         start = time.perf_counter() + 0.5
         await asyncio.gather(*(send(llm, start, request) for request in requests))
     finally:

@@ -36,8 +36,12 @@ _LONGEST = 2048  # tokens of a prompt; what is beyond is extrapolated
 _SMALLEST = 16
 _BATCH_TOKENS = 2048  # tokens of the prompts of a batch
 _LATE = (16, 64, 256, 32, 128, 24, 96, 48)  # tokens of the prompts that begin while others decode
+_LATE_BATCHES = 4  # for a step takes longer after one with a prompt
 _OUTPUTS = 24  # tokens after the first one of the longest request of a batch
-_WARM_UP = 2  # batches that are not counted
+_WARM_LENGTH = 32  # tokens of the prompts of batches that are not counted, at most
+_WARM_BATCHES = 2  # of each number of requests, which are not counted
+_WARM_PROMPTS = 24  # of each length, which are not counted
+_WARM_SHARE = 0.25  # of the time that all these may take
 _MOST_SECONDS = 86_400
 
 OpenModel = Callable[[EngineConfig, ConfigSources], Generator]
@@ -125,16 +129,19 @@ def calibrate(
         file = Path(folder) / "steps.jsonl"
         file.touch()
         with contextlib.closing(open_model(_watched(config, file), config_sources)) as model:
+            chance = random.Random(seed)
+            _warm_up(model, seconds * _WARM_SHARE, chance)
+            num_warm = _count_lines(file)
             began = time.perf_counter()
-            for _ in _run_batches(model, seconds, random.Random(seed)):
+            for _ in _run_batches(model, seconds, chance):
                 yield {
                     "record": "progress",
                     "seconds": min(time.perf_counter() - began, seconds),
                     "of": seconds,
-                    "steps": _count_lines(file),
+                    "steps": _count_lines(file) - num_warm,
                 }
             opened = model.config
-        steps = timed_steps(file)
+        steps = timed_steps(file, after=num_warm)
     cost = _cost_of(steps, opened)
     yield {"record": "result", "cost": msgspec.to_builtins(cost)}
 
@@ -165,15 +172,20 @@ def _watched(config: EngineConfig, file: Path) -> EngineConfig:
     )
 
 
+def _warm_up(model: Generator, seconds: float, chance: random.Random) -> None:
+    """Run steps of few tokens, at most for so long: an engine may record them the first times."""
+    ends = time.perf_counter() + seconds
+    for batch in _batches_of(model):
+        if batch.prompt <= _WARM_LENGTH:
+            for _ in range(_WARM_PROMPTS if batch.outputs == [2] else _WARM_BATCHES):
+                if time.perf_counter() > ends:
+                    return
+                _run(model, batch, chance)
+
+
 def _run_batches(model: Generator, seconds: float, chance: random.Random) -> Iterator[None]:
     """Run batches until the time is over, each at least once."""
-    config = model.config
-    longest = config.max_model_len
-    assert isinstance(longest, int), "an engine that runs has a length"
-    batches = _batches(config.scheduler.max_num_seqs, longest - 1 - _OUTPUTS)
-    for batch in itertools.islice(itertools.cycle(batches), _WARM_UP):
-        _run(model, batch, chance)
-        yield
+    batches = _batches_of(model)
     ends = time.perf_counter() + seconds
     for number in itertools.count():
         for batch in chance.sample(batches, len(batches)):
@@ -183,6 +195,12 @@ def _run_batches(model: Generator, seconds: float, chance: random.Random) -> Ite
             yield
         if time.perf_counter() > ends:
             return
+
+
+def _batches_of(model: Generator) -> list[_Batch]:
+    length = model.config.max_model_len
+    assert isinstance(length, int), "an engine that runs has a length"
+    return _batches(model.config.scheduler.max_num_seqs, length - 1 - _OUTPUTS)
 
 
 def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
@@ -197,7 +215,7 @@ def _batches(max_num_seqs: int, longest: int) -> list[_Batch]:
             found.append(_Batch(longer, outputs))
     outputs = [1 + number % _OUTPUTS for number in range(2, 2 * max_num_seqs + 2, 2)]
     late = tuple(min(length, longest) for length in _LATE)
-    found.append(_Batch(min(_SMALLEST, longest), outputs, late))
+    found += [_Batch(min(_SMALLEST, longest), outputs, late)] * _LATE_BATCHES
     for length in dict.fromkeys([*powers(_SMALLEST, longest), longest]):
         found += [_Batch(length, [2]), _Batch(max(1, 3 * length // 4), [2])]
     return found
@@ -234,18 +252,24 @@ def _count_lines(file: Path) -> int:
         return sum(1 for _ in lines)
 
 
-def timed_steps(file: Path) -> list[TimedStep]:
-    """Return the steps that `StepWatch` wrote, without those after which nothing was left to do."""
+def timed_steps(file: Path, after: int = 0) -> list[TimedStep]:
+    """Return the steps that `StepWatch` wrote, without those after which nothing was left to do.
+
+    Args:
+        file: where it wrote them.
+        after: number of the first ones, which are left out.
+    """
     with file.open("rb") as lines:
         records = [msgspec.json.decode(line, type=_Line) for line in lines]
     computed: dict[str, int] = {}
     found = []
-    for record, following in itertools.pairwise(records):
+    for number, (record, following) in enumerate(itertools.pairwise(records)):
         for name in record.preempted:
             computed.pop(name, None)
         milliseconds = 1e3 * (following.timestamp - record.timestamp)
         # Without a request that goes on, the engine may have waited for one.
-        if milliseconds > 0 and record.scheduled.keys() & following.scheduled.keys():
+        goes_on = record.scheduled.keys() & following.scheduled.keys()
+        if number >= after and milliseconds > 0 and goes_on:
             found.append(_timed(record.scheduled, computed, milliseconds))
         for name, count in record.scheduled.items():
             computed[name] = computed.get(name, 0) + count

@@ -11,6 +11,7 @@ from hardpoint.boundary.errors import close_all, rejection_output
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.engine.cache_changes import CacheChangeLog
 from hardpoint.core.engine.prepare import limits_of
+from hardpoint.core.engine.step_cost import StepCostFit
 from hardpoint.core.engine_process.reports import ClientReports
 from hardpoint.core.kv_cache import BlockManager, BlockMetadata, Eviction
 from hardpoint.errors import PluginFaultError, shown
@@ -125,6 +126,7 @@ class SimulatedEngine:
         self.is_lost = False
         self._timeline, self._send = timeline, send
         self.device = SimulatedDevice(settings.step_cost, settings.first_token)
+        self._fit, self._fits = StepCostFit(), bool(settings.config.scheduler.step_milliseconds)
         self._changes = CacheChangeLog() if settings.reports_cache else None
         self._build(settings)
         self._stepped = SteppedScheduler(self._scheduler)
@@ -155,8 +157,6 @@ class SimulatedEngine:
         )
         self._policy = PolicySlot(plugins, faults, _VOCABULARY)
         length = config.max_model_len
-        cost = settings.step_cost
-        linear = cost.step_cost if isinstance(cost, CostFile) else cost
         if not isinstance(length, int):
             length = num_blocks * cache.block_size
         self._scheduler = plugins.create(
@@ -168,7 +168,7 @@ class SimulatedEngine:
             policy_fault=self._policy.report_fault,
             clock=clock,
             watermark=cache.watermark,
-            step_cost=lambda: linear,
+            step_cost=self._fit.current,
         )
 
     def stats(self) -> SchedulerStats:
@@ -204,7 +204,10 @@ class SimulatedEngine:
             return
         plan = self._stepped.start(self.device.execute)
         waits = self._scheduler.num_unfinished_requests() > 0
-        self._timeline.after(self.device.seconds(plan, waits=waits), self._end_step)
+        seconds = self.device.seconds(plan, waits=waits)
+        if self._fits:  # as the engine does, so that prompts get as many tokens of a step
+            self._fit.learn(plan, 1e3 * seconds)
+        self._timeline.after(seconds, self._end_step)
 
     def _read(self, request: EngineCoreRequest) -> None:
         self._reports.read_request(0, request.request_id)

@@ -133,17 +133,21 @@ class BatchRoute:
         owner, limit = self._folder.owner(record.client.name), self._options.open_batches
         name = record.batch.input_file_id
         file = owner.file(name)
+        missing = RequestError(
+            f"input_file_id: expected a file of this key with the purpose 'batch', got "
+            f"{shown(name, 100)}"
+        )
         if file is None or file.purpose != "batch":
-            raise RequestError(
-                f"input_file_id: expected a file of this key with the purpose 'batch', got "
-                f"{shown(name, 100)}"
-            )
+            raise missing
         if len(owner.open_batches()) >= limit:
             raise RequestError(
                 f"input_file_id: expected at most {limit} batches of a key that have not ended, "
                 "got one more; wait, or cancel one"
             )
-        owner.add_batch(record)
+        try:
+            owner.add_batch(record)
+        except FileNotFoundError:  # it was deleted in this moment
+            raise missing from None
 
     async def list_batches(self, request: Request) -> Page:
         """List batches.

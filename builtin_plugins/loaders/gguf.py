@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,14 @@ from .gguf_tensors import DTYPES, StoredTensor, stored_tensor
 
 _ENCODER = "clip"  # what llama.cpp's converter writes apart, as mmproj-*.gguf
 _ROPE_FACTORS = "rope_freqs.weight"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_MOST_PARTS = 1000
+_ENDS = frozenset(
+    {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"}
+    | {"<|end_of_text|>", "<EOT>", "<end_of_utterance>", "<|return|>", "<|call|>", "<|user|>"}
+    | {"<|observation|>"}
+)
+"""Tokens that end a turn or a text, found by what they are: metadata often lacks them."""
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -123,7 +132,8 @@ class GGUFLoader(WeightLoader):
                 weight = self._architecture.restore(name, weight)
             yield name, weight
             # Loaded by now: else the whole file would stay in memory next to the model.
-            self._file.give_back(tensor.data)
+            for file in self._parts:
+                file.give_back(tensor.data)
 
     def formats(self, shapes: Mapping[str, Sequence[int]]) -> Mapping[str, WeightFormat]:
         """Return how the file stores the weights in `shapes`: as a scheme or dtype, else as ggml's.
@@ -136,30 +146,63 @@ class GGUFLoader(WeightLoader):
         return formats
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
-        """Return the hash of the file.
+        """Return the hash of the file, or of its parts.
 
         Raises:
             ModelError: it is another one than was opened, whose weights are those of the model.
         """
-        found = hash_file(self.context.files.path)
+        found = " ".join(map(hash_file, self._paths))
         if self.fingerprint() is None:
             raise ModelError(f"{self._source}: the file was replaced after it was opened")
         return found
 
     def fingerprint(self) -> str | None:
-        """Return name, size and times of the file; None if it is another one than was opened."""
-        file, current = self._file, fingerprint([self.context.files.path])
-        return current if file.fingerprint == current else None
+        """Return names, sizes and times of the parts; None if one is another than was opened."""
+        current = [fingerprint([path]) for path in self._paths]
+        if current != [part.fingerprint for part in self._parts]:
+            return None
+        return fingerprint(self._paths)
+
+    @cached_property
+    def _paths(self) -> list[Path]:
+        """The file, and the further parts of one that is split.
+
+        Raises:
+            ModelError: it is not the first part, or its name has another form.
+        """
+        path, count = self.context.files.path, self._file.scalar("split.count", int) or 1
+        if count == 1:
+            return [path]
+        match, number = _PART.fullmatch(path.name), self._file.scalar("split.no", int)
+        if not match or number or count > _MOST_PARTS or (match[2], match[3]) != _of(1, count):
+            first, of = _of(1, count)
+            raise ModelError(
+                f"{self._source}: split.count: it is part {1 + (number or 0)} of {count}; expected "
+                f"the first one, with the name NAME-{first}-of-{of}.gguf, and the others next to it"
+            )
+        return [
+            path.with_name(f"{match[1]}-{part}-of-{of}.gguf")
+            for part, of in (_of(number, count) for number in range(1, count + 1))
+        ]
+
+    @cached_property
+    def _parts(self) -> list[GGUFFile]:
+        return [self._file, *map(open_gguf, self._paths[1:])]
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
         """The tensors of the file, by its names."""
-        return {t.name: stored_tensor(t, self._source) for t in self._file.tensors}
+        parts = zip(self._paths, self._parts, strict=True)
+        return {
+            tensor.name: stored_tensor(tensor, path.name)
+            for path, part in parts
+            for tensor in part.tensors
+        }
 
     @cached_property
     def _name(self) -> str:
         """Of the architecture, in the metadata."""
-        name = self._file.scalar("general.architecture", str)
+        name = self._parts[0].scalar("general.architecture", str)
         if name == _ENCODER:
             raise ModelError(
                 f"{self._source}: general.architecture: {short(name)} is the encoder of images of "
@@ -352,10 +395,21 @@ class GGUFLoader(WeightLoader):
         return {**self._architecture.yarn, **stated}
 
     def _eos(self) -> list[int]:
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        """Return the tokens that end an answer: those that metadata names, then others by text."""
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
         found = [i for key in keys for i in token_ids(self._file.value(key), key, self._source)]
+        texts = self._file.strings("tokenizer.ggml.tokens")
+        # In harmony, as of gpt-oss, a message ends with <|end|>, and an answer has several.
+        ends = _ENDS - {"<|end|>"} if "<|return|>" in texts else _ENDS
+        rows = self._tensors[EMBEDDING].shape[0]
+        found += [number for number, text in enumerate(texts[:rows]) if text in ends]
         return list(dict.fromkeys(found))
 
     def _dtype(self) -> str | None:
         kinds = {tensor.kind for tensor in self._tensors.values() if len(tensor.shape) > 1}
         return DTYPES.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _of(number: int, count: int) -> tuple[str, str]:
+    """Return the number of a part and that of all, as names of files have them."""
+    return f"{number:05}", f"{count:05}"

@@ -67,9 +67,13 @@ class GGUFFile(gguf.GGUFReader):  # type: ignore[misc]
         self._data = np.asarray(mapped)  # slices of the memory map itself are slow and large
 
     def give_back(self, part: np.ndarray[Any, Any]) -> None:
-        """Give the system the memory of a part of the file; what is used again is read again."""
-        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            start = part.ctypes.data - self._data.ctypes.data
+        """Give the system the memory of a part; what is used again is read again.
+
+        A part of another file is left alone.
+        """
+        start = part.ctypes.data - self._data.ctypes.data
+        is_inside = 0 <= start <= self._data.nbytes - part.nbytes
+        if is_inside and isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             page = start // mmap.PAGESIZE * mmap.PAGESIZE
             self._mapping.madvise(mmap.MADV_DONTNEED, page, start + part.nbytes - page)
 

@@ -14,8 +14,8 @@ from .files import read_json
 INDEX = "model.safetensors.index.json"
 _VISION, _FORMER_VISION = "vision_tower.", "vision_tower.vision_model."
 """Beginnings of names, as transformers 5 writes them, and as earlier ones did."""
-_BODIES = ("transformer.",)
-"""Beginnings of names that early checkpoints leave out, GPT-2's for one."""
+_BODIES = ("transformer.", "model.")
+"""Beginnings of names that checkpoints of a body alone leave out, as GPT-2's and embedders'."""
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -75,7 +75,8 @@ def scheme_of(hf: Mapping[str, Any], where: str) -> str | None:
     method = described.get("quant_method") if isinstance(described, Mapping) else None
     if isinstance(method, str) and method:
         return method.lower().replace("-", "_")
-    for name in ("quantization_config", "quantization"):  # of transformers, of MLX
+    # Of transformers, of MLX, and of early llm-compressor.
+    for name in ("quantization_config", "quantization", "compression_config"):
         if (found := hf.get(name)) is not None:
             raise ModelError(
                 f"{where}/config.json: {name}: safetensors that are quantised without a "

@@ -15,7 +15,7 @@ from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat,
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 
-from .config_file import about_code, read_architecture, read_config, read_model_config
+from .config_file import about_code, read_architecture, read_model_config
 from .files import (
     file_inside,
     fingerprint,
@@ -27,7 +27,11 @@ from .index_file import INDEX, former_names, last_of, module_of, read_index, sch
 from .stacked_experts import ARCHITECTURES, StackedExperts
 
 _SINGLE = "model.safetensors"
-_EMBEDDINGS = ("model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
+)
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -171,9 +175,27 @@ class SafetensorsLoader(WeightLoader):
                 formats[name] = WeightFormat(stored.scheme, size, True, stored)
             elif name in outlines:
                 dtype = str(outlines[name].dtype).removeprefix("torch.")
+                if self._quantization is None and dtype.startswith("float8"):
+                    raise self._unstated(f"{name} is stored as {dtype}")
                 formats[name] = WeightFormat(dtype, outlines[name].nbytes)
-        refuse_missing(self.context.files, (name for name in shapes if name not in formats))
+        missing = [name for name in shapes if name not in formats]
+        if missing and self._quantization is None:
+            self._refuse_codes(missing)
+        refuse_missing(self.context.files, missing)
         return formats
+
+    def _refuse_codes(self, missing: Sequence[str]) -> None:
+        """Refuse weights in whose place there are others, as of matrices that are quantised."""
+        modules = {module_of(name): name for name in missing}
+        for stored in sorted(self._present()):
+            if (name := modules.get(module_of(stored))) and last_of(stored) != "bias":
+                raise self._unstated(f"{name} is missing, and {stored} is there")
+
+    def _unstated(self, what: str) -> ModelError:
+        return ModelError(
+            f"{self.context.files.name}/config.json: {what}: expected a quantization_config with a "
+            f"quant_method, which says how the weights are quantised, got none"
+        )
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """Return the names of weights in the files, of those that had other names before."""
@@ -236,7 +258,7 @@ class SafetensorsLoader(WeightLoader):
     def _quantization(self) -> str | None:
         """The scheme of the checkpoint's matrices; None if they are not quantised."""
         path = self.context.files.path
-        return scheme_of(read_config(path / "config.json"), path.name)
+        return scheme_of(read_model_config(path / "config.json").hf, path.name)
 
     def _stored(
         self, name: str, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]

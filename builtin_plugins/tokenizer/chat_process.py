@@ -7,7 +7,9 @@ start quickly.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
@@ -103,13 +105,56 @@ def _variables(request: dict[str, Any]) -> dict[str, Any]:
     return {"tools": None, "documents": None, **request, "messages": messages}
 
 
+def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
+    """Return messages whose calls have another form, which a template wants by its error.
+
+    Mistral's templates want ids of nine characters, and those of DeepSeek's R1 and V3.1 join
+    arguments to a text.
+    """
+
+    def short(call_id: Any) -> Any:
+        if not isinstance(call_id, str) or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+    def as_text(function: Any) -> Any:
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+            return function
+        return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+    found = []
+    for message in messages:
+        message = dict(message)
+        if "length 9" in str(error):
+            if "tool_call_id" in message:
+                message["tool_call_id"] = short(message["tool_call_id"])
+            changes = {"id": short}
+        else:
+            changes = {"function": as_text} if isinstance(error, TypeError) else {}
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [
+                {**call, **{name: of(call[name]) for name, of in changes.items() if name in call}}
+                if isinstance(call, dict)
+                else call
+                for call in calls
+            ]
+        found.append(message)
+    return found
+
+
 def answer(
     compiled: Callable[[str], Template], request: bytes, max_characters: int
 ) -> dict[str, str]:
     """Return the answer to one request: its text, or its error."""
     given = json.loads(request)
     try:
-        return {"text": render(compiled(given.pop("template")), given, max_characters)}
+        template = compiled(given.pop("template"))
+        try:
+            return {"text": render(template, given, max_characters)}
+        except Exception as error:
+            if (adapted := _adapted(given["messages"], error)) == given["messages"]:
+                raise
+            return {"text": render(template, {**given, "messages": adapted}, max_characters)}
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # a template is a program: it can raise anything

@@ -292,12 +292,12 @@ class AsyncEngine(WatchedEngine):
             steps, change = stack.enter_context(self._changes.begin(asked))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
-                if isinstance(action, float):
-                    await asyncio.sleep(action)
-                    continue
                 if action == "commit":  # no request is sent before the frontend has switched
                     await stack.enter_async_context(self._switch_lock)
                 try:
+                    if isinstance(action, float):
+                        await asyncio.sleep(action)
+                        continue
                     answer = await EngineUtilities.live_change.call_async(
                         self.call_utility, action, change if action == "prepare" else None
                     )

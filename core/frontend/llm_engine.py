@@ -258,12 +258,12 @@ class LLMEngine(EngineOwner):
             steps, change = stack.enter_context(self._changes.begin(asked))
             answer: list[str] | BaseException | None = None
             while (action := next_of(steps, answer)) is not None:
-                if isinstance(action, float):
-                    time.sleep(action)
-                    continue
                 if action == "commit":  # no request is sent before the frontend has switched
                     stack.enter_context(self.lock)
                 try:
+                    if isinstance(action, float):
+                        time.sleep(action)
+                        continue
                     answer = EngineUtilities.live_change.call(
                         self.call_utility, action, change if action == "prepare" else None
                     )

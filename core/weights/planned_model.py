@@ -270,10 +270,10 @@ def _checked(
                 f"model: weight {name!r} of {spec.config.model!r} has shape "
                 f"{tuple(tensor.shape)}, {spec.model_config.architecture} needs {tuple(expected)}"
             )
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.itemsize == 1:  # float8 has scales besides
             raise ModelError(
                 f"model: weight {name!r} of {spec.config.model!r} has the dtype {tensor.dtype}, "
-                f"expected a floating one"
+                f"expected a floating one of at least 16 bits"
             )
         spec.progress("Loading weights", len(shapes) - len(missing), len(shapes))
         yield name, tensor

@@ -27,6 +27,9 @@ _replace = msgspec.structs.replace
 MAX_STEPS = 8192
 """Entries of steps that are kept of a request; waits for the same thing are one."""
 
+_FEW, _SELDOM = 512, 64
+"""Up to so many positions, each output has the record so far; beyond, one in so many."""
+
 
 @dataclass
 class _Traced:
@@ -168,9 +171,14 @@ class TraceRecorder(EngineHalf):
             self._traced[request_id].change(plan.step, is_lost=True)
 
     def figures(self, request_id: str) -> Mapping[str, float | str | Sequence[float]]:
-        """Return the record of a request that has ended, as JSON."""
+        """Return the record so far, as JSON: a frontend may end a request, as at a stop string."""
         traced = self._traced.get(request_id)
-        if traced is None or traced.request.status is not RequestStatus.FINISHED:
+        if traced is None:
+            return {}
+        is_last = traced.request.status is RequestStatus.FINISHED
+        may_be_last = is_last or bool(traced.request.source.params.stop_strings)
+        number = len(traced.positions)
+        if not may_be_last and number > _FEW and number % _SELDOM:
             return {}
         return {"record": msgspec.json.encode(self._record(traced)).decode()}
 
@@ -195,7 +203,10 @@ class TraceRecorder(EngineHalf):
         """Return the notes on what the record lacks."""
         notes = []
         if before:
-            notes.append(f"positions before {before} were sampled by another engine: no record")
+            notes.append(
+                f"positions before {before} came with the request, of a fork or another engine: "
+                "no record"
+            )
         if length > self._num_positions:
             notes.append(
                 f"positions from {self._num_positions} on have no record "

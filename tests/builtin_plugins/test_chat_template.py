@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -135,3 +136,28 @@ def test_a_process_that_is_stopped_ends_with_its_parent():
         [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60, check=True
     )
     wait_until(lambda: not alive(int(done.stdout)), 5, "the end of the process")
+
+
+def test_calls_have_the_form_that_a_template_wants(renderer):
+    """Ids of nine characters, as Mistral's; arguments as a text, as DeepSeek's."""
+    call = {"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": {"a": "ä"}}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call], "content": ""},
+        {"role": "tool", "tool_call_id": call["id"], "content": "1"},
+    ]
+    nine = (
+        "{% for id in [messages[1].tool_calls[0].id, messages[2].tool_call_id] %}"
+        "{% if id|length != 9 %}"
+        "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+        "{% endif %}{{ id }} {% endfor %}"
+    )
+    of_call, of_result = text(renderer, nine, messages).split()
+    assert of_call == of_result
+    assert re.fullmatch("[a-zA-Z0-9]{9}", of_call)
+    call["id"] = messages[-1]["tool_call_id"] = "abcDEF123"
+    assert text(renderer, nine, messages).split() == ["abcDEF123"] * 2
+    joined = "{{ 'arguments: ' + messages[1].tool_calls[0].function.arguments }}"
+    assert text(renderer, joined, messages) == 'arguments: {"a": "ä"}'
+    with pytest.raises(RequestError, match="it failed: TypeError: "):
+        text(renderer, "{{ 'x' + messages[0] }}", messages)

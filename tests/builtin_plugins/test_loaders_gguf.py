@@ -48,7 +48,7 @@ def test_demo_config(demo_loader: GGUFLoader) -> None:
     assert config.architecture == "LlamaForCausalLM"
     assert config.vocab_size == 49152
     assert config.max_position_embeddings == 8192
-    assert config.eos_token_ids == (2,)
+    assert config.eos_token_ids == (2, 0)  # <|im_end|>, and <|endoftext|> by its text
     assert config.dtype is None
     expected = {
         "hidden_size": 576,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -279,6 +280,20 @@ class TestUndo:
     def test_one_that_takes_too_long(self, opened):
         llm = opened({"plugins": {"change_seconds": 0.2}})
         with pytest.raises(HardpointError, match=r"not prepared within 0\.2 s .*by worker 0; noth"):
+            llm.set_plugins(enable=[f"{MODULE}:Hangs"])
+        llm.set_plugins(enable=[Pick])
+        assert picked(llm) == forced(0)
+
+    def test_an_interrupt_undoes_it(self, llm, monkeypatch):
+        """As of Ctrl-C, while the change is prepared: another one is possible afterwards."""
+
+        def interrupted(seconds):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        clock = SimpleNamespace(sleep=interrupted)
+        monkeypatch.setattr("hardpoint.core.frontend.llm_engine.time", clock)
+        with pytest.raises(KeyboardInterrupt):
             llm.set_plugins(enable=[f"{MODULE}:Hangs"])
         llm.set_plugins(enable=[Pick])
         assert picked(llm) == forced(0)

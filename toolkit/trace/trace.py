@@ -84,12 +84,24 @@ def trace_of(output: RequestOutput, decode: Decode | None = None) -> Trace:
     return Trace(
         prompt=output.prompt,
         num_prompt_tokens=len(output.prompt_token_ids or ()),
-        completions=[completion_trace(completion, decode) for completion in output.outputs],
+        completions=[
+            completion_trace(completion, decode, len(completion.token_ids))
+            for completion in output.outputs
+        ],
     )
 
 
-def completion_trace(completion: CompletionOutput, decode: Decode | None = None) -> CompletionTrace:
-    """Return the trace of one completion; see `trace_of`."""
+def completion_trace(
+    completion: CompletionOutput, decode: Decode | None = None, num_tokens: int | None = None
+) -> CompletionTrace:
+    """Return the trace of one completion; see `trace_of`.
+
+    Args:
+        completion: its last output.
+        decode: as for `trace_of`.
+        num_tokens: number of its tokens, if it is known: the engine may have sampled some more in
+            the step of a stop string.
+    """
     figures = (completion.part_figures or {}).get(TRACE) or {}
     if "record" not in figures:
         why = f": {completion.error}" if completion.error else ""
@@ -101,15 +113,20 @@ def completion_trace(completion: CompletionOutput, decode: Decode | None = None)
     texts = _Texts(decode)
     steps = {entry.step: entry for entry in record.steps}
     tokens = [msgspec.json.decode(raw, type=TokenTrace) for raw in record.tokens]
+    if num_tokens is not None and record.error is None:
+        tokens = [token for token in tokens if token.position < num_tokens]
+    notes = record.notes
+    if (last := len(record.token_ids)) < (num_tokens or 0):
+        notes = [*notes, f"positions from {last} on have no record: the request was ended by then"]
     return CompletionTrace(
         index=completion.index,
         text=completion.text,
-        token_ids=record.token_ids,
+        token_ids=record.token_ids[:num_tokens],
         tokens=[texts.token(token, steps.get(token.step)) for token in tokens],
         steps=record.steps,
         finish_reason=completion.finish_reason,
         error=record.error or completion.error,
-        notes=record.notes,
+        notes=notes,
     )
 
 

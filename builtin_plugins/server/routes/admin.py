@@ -22,7 +22,14 @@ from hardpoint.plugins.server import EngineSet, Route
 from hardpoint.typed import Strict
 
 from .models import json_response
-from .settings import SetSettings, check_name, check_names, shown_settings, without_secrets
+from .settings import (
+    SetSettings,
+    check_name,
+    check_names,
+    named_in,
+    shown_settings,
+    without_secrets,
+)
 
 _log = logging.getLogger("hardpoint")
 
@@ -374,7 +381,8 @@ class AdminRoutes:
 
     async def set_policy(self, asked: SetPolicy, administrator: str) -> dict[str, Any]:
         """Replace the scheduling policy."""
-        check_name("use", asked.use, self._engine.config)
+        for path, name in [("use", asked.use), *named_in("options", asked.options)]:
+            check_name(path, name, self._engine.config)
         origin = f"administrator {administrator}"
         await self._engine.set_policy(asked.use, asked.options, origin=origin)
         return {"policy": asked.use}

@@ -13,6 +13,8 @@ from hardpoint.typed import Strict
 _SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 _HIDDEN = "***"
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""The path of a class; an option may name one that its component wraps."""
 _NAMING = ("scheduler.policy", "parallel.balancer", "stats.sinks")
 """Settings whose values are names of plugins."""
 
@@ -70,11 +72,26 @@ def _named(asked: SetSettings) -> Iterator[tuple[str, Any]]:
     for name, use in plugins.replace.items():
         yield f"plugins.replace.{name}", name
         yield f"plugins.replace.{name}", use
-    for name in plugins.options:
+    for name, options in plugins.options.items():
         yield f"plugins.options.{name}", name
+        yield from named_in(f"plugins.options.{name}", options)
     for path, value in asked.config.items():
         for name in _named_by(path, value):
             yield f"config.{path}", name
+        if path.startswith("plugin."):
+            yield from named_in(f"config.{path}", value)
+
+
+def named_in(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield what a value of options names: wrapped components, and classes by their paths."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_in(f"{path}.{key}", item)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from named_in(path, item)
+    elif isinstance(value, str) and (path.endswith(".wraps") or _CLASS.fullmatch(value)):
+        yield path, value
 
 
 def _named_by(path: str, value: Any) -> list[Any]:

@@ -92,6 +92,16 @@ def test_a_change_reaches_the_engine_with_its_author(server):
         ({"config": {"plugins.enable": ["a:B"]}}, "config.plugins.enable: expected in plugins.en"),
         ({"config": {"plugin.dry.x": 1}}, "config.plugin.dry.x: 'dry' is not among"),
         ({"config": {"plugin": {"dry": {}}}}, "config.plugin: expected the name of a plugin"),
+        (
+            {"plugins": {"options": {"mirostat": {"wraps": "a:B"}}}},
+            "plugins.options.mirostat.wraps: expected the name of a plugin, got 'a:B'",
+        ),
+        (
+            {"plugins": {"options": {"mirostat": {"deep": [{"x": "a.b:C"}]}}}},
+            "plugins.options.mirostat.deep.x: expected the name of a plugin, got 'a.b:C'",
+        ),
+        ({"config": {"plugin.fair.wraps": "dry"}}, "config.plugin.fair.wraps: 'dry' is not among"),
+        ({"config": {"plugin.fair": {"wraps": ["a:B"]}}}, "config.plugin.fair.wraps: expected the"),
         ({"administrator": "me"}, "administrator"),
         ({"running": "stop"}, "running: expected"),
         ({"plugin": {}}, "plugin"),
@@ -116,6 +126,7 @@ def test_a_policy_reaches_the_engine_with_its_author(server):
 @pytest.mark.parametrize(
     ("use", "words"),
     [
+        ("fair", "options.wraps: expected the name of a plugin, got 'a:B'"),
         ("fcfs", "use: 'fcfs' is not among the plugins that may change over HTTP"),
         ("os:system", "use: expected the name of a plugin, got 'os:system'"),
         ("acme.policies", "use: expected the name of a plugin"),
@@ -125,7 +136,7 @@ def test_a_policy_reaches_the_engine_with_its_author(server):
 )
 def test_policies_are_those_that_settings_may_name(server, use, words):
     before = len(server.engine.utilities)
-    answer = server.admin.post("/policy", json={"use": use})
+    answer = server.admin.post("/policy", json={"use": use, "options": {"wraps": "a:B"}})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert len(server.engine.utilities) == before

@@ -54,7 +54,26 @@ def test_positions_of_another_engine(scripted):
         (found,) = llm.trace(prompt, SamplingParams(**GREEDY)).completions
     assert found.token_ids == whole.token_ids
     assert [token.position for token in found.tokens] == [4, 5]
-    assert found.notes == ["positions before 4 were sampled by another engine: no record"]
+    assert found.notes == [
+        "positions before 4 came with the request, of a fork or another engine: no record"
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stop_string_ends_a_trace(scripted, n):
+    """It is found in the frontend: the engine learns of it afterwards."""
+    with opened(scripted) as llm:
+        (whole, *_) = llm.trace("say abc", SamplingParams(**GREEDY)).completions
+        params = SamplingParams(**GREEDY, n=n, stop=["bc"])
+        found = llm.trace("say abc", params).completions
+    assert len(found) == n
+    for completion in found:
+        assert completion.finish_reason == "stop"
+        length = len(completion.token_ids)
+        assert 0 < length < len(whole.token_ids)
+        assert completion.token_ids == whole.token_ids[:length]
+        assert [token.position for token in completion.tokens] == list(range(length))
+        assert completion.notes == []
 
 
 def test_a_request_asks_for_a_number_of_candidates(scripted):
@@ -150,7 +169,6 @@ def test_waits_for_the_same_thing_are_one_entry():
     recorded = Recorded([slot, slot, blocks])
     assert [recorded.plan(step)[1] for step in (3, 4, 5)] == [None] * 3
     assert recorded.plan(6, num_scheduled_tokens={"a": 1, "b": 2})[1] is not None
-    assert recorded.recorder.figures("a") == {}
     first, second, third = recorded.record().steps
     assert (first.step, first.num_steps, first.waits_for) == (3, 2, "slot")
     assert (second.step, second.reason) == (5, blocks.message)

@@ -36,6 +36,10 @@ from .input import Conversation, InputItem, MessageItem, prepared_input
 from .stored import StoredResponses
 
 _NOTHING_STORED = "nothing is stored on this server; send the whole conversation as input"
+_NO_CONVERSATIONS = (
+    "there are no conversations on the server; send the whole one as input, or "
+    "previous_response_id where responses are stored"
+)
 _LOGPROBS = "message.output_text.logprobs"
 _NAMES: Renaming = (
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
@@ -175,8 +179,8 @@ class ResponsesRequest(GenerationFields):
     }
     refused: ClassVar[Mapping[str, str]] = {
         **REFUSED,
-        "context_management": _NOTHING_STORED,
-        "conversation": _NOTHING_STORED,
+        "context_management": _NO_CONVERSATIONS,
+        "conversation": _NO_CONVERSATIONS,
         "max_tool_calls": "there are no hosted tools, and calls are the caller's to make",
         "moderation": "there is no moderation",
         "prompt": "there are no stored prompts; send instructions and input",
@@ -347,7 +351,7 @@ class ResponsesDialect(Dialect[ResponsesRequest, RequestOutput]):
         """Return the outputs and the answer; see the base."""
         engine, body = self._service.engine, asked.body
         if body.background:
-            raise RequestError(f"background: expected false, for {_NOTHING_STORED}")
+            raise RequestError("background: expected false; a response ends with its connection")
         logprobs = body.logprobs
         params = self._params(
             body,

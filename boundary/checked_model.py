@@ -224,6 +224,9 @@ class CheckedModel:
     def become(self, other: CheckedModel) -> Model:
         """Be another model of the same class, configuration and share; return the earlier one."""
         earlier, self._model, self.hooks = self._model, other._model, other.hooks
+        for own, new in zip(self.specs, other.specs, strict=True):  # which attention has
+            if own.sinks is not None and new.sinks is not None:
+                own.sinks.copy_(new.sinks)
         return earlier
 
     def _stated(self, method: str, value: Any) -> Any:

@@ -196,7 +196,7 @@ class KVCacheManager(Protocol):
             prefix: result of `lookup`, with no call in between; or an empty one.
             num_new_tokens: to be computed in this step.
             num_external_tokens: after `prefix`, to be loaded by a KV connector.
-            num_lookahead_tokens: additional tokens to allocate blocks for.
+            num_lookahead_tokens: additional tokens to allocate blocks for; 0 with states.
             num_reserved_blocks: to remain free afterwards.
             delay_caching: the new blocks cannot be found before `cache_arrived`.
 

@@ -29,6 +29,8 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
         calls: special tokens that begin a call, and so the answer, inside reasoning too, where the
             request has tools. They are the answer's first; a request with a grammar gets none of
             them inside reasoning.
+        boundaries: special tokens of chat templates, between messages: a start marker before one is
+            of an earlier message, as in the text of a user, and leaves nothing open.
     """
 
     start: tuple[tuple[int, ...], ...] = ()
@@ -37,6 +39,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
     message_prefix: tuple[int, ...] = ()
     content_prefix: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Return whether an output after this prompt begins inside reasoning."""
@@ -56,7 +59,8 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
         A prompt may contain several markers; the last one decides.
         """
         opened, closed = _last(self.start, prompt), _last(self._ends, prompt)
-        return opened[0] if opened > closed else None
+        is_last = opened > closed and frozenset(self.boundaries).isdisjoint(prompt[opened[0] :])
+        return opened[0] if is_last else None
 
 
 def _last(markers: Sequence[Sequence[int]], token_ids: Sequence[int]) -> tuple[int, int]:

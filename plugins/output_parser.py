@@ -181,6 +181,7 @@ def _markers(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Reasoni
         message_prefix=ids(value.message_prefix),
         content_prefix=ids(value.content_prefix),
         calls=ids(value.calls),
+        boundaries=ids(value.boundaries),
     )
 
 

@@ -312,6 +312,7 @@ def _wave(
         own = [np.arange(part.begin, part.end) for part in parts]
         tokens = torch.from_numpy(np.concatenate(own)).to(device)
     begins = [index for index, part in enumerate(parts) if part.source == _NO_BLOCK]
+    assert min(part.target for part in parts) >= first_block, "a step ends where there is a state"
     return _Wave(
         starts,
         tokens,

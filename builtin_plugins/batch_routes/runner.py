@@ -82,7 +82,7 @@ class Slots:
 
 
 def _is_overload(answer: Response) -> bool:
-    """Whether the engine or its server refused a request for lack of room."""
+    """Return whether the engine or its server refused a request for lack of room."""
     if answer.status_code not in _LATER or not answer.body:
         return False
     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):

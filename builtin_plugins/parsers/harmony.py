@@ -67,9 +67,11 @@ class Harmony(FormatParser):
     def markers(self) -> ReasoningMarkers:
         """Return the usual headers of an analysis and of an answer, and what ends an analysis."""
         analysis, message, final = self.encoded("<|channel|>analysis<|message|>", _MESSAGE, _FINAL)
+        usual = super().markers()
         return ReasoningMarkers(
             start=(analysis,),
-            end=super().markers().end,
+            end=usual.end,
+            boundaries=usual.boundaries,
             message_prefix=message,
             content_prefix=final,
         )

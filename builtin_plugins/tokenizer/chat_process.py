@@ -122,15 +122,16 @@ def _adapted(messages: list[dict[str, Any]], error: Exception) -> list[dict[str,
             return function
         return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
+    changes: dict[str, Callable[[Any], Any]] = {}
+    if "length 9" in str(error):
+        changes = {"id": short}
+    elif isinstance(error, TypeError):
+        changes = {"function": as_text}
     found = []
     for message in messages:
         message = dict(message)
-        if "length 9" in str(error):
-            if "tool_call_id" in message:
-                message["tool_call_id"] = short(message["tool_call_id"])
-            changes = {"id": short}
-        else:
-            changes = {"function": as_text} if isinstance(error, TypeError) else {}
+        if "id" in changes and "tool_call_id" in message:
+            message["tool_call_id"] = short(message["tool_call_id"])
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [
                 {**call, **{name: of(call[name]) for name, of in changes.items() if name in call}}

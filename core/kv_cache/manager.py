@@ -185,11 +185,13 @@ class BlockManager:
         """Allocate the first blocks of a request: those of `prefix`, then new ones.
 
         Raises:
-            ValueError: the request has blocks already.
+            ValueError: the request has blocks already, or there is lookahead and states.
         """
         pool, size = self._pool, self.block_size
         if request in self._blocks:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
+        if num_lookahead_tokens and self._num_states:  # which are where a step ends
+            raise ValueError("num_lookahead_tokens: expected 0 for a model with states")
         end = prefix.num_tokens + num_external_tokens + num_new_tokens
         num_cached = prefix.num_tokens // size
         num_new = -(-(end + num_lookahead_tokens) // size) - num_cached  # per group
@@ -319,8 +321,7 @@ class BlockManager:
         num_new = -(-(num_tokens - blocks.capacity) // self.block_size)  # per group
         passed = self._passed(request, blocks) if self._windows else []
         if num_new > 0:
-            ref_count, tables = self._pool.ref_count, blocks.tables
-            freed = [b for g, i in passed if ref_count[b := tables[g][i]] == 1]
+            freed = [b for g, i in passed if self._pool.ref_count[b := blocks.tables[g][i]] == 1]
             if not self._has_room(num_new, freed=freed):
                 return None
         if passed:
@@ -351,8 +352,7 @@ class BlockManager:
         """Append `count` new blocks to each table; return them."""
         new = []
         for group, table in zip(self.groups, blocks.tables, strict=True):
-            states = group.has_states
-            real = min(count, 2) if states else count
+            real = min(count, 2) if (states := group.has_states) else count
             added = [NULL_BLOCK] * (count - real) + self._pool.allocate(real, states=states)
             table += added
             new.append(added)

@@ -113,7 +113,8 @@ class UpdatedWeights(WeightLoader):
                 for name in names:
                     outline = opened.get_slice(name)
                     if name not in shapes:
-                        self._check_tied(file, name, shapes)
+                        if not self._is_left_out(name, outline.get_shape(), shapes):
+                            self._check_tied(file, name, shapes)
                         continue
                     shape, dtype = tuple(outline.get_shape()), outline.get_dtype()
                     if shape != tuple(shapes[name]):
@@ -128,6 +129,17 @@ class UpdatedWeights(WeightLoader):
                     size = int(getattr(torch, _DTYPES[dtype]).itemsize)
                     found[name] = WeightFormat(_DTYPES[dtype], torch.Size(shape).numel() * size)
         return found
+
+    def _is_left_out(
+        self, name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]
+    ) -> bool:
+        """Return whether the model's own files have it, too, of a module that the model lacks."""
+        module = name.rpartition(".")[0] + "."
+        if module == "." or any(weight.startswith(module) for weight in shapes):
+            return False
+        with contextlib.suppress(ModelError):
+            return name in self.base.formats({name: tuple(shape)})
+        return False
 
     def _check_tied(self, file: Path, name: str, shapes: Mapping[str, Sequence[int]]) -> None:
         """Refuse a tensor that the model has not, unless it is the table that is the head, too.

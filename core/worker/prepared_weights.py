@@ -75,7 +75,7 @@ class PreparedWeights:
                 # No file of the cache for each of the many versions of a training.
                 off = WeightCache(msgspec.structs.replace(spec.config.weight_cache, path="off"))
                 load_weights(spec, planned, off, bool)
-            # Calls among ranks would mix with those of the steps that run meanwhile.
+            # Calls among ranks would mix with those of the steps that run.
             if (among := planned.model.context.parallel).tensor.size == among.engines.size == 1:
                 with torch.inference_mode():
                     planned.checked.run_trial(min(_TRIAL, spec.max_model_len), _TRIAL)

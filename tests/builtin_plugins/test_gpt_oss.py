@@ -122,6 +122,26 @@ def tokens(folder, prompts=PROMPTS, count=12, **settings):
         return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_new_sinks_count_from_the_next_step_on(variant, attention):
+    """Attention reads them from the specs, not as the other weights."""
+    model, _, folder = variant
+    before = {n: p.data.clone() for n, p in model.named_parameters() if n.endswith("sinks")}
+    after = {name: 5 * torch.randn_like(sinks) for name, sinks in before.items()}
+    prompt, found = PROMPTS[0], []
+    with LLM(str(folder), config=SETTINGS | {"attention": {"use": attention}}) as llm:
+        for sinks in (None, after, before):
+            if sinks is not None:
+                llm.update_weights(sinks)
+                for name, value in sinks.items():
+                    model.get_parameter(name).data.copy_(value)
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+            found.append(output.outputs[0].token_ids)
+            assert found[-1] == expected_tokens(model, prompt, 12)
+    assert found[0] == found[2] != found[1]
+
+
 def test_logits_and_tokens_equal_transformers(variant):
     check_logits_and_greedy_tokens(variant)
 

@@ -23,6 +23,8 @@ class Spelling:
     """A tokenizer of one id per character that refuses to add special tokens."""
 
     special_tokens = {}
+    chat_templates = {"default": "<|im_end|>{{ messages }}<tool_call>"}
+    eos_token_ids = (99,)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
@@ -33,6 +35,16 @@ def think_tags(**options) -> ThinkTags:
     options = ThinkTags.Options(**options)
     context = OutputParserContext(name="think_tags", options=options, tokenizer=Spelling())
     return ThinkTags(context)
+
+
+def test_special_tokens_of_the_template_are_between_messages(monkeypatch):
+    """A tag in the text of a user opens no reasoning."""
+    special = {"<think>": 1, "</think>": 2, "<|im_end|>": 5, "<unused>": 6}
+    monkeypatch.setattr(Spelling, "special_tokens", special)
+    markers = think_tags().markers()
+    assert markers.boundaries == (5, 99)
+    assert not markers.is_open([7, 1, 8, 5, 7])
+    assert markers.is_open([7, 5, 1, 8])
 
 
 def split(text, request=None, **options):
@@ -79,7 +91,7 @@ def test_every_output_may_begin_inside():
 
 def test_markers_are_token_ids_of_any_number():
     assert think_tags().markers() == ReasoningMarkers(
-        start=((1,),), end=(tuple(ord(character) for character in "</think>"),)
+        start=((1,),), end=(tuple(ord(character) for character in "</think>"),), boundaries=(99,)
     )
 
 

@@ -66,6 +66,15 @@ def test_a_call_ends_reasoning_and_is_no_sign_of_it():
     assert [markers.ended(ids) for ids in ([1, 2], [3], [5])] == [True, False, False]
 
 
+def test_a_start_in_an_earlier_message_opens_nothing():
+    """As in the text of a user who asks what the marker means."""
+    markers = ReasoningMarkers(start=((1,),), end=((2,),), boundaries=(8, 9))
+    opens = {(1,): True, (7, 1, 5): True, (1, 5, 8, 9): False, (1, 8, 9, 1): True, (1, 8, 2): False}
+    assert {ids: markers.is_open(ids) for ids in opens} == opens
+    assert ReasoningTracker(markers).after([1, 8]).inside is False
+    assert markers.thinking_since([1, 8, 1, None]) == 3
+
+
 @given(markers=MARKERS, prompt=TOKENS)
 def test_the_end_that_is_forced_goes_on_from_what_was_begun(markers, prompt):
     if not markers.end:

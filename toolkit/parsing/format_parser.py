@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from abc import abstractmethod
@@ -138,11 +139,20 @@ class FormatParser(OutputParser):
             for marker, to in state.moves.items()
             if to == self.reasoning
         }
-        return ReasoningMarkers(
-            start=self.encoded(*sorted(opening)),
-            end=self.encoded(*self._states[self.reasoning].moves),
-            calls=tuple(self._table[self.reasoning].calls),
-        )
+        start = self.encoded(*sorted(opening))
+        end = self.encoded(*self._states[self.reasoning].moves)
+        calls = tuple(self._table[self.reasoning].calls)
+        own = {*itertools.chain(*start, *end), *calls}
+        boundaries = tuple(token for token in self._boundaries if token not in own)
+        return ReasoningMarkers(start=start, end=end, calls=calls, boundaries=boundaries)
+
+    @functools.cached_property
+    def _boundaries(self) -> list[int]:
+        """The special tokens of the chat templates, and those that end a text."""
+        tokenizer = self.context.tokenizer
+        templates = "".join(tokenizer.chat_templates.values())
+        named = (token for text, token in tokenizer.special_tokens.items() if text in templates)
+        return sorted({*named, *tokenizer.eos_token_ids})
 
     def encoded(self, *markers: str) -> tuple[tuple[int, ...], ...]:
         """Return the usual token ids of each marker."""

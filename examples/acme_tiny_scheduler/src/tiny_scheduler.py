@@ -50,6 +50,7 @@ class TinyScheduler(Scheduler):
             "another policy than fcfs": context.policy.name != "fcfs",
             "a KV connector": context.transfers,
             "an encoder cache": context.encoder_cache,
+            "a model with states": context.kv_cache.num_free_states is not None,
         }
         for feature, configured in unsupported.items():
             if configured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 
@@ -257,6 +258,21 @@ def test_wrong_tensors_change_nothing(folders, expected, tmp_path, case):
         assert results(llm) == expected[0]
         assert llm.update_weights(folders[1]) == "1"
         assert results(llm) == expected[1]
+
+
+def test_what_the_start_left_out_is_left_out_again(folders, expected, tmp_path):
+    """As layers that predict further tokens, which many checkpoints have."""
+    extra = {"model.layers.9.eh_proj.weight": torch.ones(2, 4), "mtp.fc.weight": torch.ones(2)}
+    for name, folder in zip(("first", "second"), folders, strict=True):
+        shutil.copytree(folder, tmp_path / name)
+        path = file_of(tmp_path / name)
+        save_file(load_file(path) | extra, path)
+    with opened(tmp_path / "first") as llm:
+        assert results(llm) == expected[0]
+        llm.update_weights(tmp_path / "second")
+        assert results(llm) == expected[1]
+        with pytest.raises(ModelError, match=r"the model has no weight 'mtp.fc.bias'"):
+            llm.update_weights({"mtp.fc.bias": torch.ones(2)})
 
 
 def test_what_is_no_weights_is_refused_by_field(folders, expected, tmp_path):

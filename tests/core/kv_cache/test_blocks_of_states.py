@@ -8,8 +8,9 @@ import pytest
 from support.core.kv_cache_model import finish, make_request, run
 
 from hardpoint.core.kv_cache import BlockManager
-from hardpoint.plugins.kv_cache import STATE_WINDOW, KVCacheGroup
+from hardpoint.plugins.kv_cache import STATE_WINDOW, CachedPrefix, KVCacheGroup
 
+NONE = CachedPrefix()
 GROUPS = [KVCacheGroup(), KVCacheGroup(STATE_WINDOW, has_states=True)]
 SIZE = 2
 
@@ -49,6 +50,12 @@ def test_states_are_the_last_blocks():
     assert max(keys) <= 20 < min(filter(None, states))
     assert (manager.num_free_blocks, manager.num_free_states) == (26 - 4 - 2, 4)
     assert manager_of(20, 0, GROUPS[:1]).num_free_states is None
+
+
+def test_lookahead_is_refused():
+    """A state is where a step ends, not behind it."""
+    with pytest.raises(ValueError, match="num_lookahead_tokens: expected 0 for a model with state"):
+        manager_of(20, 6).admit(make_request("a", range(7)), NONE, 7, num_lookahead_tokens=1)
 
 
 def test_states_that_are_used_up_leave_keys_alone():

@@ -167,6 +167,7 @@ REQUESTS = whole(
         message_prefix=TOKENS.map(tuple),
         content_prefix=TOKENS.map(tuple),
         calls=TOKENS.map(tuple),
+        boundaries=TOKENS.map(tuple),
     ),
     pooling_params=st.none() | POOLING,
     prompt_embeds=PLAIN,

@@ -15,7 +15,7 @@ from hardpoint.plugins import ModelConfig, ModelError, ModelFiles, WeightFormat,
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 
-from .config_file import about_code, read_architecture, read_model_config
+from .config_file import about_code, read_architecture, read_config, read_model_config
 from .files import (
     file_inside,
     fingerprint,
@@ -258,7 +258,9 @@ class SafetensorsLoader(WeightLoader):
     def _quantization(self) -> str | None:
         """The scheme of the checkpoint's matrices; None if they are not quantised."""
         path = self.context.files.path
-        return scheme_of(read_model_config(path / "config.json").hf, path.name)
+        hf = read_config(path / "config.json")
+        inner = hf.get("text_config")
+        return scheme_of({**inner, **hf} if isinstance(inner, dict) else hf, path.name)
 
     def _stored(
         self, name: str, shape: Sequence[int], tensors: Mapping[str, torch.Tensor]

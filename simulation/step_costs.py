@@ -90,7 +90,7 @@ class CostFile(Strict):
         max_model_len, num_blocks, block_size: limits of the engine that was measured.
         tokens: milliseconds of a step without the terms below, by the tokens that it computes.
         single_query, context_token, prompt, prompt_pair: terms, as of `StepCost`.
-        step_cost: a fit without points, which schedulers get.
+        step_cost: a fit without points.
         disturbed: share of the measured steps that took half more or less than the fit, for other
             programs ran, or for another reason; they do not count.
         residuals: errors of the fit: "decode" of steps without prompts, "prompts" of the others,

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from support.costs import made_up_cost
 
-from hardpoint.plugins import ConfigError, EngineConfig, HardpointError
+from hardpoint.builtin_plugins.scheduling.scheduler import DefaultScheduler
+from hardpoint.plugins import ConfigError, EngineConfig, HardpointError, StepCost
 from hardpoint.simulation import (
     Fleet,
     Lengths,
@@ -198,3 +199,27 @@ class TestTenants:
         tenants = {}
         for one in load.generate():
             assert tenants.setdefault(one.session, one.tags) == one.tags
+
+
+class Watching(DefaultScheduler):
+    """Keeps the cost of steps that it was given last."""
+
+    contract = 2
+    seen: StepCost
+
+    def schedule(self):
+        Watching.seen = self.context.step_cost()
+        return super().schedule()
+
+
+@pytest.mark.parametrize("limit", [0.0, 50.0])
+def test_schedulers_get_what_an_engine_has_measured(file_cost, limit):
+    """With a limit for the time of steps alone, as in a real engine."""
+    scheduler = {"use": f"{__name__}:Watching", "step_milliseconds": limit, "max_num_seqs": 4}
+    variants = {"one": config_of(scheduler=scheduler)}
+    list(simulate(variants, LOAD, cost=file_cost, processes=1))
+    assert Watching.seen.is_trained is bool(limit)
+    if limit:
+        work = {"single_queries": 3, "context": 150, "prompts": 1, "prompt_tokens": 40}
+        expected = file_cost.milliseconds(**work)
+        assert Watching.seen.milliseconds(**work) == pytest.approx(expected, rel=0.25)

@@ -186,7 +186,7 @@ class SafetensorsLoader(WeightLoader):
 
     def _refuse_codes(self, missing: Sequence[str]) -> None:
         """Refuse weights in whose place there are others, as of matrices that are quantised."""
-        modules = {module_of(name): name for name in missing}
+        modules = {module_of(name): name for name in missing if last_of(name) == "weight"}
         for stored in sorted(self._present()):
             if (name := modules.get(module_of(stored))) and last_of(stored) != "bias":
                 raise self._unstated(f"{name} is missing, and {stored} is there")

@@ -107,14 +107,14 @@ class UpdatedWeights(WeightLoader):
         import torch  # noqa: PLC0415 - engines are imported without it
 
         found: dict[str, WeightFormat] = {}
+        unknown: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self._where.values()):
             names = [name for name, where in self._where.items() if where == file]
             with _opened(file) as opened:
                 for name in names:
                     outline = opened.get_slice(name)
                     if name not in shapes:
-                        if not self._is_left_out(name, outline.get_shape(), shapes):
-                            self._check_tied(file, name, shapes)
+                        unknown[name] = tuple(outline.get_shape())
                         continue
                     shape, dtype = tuple(outline.get_shape()), outline.get_dtype()
                     if shape != tuple(shapes[name]):
@@ -128,18 +128,24 @@ class UpdatedWeights(WeightLoader):
                         )
                     size = int(getattr(torch, _DTYPES[dtype]).itemsize)
                     found[name] = WeightFormat(_DTYPES[dtype], torch.Size(shape).numel() * size)
+        left_out = self._left_out(unknown, shapes)
+        for name in (name for name in unknown if name not in left_out):
+            self._check_tied(self._where[name], name, shapes)
         return found
 
-    def _is_left_out(
-        self, name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]
-    ) -> bool:
-        """Return whether the model's own files have it, too, of a module that the model lacks."""
-        module = name.rpartition(".")[0] + "."
-        if module == "." or any(weight.startswith(module) for weight in shapes):
-            return False
-        with contextlib.suppress(ModelError):
-            return name in self.base.formats({name: tuple(shape)})
-        return False
+    def _left_out(
+        self, unknown: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]
+    ) -> Mapping[str, object]:
+        """Return the tensors that its own files have, too, of modules that the model lacks."""
+        parts = [name.split(".") for name in shapes]
+        modules = {"", *(".".join(p[:end]) for p in parts for end in range(1, len(p)))}
+        others = {n: shape for n, shape in unknown.items() if n.rpartition(".")[0] not in modules}
+        try:
+            return self.base.formats(others) if others else {}
+        except ModelError as cause:
+            if len(others) == 1:
+                return {}
+            raise ModelError(f"tensors that are no weights of the model: {cause}") from cause
 
     def _check_tied(self, file: Path, name: str, shapes: Mapping[str, Sequence[int]]) -> None:
         """Refuse a tensor that the model has not, unless it is the table that is the head, too.

@@ -1,4 +1,4 @@
-"""Safetensors that do not state what they are: without a scheme, or without the name of the body."""
+"""Safetensors that do not state what they are: without a scheme, without the name of the body."""
 
 from __future__ import annotations
 

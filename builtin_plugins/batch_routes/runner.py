@@ -23,6 +23,7 @@ from hardpoint.builtin_plugins.server.batches.lines import (
 )
 from hardpoint.builtin_plugins.server.batches.text_lines import next_line, texts
 from hardpoint.plugins import HardpointError, RequestError
+from hardpoint.plugins.engine_state import EngineLoad
 from hardpoint.plugins.server import AsyncGenerator, Client, ServerContext
 
 from .folder import BatchPlace, Folder
@@ -75,10 +76,8 @@ class Slots:
             yield
 
     async def _has_room(self) -> bool:
-        try:
-            return (await self._engine.load()).num_waiting == 0
-        except HardpointError:  # it is being restarted
-            return False
+        load = await _load_of(self._engine)
+        return load is not None and load.num_waiting == 0
 
 
 def _is_overload(answer: Response) -> bool:
@@ -91,11 +90,16 @@ def _is_overload(answer: Response) -> bool:
 
 
 async def _is_idle(engine: AsyncGenerator) -> bool:
+    load = await _load_of(engine)
+    return load is not None and load.num_running == load.num_waiting == 0
+
+
+async def _load_of(engine: AsyncGenerator) -> EngineLoad | None:
+    """Return the load of an engine; None while it is being restarted."""
     try:
-        load = await engine.load()
-    except HardpointError:  # it is being restarted
-        return False
-    return load.num_running == load.num_waiting == 0
+        return await engine.load()
+    except HardpointError:
+        return None
 
 
 class BatchRun:

@@ -187,7 +187,7 @@ class SafetensorsLoader(WeightLoader):
     def _refuse_codes(self, missing: Sequence[str]) -> None:
         """Refuse weights in whose place there are others, as of matrices that are quantised."""
         modules = {module_of(name): name for name in missing if last_of(name) == "weight"}
-        for stored in sorted(self._present()):
+        for stored in sorted(self._present):
             if (name := modules.get(module_of(stored))) and last_of(stored) != "bias":
                 raise self._unstated(f"{name} is missing, and {stored} is there")
 
@@ -199,10 +199,11 @@ class SafetensorsLoader(WeightLoader):
 
     def _former_names(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
         """Return the names of weights in the files, of those that had other names before."""
-        return former_names(shapes, self._present)
+        return former_names(shapes, lambda: self._present)
 
+    @functools.cached_property
     def _present(self) -> set[str]:
-        """Return the names of all tensors in the files."""
+        """The names of all tensors in the files."""
         present: set[str] = set()
         for shard in self._shards():
             with _open(shard) as file:

@@ -23,8 +23,7 @@ from hardpoint.builtin_plugins.server.batches.lines import (
 )
 from hardpoint.builtin_plugins.server.batches.text_lines import next_line, texts
 from hardpoint.plugins import HardpointError, RequestError
-from hardpoint.plugins.engine_state import EngineLoad
-from hardpoint.plugins.server import AsyncGenerator, Client, ServerContext
+from hardpoint.plugins.server import AsyncGenerator, Client, LoadReport, ServerContext
 
 from .folder import BatchPlace, Folder
 from .options import BatchOptions
@@ -94,7 +93,7 @@ async def _is_idle(engine: AsyncGenerator) -> bool:
     return load is not None and load.num_running == load.num_waiting == 0
 
 
-async def _load_of(engine: AsyncGenerator) -> EngineLoad | None:
+async def _load_of(engine: AsyncGenerator) -> LoadReport | None:
     """Return the load of an engine; None while it is being restarted."""
     try:
         return await engine.load()

@@ -1,7 +1,7 @@
 """Surveys the families of transformers: `python -m support.families [--only NAME ...]`.
 
 Writes what it finds to the data file, of the named architectures alone with `--only`, and the page.
-Each runs in a process of its own, forked from this one. All take some six minutes on a quiet core.
+Each runs in a process of its own, forked from this one. All take about a minute on a quiet core.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
         },
         "backbone_hidden_size": 64,
     },
+    # Of 4, the second and third of a token differ by one rounding.
+    "GptOssForCausalLM": {"num_local_experts": 5},
     "HunYuanDenseV1ForCausalLM": {"head_dim": 16},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 16},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
@@ -138,7 +140,8 @@ def tiny_config(config_class: type[PreTrainedConfig], architecture: str) -> PreT
         usual = config_class()
     except Exception:
         return config_class(**_EXCEPTIONS[architecture])
-    return config_class(**(_shrunk(usual) | _decoding(usual) | _EXCEPTIONS.get(architecture, {})))
+    fields = _shrunk(usual) | _scaled(usual) | _decoding(usual)
+    return config_class(**(fields | _EXCEPTIONS.get(architecture, {})))
 
 
 def _decoding(usual: PreTrainedConfig) -> dict[str, Any]:
@@ -149,6 +152,16 @@ def _decoding(usual: PreTrainedConfig) -> dict[str, Any]:
     elif getattr(usual, "is_decoder", None) is False:
         found = {"is_decoder": True}
     return found
+
+
+def _scaled(usual: PreTrainedConfig) -> dict[str, Any]:
+    """Return rotary embeddings whose scaling extends prompts to `LENGTH`, where they are scaled."""
+    rotary = getattr(usual, "rope_parameters", None) or {}
+    if rotary.get("rope_type") != "yarn":
+        return {}
+    kept = {name: value for name, value in rotary.items() if name != "partial_rotary_factor"}
+    kept["original_max_position_embeddings"] = LENGTH // int(rotary["factor"])
+    return {"rope_parameters": kept}
 
 
 def _shrunk(usual: PreTrainedConfig) -> dict[str, Any]:

@@ -102,6 +102,8 @@ _DELTA_RULE = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt": "linear_attn.dt_bias",
@@ -115,6 +117,11 @@ _DELTA_FIELDS: dict[str, tuple[str, type]] = {
     "ssm.time_step_rank": ("linear_num_value_heads", int),
     "ssm.inner_size": ("linear_value_size", int),  # of all heads
     "full_attention_interval": ("full_attention_interval", int),
+    "nextn_predict_layers": ("num_nextn_predict_layers", int),
+}
+_DELTA_RESTORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear_attn.norm.weight": lambda norm: norm,
+    "linear_attn.A_log": lambda decay: decay.neg().log(),
 }
 
 _SHARED_EXPERTS = {
@@ -262,8 +269,14 @@ def _without_predicting_blocks(config: Fields) -> Fields:
 def _qwen3_next(config: Fields) -> Fields:
     # The parts of `in_proj_qkvz`, which has those of a key head together, are tensors of their own.
     derived = {"norm_topk_prob": True, "splits_in_proj_qkvz": True, "partial_rotary_factor": 1.0}
+    derived |= _without_predicting_blocks(config)
     heads, values = config.get("linear_num_value_heads"), config.get("linear_value_size")
     return derived | ({"linear_value_head_dim": values // heads} if heads and values else {})
+
+
+def _qwen35(config: Fields) -> Fields:
+    # Value heads are in an order in which ggml repeats key heads.
+    return _qwen3_next(config) | {"alternates_key_heads": True}
 
 
 def _granite(config: Fields) -> Fields:
@@ -375,10 +388,35 @@ ARCHITECTURES = {
         fields={**_EXPERT_FIELDS, **_SHARED_EXPERT_FIELDS, **_DELTA_FIELDS},
         derive=_qwen3_next,
         norm_offset=1.0,
-        restored={
-            "linear_attn.norm.weight": lambda norm: norm,
-            "linear_attn.A_log": lambda decay: decay.neg().log(),
+        restored=_DELTA_RESTORED,
+    ),
+    "qwen35": Architecture(
+        name="Qwen3_5ForCausalLM",
+        rotates_part=True,
+        blocks={
+            **_LLAMA,
+            "post_attention_norm": "post_attention_layernorm",
+            **_DELTA_RULE,
         },
+        fields=_DELTA_FIELDS,
+        derive=_qwen35,
+        norm_offset=1.0,
+        restored=_DELTA_RESTORED,
+    ),
+    "qwen35moe": Architecture(
+        name="Qwen3_5MoeForCausalLM",
+        rotates_part=True,
+        blocks={
+            **_LLAMA,
+            "post_attention_norm": "post_attention_layernorm",
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            **_DELTA_RULE,
+        },
+        fields={**_EXPERT_FIELDS, **_SHARED_EXPERT_FIELDS, **_DELTA_FIELDS},
+        derive=_qwen35,
+        norm_offset=1.0,
+        restored=_DELTA_RESTORED,
     ),
     "gemma2": Architecture(
         name="Gemma2ForCausalLM",

@@ -16,6 +16,8 @@ _VISION, _FORMER_VISION = "vision_tower.", "vision_tower.vision_model."
 """Beginnings of names, as transformers 5 writes them, and as earlier ones did."""
 _BODIES = ("transformer.", "model.")
 """Beginnings of names that checkpoints of a body alone leave out, as GPT-2's and embedders'."""
+_TEXT, _TEXT_OF_WHOLE = "model.", "model.language_model."
+"""Beginnings of names of text models, and in checkpoints that have images as well."""
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -38,20 +40,28 @@ def read_index(folder: Path) -> dict[str, str]:
 def former_names(
     names: Iterable[str], read_present: Callable[[], Container[str]]
 ) -> dict[str, str]:
-    """Return the names that weights have in files, of those that had other names before.
+    """Return the names that weights have in files, of those that have others there.
 
     Args:
         names: names of weights.
-        read_present: returns the names in the files; called if one may have had another.
+        read_present: returns the names in the files; called if one may have another.
     """
-    former = {}
-    for name in names:
-        if name.startswith(_VISION):
-            former[name] = _FORMER_VISION + name.removeprefix(_VISION)
-        elif name.startswith(_BODIES):
-            former[name] = name.partition(".")[2]
-    present = read_present() if former else ()
-    return {n: old for n, old in former.items() if n not in present and old in present}
+    may_differ = [name for name in names if name.startswith((_VISION, *_BODIES))]
+    present = read_present() if may_differ else ()
+    found = {name: former_name(name, present) for name in may_differ if name not in present}
+    return {name: former for name, former in found.items() if former is not None}
+
+
+def former_name(name: str, present: Container[str]) -> str | None:
+    """Return the other name of a weight in files; None if it has none there."""
+    others = []
+    if name.startswith(_VISION):
+        others = [_FORMER_VISION + name.removeprefix(_VISION)]
+    elif name.startswith(_BODIES):
+        others = [name.partition(".")[2]]
+    if name.startswith(_TEXT):
+        others.append(_TEXT_OF_WHOLE + name.removeprefix(_TEXT))
+    return next((other for other in others if other in present), None)
 
 
 def module_of(name: str) -> str:

@@ -116,8 +116,10 @@ class OutlineLoader(WeightLoader):
         """
         index = read_index(self._folder)
         former = former_names(shapes, lambda: index)
-        stacks = self.architecture() in ARCHITECTURES
-        stacked = stacked_places(shapes, index) if stacks else {}
+        alternates = ARCHITECTURES.get(self.architecture())
+        stacked = {}
+        if alternates is not None:
+            stacked = stacked_places(shapes, index, alternates=alternates)
         parts: dict[str, set[str]] = {}
         for name in index:
             parts.setdefault(module_of(name), set()).add(last_of(name))

@@ -29,6 +29,7 @@ from .stacked_experts import ARCHITECTURES, StackedExperts
 _SINGLE = "model.safetensors"
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
     "embed_tokens.weight",
 )
@@ -251,9 +252,10 @@ class SafetensorsLoader(WeightLoader):
     @functools.cached_property
     def _experts(self) -> StackedExperts | None:
         """The experts that are stacked; None of an architecture that has none."""
-        if self.architecture() not in ARCHITECTURES:
+        alternates = ARCHITECTURES.get(self.architecture())
+        if alternates is None:
             return None
-        return StackedExperts(self._shards(), _open, self._quantization)
+        return StackedExperts(self._shards(), _open, self._quantization, alternates=alternates)
 
     @functools.cached_property
     def _quantization(self) -> str | None:

@@ -3,6 +3,8 @@
 gpt-oss has `X.experts.gate_up_proj` [experts, hidden, 2 * width], the columns of gate and up in
 turn, and `X.experts.down_proj` [experts, width, hidden]; with `_bias`, [experts, rows]. In MXFP4
 they are `_blocks` [experts, rows, columns / 32, 16] and `_scales` [experts, rows, columns / 32].
+Qwen3.5 has `X.experts.gate_up_proj` [experts, 2 * width, hidden], the rows of gate before those of
+up, and `X.experts.down_proj` [experts, hidden, width].
 Models ask for `X.experts.0.gate_proj.weight` and so on.
 """
 
@@ -21,16 +23,17 @@ from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import QuantizedWeight
 
 from .files import refusing_damage
+from .index_file import former_name
 
-ARCHITECTURES = ("GptOssForCausalLM",)
-"""Those whose checkpoints are of this form."""
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_ROWS = {
-    "gate": ("gate_up_proj", slice(0, None, 2)),
-    "up": ("gate_up_proj", slice(1, None, 2)),
-    "down": ("down_proj", slice(None)),
+ARCHITECTURES = {
+    "GptOssForCausalLM": True,
+    "Qwen3_5MoeForCausalLM": False,
+    "Qwen3_5MoeForConditionalGeneration": False,
 }
-"""The stacked tensor of a matrix, and its rows there."""
+"""Those whose checkpoints are of these forms, and whether it is gpt-oss's."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_STACKED = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
+"""The stacked tensor of a matrix, and which of the two it is there."""
 _CODES = ("blocks", "scales")
 
 Open = Callable[[Path], Any]
@@ -43,13 +46,15 @@ class Place:
     Attributes:
         tensors: names of the stacked tensors that have it: one, or blocks and scales.
         expert: index in their first dimension.
-        rows: its rows there.
+        half: which of two matrices it is; None if there is one.
+        alternates: whether the rows of the two come in turn; else those of one after the other's.
         is_transposed: whether its rows are the last dimension there.
     """
 
     tensors: tuple[str, ...]
     expert: int
-    rows: slice
+    half: int | None
+    alternates: bool
     is_transposed: bool
 
     @property
@@ -59,50 +64,61 @@ class Place:
 
     def of(self, stacked: torch.Tensor) -> torch.Tensor:
         """Return it of what a stacked tensor has of the expert."""
-        return (stacked.T if self.is_transposed else stacked)[self.rows]
+        rows = stacked.T if self.is_transposed else stacked
+        if self.half is None:
+            return rows
+        return rows[self.half :: 2] if self.alternates else rows.chunk(2)[self.half]
 
 
-def stacked_places(names: Iterable[str], present: Container[str]) -> dict[str, Place]:
+def stacked_places(
+    names: Iterable[str], present: Container[str], *, alternates: bool
+) -> dict[str, Place]:
     """Return the places of those weights that are stacked.
 
     Args:
         names: names of weights.
         present: names of the tensors in the files.
+        alternates: whether they are of gpt-oss's form.
     """
-    found = {name: _place(name, present) for name in names if name not in present}
+    found = {name: _place(name, present, alternates) for name in names if name not in present}
     return {name: place for name, place in found.items() if place is not None}
 
 
-def _place(name: str, present: Container[str]) -> Place | None:
+def _place(name: str, present: Container[str], alternates: bool) -> Place | None:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
     module, expert, part, kind = match.groups()
-    stem, rows = _ROWS[part]
-    stem = f"{module}.{stem}"
+    stacked, half = _STACKED[part]
+    stem = f"{module}.{stacked}"
+    if stem not in present:
+        stem = former_name(stem, present) or stem
     for tensors, is_transposed in (
         ((f"{stem}_bias",), False),
         (tuple(f"{stem}_{codes}" for codes in _CODES), False),
-        ((stem,), True),
+        ((stem,), alternates),
     ):
         is_bias = tensors[0].endswith("_bias")
         if is_bias == (kind == "bias") and all(tensor in present for tensor in tensors):
-            return Place(tensors, int(expert), rows, is_transposed)
+            return Place(tensors, int(expert), half, alternates, is_transposed)
     return None
 
 
 class StackedExperts:
     """The experts that shards have stacked."""
 
-    def __init__(self, shards: Sequence[Path], open_shard: Open, scheme: str | None) -> None:
+    def __init__(
+        self, shards: Sequence[Path], open_shard: Open, scheme: str | None, *, alternates: bool
+    ) -> None:
         """Read the names of the tensors.
 
         Args:
             shards: paths of the files.
             open_shard: opens one.
             scheme: scheme of the checkpoint's matrices; None if they are not quantised.
+            alternates: whether they are of gpt-oss's form.
         """
-        self._open, self._scheme = open_shard, scheme
+        self._open, self._scheme, self._alternates = open_shard, scheme, alternates
         self._shard_of: dict[str, Path] = {}
         for shard in shards:
             with open_shard(shard) as file:
@@ -110,7 +126,7 @@ class StackedExperts:
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
         """Return the places of those weights that are stacked."""
-        return stacked_places(names, self._shard_of)
+        return stacked_places(names, self._shard_of, alternates=self._alternates)
 
     def read(
         self,

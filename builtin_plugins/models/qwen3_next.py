@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hardpoint.plugins import ForwardBatch, KVSpec, ModelContext, TensorSpec
+from hardpoint.plugins import ForwardBatch, KVSpec, ModelContext, ModelError, TensorSpec
 from hardpoint.plugins.parallel import Cut
 from hardpoint.toolkit.delta_rule import gated_delta_rule, short_convolution
 from hardpoint.toolkit.hf_config import ConfigFields, short
@@ -31,12 +31,16 @@ class DeltaSizes:
     """Sizes of the layers with a state.
 
     Attributes:
-        key_heads, value_heads: as many value heads as key heads, or a multiple: neighbours share
-            one.
+        key_heads, value_heads: as many value heads as key heads, or a multiple: several share one.
         key_size, value_size: elements of a head.
         kernel: tokens of the convolution, the token itself included.
-        is_split: whether q, k and v of all heads are a matrix, and z is one, and the kernels are
-            [channels, kernel], as in GGUF files; else the parts of a key head are together.
+        is_split: whether q, k and v of all heads are a matrix, and z is one; else the parts of a
+            key head are together.
+        has_own_gates: whether b is a matrix, and a is one; else those of a key head are together.
+        is_flat: whether the kernels are [channels, kernel], as in GGUF files; else there is a
+            dimension of one between.
+        alternates: whether neighbours among the value heads have key heads that are neighbours, as
+            in GGUF files of Qwen3.5; else they share one.
     """
 
     key_heads: int
@@ -45,21 +49,33 @@ class DeltaSizes:
     value_size: int
     kernel: int
     is_split: bool = False
+    has_own_gates: bool = False
+    is_flat: bool = False
+    alternates: bool = False
 
     @classmethod
-    def read(cls, fields: ConfigFields) -> DeltaSizes:
+    def read(cls, fields: ConfigFields, *, has_own_gates: bool = False) -> DeltaSizes:
         """Return the sizes of a config.
+
+        Args:
+            fields: fields of the config.
+            has_own_gates: whether checkpoints have a matrix for each of q, k and v together, z, b
+                and a.
 
         Raises:
             ModelError: one is no size, or heads do not divide.
         """
+        is_gguf = fields.flag("splits_in_proj_qkvz", False)
         sizes = cls(
             fields.whole("linear_num_key_heads"),
             fields.whole("linear_num_value_heads"),
             fields.whole("linear_key_head_dim"),
             fields.whole("linear_value_head_dim"),
             fields.whole("linear_conv_kernel_dim", at_most=_MAX_KERNEL),
-            fields.flag("splits_in_proj_qkvz", False),
+            is_split=is_gguf or has_own_gates,
+            has_own_gates=has_own_gates,
+            is_flat=is_gguf,
+            alternates=fields.flag("alternates_key_heads", False),
         )
         if sizes.value_heads % sizes.key_heads:
             raise fields.error(
@@ -99,14 +115,22 @@ class DeltaRule:
         self._name, self._sizes, self._context = name, sizes, context
         heads = context.parallel.share(sizes.key_heads, "key heads of layers with a state")
         self._heads, shared = heads, sizes.shared
+        if sizes.alternates and shared > 1 and len(heads) < sizes.key_heads:
+            raise ModelError(
+                "parallel.tensor: the value heads of a key head are not together in this file, so "
+                "that ranks cannot divide them; expected 1, or the model's safetensors files"
+            )
         self._values = range(heads.start * shared, heads.stop * shared)
         self._norm = RMSNorm(f"{name}.norm", sizes.value_size, eps, context)
+        parts, ranges = [("ba", 2 * sizes.value_heads)], [_rows(self._values, 2)]
+        if sizes.has_own_gates:
+            parts, ranges = [(gate, sizes.value_heads) for gate in "ba"], [self._values] * 2
         self._ba = Linear(
-            [(f"{name}.in_proj_ba", 2 * sizes.value_heads)],
+            _named(name, parts),
             hidden,
             context,
             out_dtype=torch.float32,
-            row_ranges=[range(2 * self._values.start, 2 * self._values.stop)],
+            row_ranges=ranges,
             quantize=False,
         )
         self._z = None
@@ -162,7 +186,8 @@ class DeltaRule:
             heads = torch.split(projected.view(tokens, len(self._heads), -1), sizes.splits, -1)
             *parts, z = (x.flatten(1) for x in heads)
             qkv = torch.cat(parts, -1)
-        ba = self._ba(h).view(tokens, len(self._heads), 2 * sizes.shared)
+        groups = 1 if sizes.has_own_gates else len(self._heads)
+        ba = self._ba(h).view(tokens, groups, -1)
         b, a = (x.flatten(1) for x in ba.chunk(2, -1))
         decay, bias = self._tensors[f"{self._name}.A_log"], self._tensors[f"{self._name}.dt_bias"]
         g = -decay.exp() * F.softplus(a + bias)
@@ -183,6 +208,8 @@ class DeltaRule:
         parts = torch.split(F.silu(mixed), list(map(len, self._channels)), -1)
         heads = (len(self._heads), len(self._heads), len(self._values))
         q, k, v = (x.view(len(x), n, -1) for x, n in zip(parts, heads, strict=True))
+        if self._sizes.alternates:
+            q, k = (x.repeat(1, self._sizes.shared, 1) for x in (q, k))
         output, matrix = gated_delta_rule(matrix, starts, q, k, v, g, beta)
         return output, (after, matrix)
 
@@ -202,7 +229,7 @@ class DeltaRule:
         """Return the shapes of the convolution and of what belongs to a head."""
         sizes = self._sizes
         channels = 2 * sizes.key_heads * sizes.key_size + sizes.value_heads * sizes.value_size
-        between = () if sizes.is_split else (1,)
+        between = () if sizes.is_flat else (1,)
         return {
             f"{self._name}.conv1d.weight": (channels, *between, sizes.kernel),
             f"{self._name}.A_log": (sizes.value_heads,),
@@ -245,25 +272,16 @@ def _named(name: str, parts: Sequence[tuple[str, int]]) -> list[tuple[str, int]]
     return [(f"{name}.in_proj_{part}", rows) for part, rows in parts]
 
 
-class Qwen3Next(QwenMixture):
-    """Qwen3-Next-80B-A3B (Qwen team, 2025)."""
+class DeltaLayers(Llama):
+    """Common to models in which layers with a state come between those with attention."""
 
     contract = 1
-    has_shared_expert = True
+    replayable = False
     head_norms = True
     gates_attention = True
     rotates_part = True
-    config_defaults: ClassVar[Mapping[str, Any]] = {
-        "num_key_value_heads": 2,
-        "norm_topk_prob": True,
-        "head_dim": 256,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "partial_rotary_factor": 0.25,
-    }
+    has_own_gates = False
+    """Whether checkpoints have the projections to b and a apart, and that to z."""
 
     def __init__(self, context: ModelContext) -> None:
         """Create the layers.
@@ -293,10 +311,6 @@ class Qwen3Next(QwenMixture):
     def windows(self) -> list[int | None]:
         """Return None for each layer."""
         return [None] * self._num_layers
-
-    def mlp(self, layer: int) -> MLP:
-        """Return a mixture of experts; an MLP if there are no experts."""
-        return Llama.mlp(self, layer) if self._hf.get("num_experts") == 0 else super().mlp(layer)
 
     def kv_specs(self) -> list[KVSpec]:
         """Return one spec per layer with attention."""
@@ -329,7 +343,7 @@ class Qwen3Next(QwenMixture):
         if self._types[layer] == FULL:
             return super().projections(layer)
         name = f"model.layers.{layer}.linear_attn"
-        sizes = DeltaSizes.read(self._fields)
+        sizes = DeltaSizes.read(self._fields, has_own_gates=self.has_own_gates)
         rule = DeltaRule(name, self._hidden, self._eps, sizes, self.context)
         self._rules[layer] = rule
         return rule.projections(self._hidden)
@@ -346,3 +360,25 @@ class Qwen3Next(QwenMixture):
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
         return RMSNorm(name, size, self._eps, self.context, offset=1.0)
+
+
+class Qwen3Next(DeltaLayers, QwenMixture):
+    """Qwen3-Next-80B-A3B (Qwen team, 2025)."""
+
+    contract = 1
+    has_shared_expert = True
+    config_defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 2,
+        "norm_topk_prob": True,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "partial_rotary_factor": 0.25,
+    }
+
+    def mlp(self, layer: int) -> MLP:
+        """Return a mixture of experts; an MLP if there are no experts."""
+        return Llama.mlp(self, layer) if self._hf.get("num_experts") == 0 else super().mlp(layer)

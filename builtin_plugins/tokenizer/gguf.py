@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from hardpoint.builtin_plugins.loaders.gguf_file import GGUFFile
 from hardpoint.plugins import ModelError
 from hardpoint.toolkit.hf_config import short
 
-_CONTROL, _USER_DEFINED = 3, 4
+from .splits import SPLITS, Split
 
-# From the tokenizer.json files of the models after which llama.cpp named them.
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen")
-_GPT2 = ("gpt-2", "default")
-_SMOLLM = ("smollm",)
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def build_gguf_tokenizer(file: GGUFFile, path: Path) -> Tokenizer:
@@ -56,19 +46,19 @@ def special_tokens(file: GGUFFile, tokenizer: Tokenizer) -> dict[str, str]:
 def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:
     tokens: list[str] = _required(file, path, "tokens")
     merges: list[str] = _required(file, path, "merges")
-    pre = file.scalar("tokenizer.ggml.pre", str) or "default"
+    split = _split(file, path)
     try:
         model = models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
             merges=[_pair(merge) for merge in merges],
-            ignore_merges=pre in _LLAMA3,
+            ignore_merges=split.keeps_tokens,
         )
     except Exception as cause:  # the library raises nothing narrower
         raise ModelError(f"{path.name}: tokenizer.ggml.merges: {str(cause)[:400]}") from cause
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre, path)
+    tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    if pre in _QWEN2:
+    if split.composes:
         tokenizer.normalizer = normalizers.NFC()
     types = file.numbers("tokenizer.ggml.token_type")
     tokenizer.add_special_tokens(
@@ -85,7 +75,7 @@ def _byte_level(file: GGUFFile, path: Path) -> Tokenizer:
             if kind == _USER_DEFINED
         ]
     )
-    _add_bos_eos(tokenizer, file, tokens, bos_by_default=pre in _LLAMA3)
+    _add_bos_eos(tokenizer, file, tokens, bos_by_default=split.begins)
     return tokenizer
 
 
@@ -94,29 +84,19 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _pre_tokenizer(pre: str, path: Path) -> Any:
-    if pre in _GPT2:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in _SMOLLM:
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
-    splits = dict.fromkeys(_LLAMA3, LLAMA3_SPLIT) | dict.fromkeys(_QWEN2, QWEN2_SPLIT)
-    if pre not in splits:
-        known = ", ".join(sorted((*splits, *_GPT2, *_SMOLLM)))
+def _split(file: GGUFFile, path: Path) -> Split:
+    """Return how a text is split.
+
+    Raises:
+        ModelError: it is not known.
+    """
+    pre = file.scalar("tokenizer.ggml.pre", str) or "default"
+    if pre not in SPLITS:
         raise ModelError(
-            f"{path.name}: tokenizer.ggml.pre: expected one of {known}, got {short(pre)}; set "
-            f"tokenizer.path to a directory with the model's tokenizer.json"
+            f"{path.name}: tokenizer.ggml.pre: expected one of {', '.join(SPLITS)}, got "
+            f"{short(pre)}; set tokenizer.path to a directory with the model's tokenizer.json"
         )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(splits[pre]), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    return SPLITS[pre]
 
 
 def _add_bos_eos(

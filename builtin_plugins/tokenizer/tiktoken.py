@@ -11,59 +11,43 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from hardpoint.plugins import ModelError
 from hardpoint.toolkit.hf_config import short
 
-from .gguf import LLAMA3_SPLIT, QWEN2_SPLIT
+from .splits import GLM4, KIMI, QWEN2, Split
 from .stream import byte_of_character
 
 _LONGEST = 1024  # bytes of a token: each of them is a place where it may be cut
 _EXTRA = tuple(f"<|extra_{index}|>" for index in range(205))
-_WORD = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-)
-_KIMI_SPLIT = "|".join(
-    (
-        r"[\p{Han}]+",
-        _WORD % ("*", "+"),
-        _WORD % ("+", "*"),
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    )
-)
 
 
 class TiktokenClass(NamedTuple):
     """A class of tokenizers, as `tokenizer_class` names it.
 
     Attributes:
-        pattern: what a text is split into before.
-        composes: whether characters are composed first (NFC).
+        split: how a text is split before.
         special: the special tokens behind the others.
         reserved: how many ids there are behind the others, which tokenizer_config.json may name.
     """
 
-    pattern: str
-    composes: bool = False
+    split: Split
     special: Sequence[str] = ()
     reserved: int = 0
 
 
 TIKTOKEN_CLASSES: Mapping[str, TiktokenClass] = {
     "QWenTokenizer": TiktokenClass(
-        QWEN2_SPLIT,
-        composes=True,
+        QWEN2,
         special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRA),
     ),
     "HYTokenizer": TiktokenClass(
-        QWEN2_SPLIT,
-        composes=True,
+        QWEN2,
         special=("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRA),
     ),
-    "TikTokenTokenizer": TiktokenClass(_KIMI_SPLIT, reserved=256),
-    "ChatGLM4Tokenizer": TiktokenClass(LLAMA3_SPLIT),
+    "TikTokenTokenizer": TiktokenClass(KIMI, reserved=256),
+    "ChatGLM4Tokenizer": TiktokenClass(GLM4),
 }
 
 
@@ -95,14 +79,9 @@ def build_tiktoken(data: bytes, kind: TiktokenClass, where: str) -> Tokenizer:
                 merges.append((rank, ranks[left], ranks[right], left, right))
     merged = [(text_of(left), text_of(right)) for *_, left, right in sorted(merges)]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merged, ignore_merges=True))
-    if kind.composes:
+    if kind.split.composes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(kind.pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = kind.split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

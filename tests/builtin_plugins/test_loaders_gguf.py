@@ -15,7 +15,7 @@ from support.builtins.checkpoint_harness import (
     refused,
     write_gguf,
 )
-from support.builtins.model_harness import Runner, load_model, open_loader, scheme
+from support.builtins.model_harness import Runner, build_model, load_model, open_loader, scheme
 
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_architectures import ARCHITECTURES
@@ -31,10 +31,11 @@ from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.models.qwen3_5 import Qwen35, Qwen35Moe
 from hardpoint.builtin_plugins.models.qwen3_next import Qwen3Next
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
-from hardpoint.plugins import ModelError, ModelFiles, WeightFormat
+from hardpoint.plugins import Model, ModelError, ModelFiles, WeightFormat
 from hardpoint.plugins.parallel import Communicator, Parallel
 from hardpoint.testing.model.rank_threads import run_ranks
 
@@ -129,8 +130,7 @@ LATENT_YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
-NEXT = EXPERTS | {
-    "shared_expert_intermediate_size": 40,
+DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -139,6 +139,7 @@ NEXT = EXPERTS | {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 3,
 }
+NEXT = EXPERTS | DELTA | {"shared_expert_intermediate_size": 40}
 NEXT_NEAR = 3e-4
 """On some processors, transformers' own float32 logits are 2e-4 from those in float64."""
 FAMILIES = {
@@ -171,6 +172,8 @@ FAMILIES = {
         Qwen3Next,
         NEXT | {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.0}},
     ),
+    "qwen35": ("qwen35", "Qwen3_5", Qwen35, DELTA | {"linear_num_value_heads": 6}),
+    "qwen35moe": ("qwen35moe", "Qwen3_5Moe", Qwen35Moe, NEXT),
     "gemma2": ("gemma2", "Gemma2", Gemma2, GEMMA | CAPS),
     "gemma3": ("gemma3", "Gemma3", Gemma3, GEMMA),
     "granite": ("granite", "Granite", Granite, FACTORS | {"tie_word_embeddings": True}),
@@ -228,7 +231,7 @@ def test_architectures_equal_transformers(family: str, tmp_path: Path) -> None:
         assert formats[weight] == WeightFormat("float32", 4 * math.prod(shape))
     tokens = list(range(40))
     got = Runner(model, dtype=torch.float32).logits([("a", tokens)])
-    near = NEXT_NEAR if architecture == "qwen3next" else 1e-4
+    near = NEXT_NEAR if architecture.startswith(("qwen3next", "qwen35")) else 1e-4
     assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() < near
 
 
@@ -253,6 +256,19 @@ def test_ranks_have_parts_of_the_delta_rule(tmp_path: Path) -> None:
     expected = reference(torch.tensor([tokens])).logits[0]
     for found in run_ranks(2, logits):
         assert (found - expected).abs().max() < NEXT_NEAR
+
+
+def test_ranks_cannot_divide_value_heads_that_alternate(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, random_model("Qwen3_5", **DELTA), "qwen35")
+    loader = open_loader(GGUFLoader, path)
+
+    def build(communicator: Communicator) -> Model:
+        parallel = Parallel(communicator)
+        return build_model(Qwen35, loader.config(), dtype=torch.float32, parallel=parallel)
+
+    with pytest.raises(ModelError, match="parallel.tensor: the value heads .* expected 1, or"):
+        run_ranks(2, build)
 
 
 def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:

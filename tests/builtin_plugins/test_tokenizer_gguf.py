@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from support.builtins.tokenizer_harness import MESSAGES, open_tokenizer, token_texts, write_gguf
 
+from hardpoint.builtin_plugins.tokenizer.splits import SPLITS
+from hardpoint.builtin_plugins.tokenizer.stream import byte_of_character
 from hardpoint.plugins import ModelError, RequestError
 
 
@@ -16,11 +18,47 @@ from hardpoint.plugins import ModelError, RequestError
         ("smollm", ["a", " ", "1", "2", "3", "4", "1", "2"]),
         ("qwen2", ["a", " ", "1", "2", "3", "4", "1", "2"]),
         ("llama-bpe", ["a", " ", "12", "3", "4", "12"]),
+        ("deepseek-v3", ["a", " ", "12", "3", "4", "12"]),
+        ("command-r", ["a", " ", "1", "2", "3", "4", "1", "2"]),
     ],
 )
 def test_pre_tokenizers(pre: str, expected: list[str], tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "t.gguf", pre=pre, add_bos_token=False)
     assert token_texts(open_tokenizer(path), "a 123412") == expected
+
+
+def test_patterns_are_those_of_transformers() -> None:
+    """It has those of most files, and no others."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    both = SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()
+    assert both >= {"llama-bpe", "dbrx", "smaug-bpe", "tekken", "qwen2", "qwen35", "gpt-4o"}
+    for name in both:
+        assert SPLITS[name].patterns == (GGUF_PRE_TOKENIZER_SPLITS[name],), name
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("gpt-4o", "camelCase's 12345/\n", ["camel", "Case's", " ", "123", "45", "/\n"]),
+        ("tekken", "camelCase's 123/\n", ["camel", "Case", "'s", " ", "1", "2", "3", "/\n"]),
+        ("kimi-k2", "aB漢字c 1234", ["a", "B", "漢字", "c", " ", "123", "4"]),
+        (
+            "deepseek-v3",
+            "it's 漢かな1234 (x)",
+            ["it", "'s", " ", "漢かな", "123", "4", " (", "x", ")"],
+        ),
+        ("deepseek-llm", "It's 漢字12\n", ["It", "'", "s", " ", "漢字", "1", "2", "\n"]),
+        ("qwen35", "สวัสดี 12", ["สวัสดี", " ", "1", "2"]),
+        ("glm4", "สวัสดี 12", ["สว", "ัสด", "ี", " ", "12"]),
+        ("olmo", "it's 123 x", ["it", "'s", " 123", " x"]),
+        ("refact", "it's 12 x", ["it", "'s", " ", "1", "2", " x"]),
+    ],
+)
+def test_a_text_is_split_as_published(name: str, text: str, expected: list[str]) -> None:
+    byte_of = byte_of_character()
+    parts = [part for part, _ in SPLITS[name].pre_tokenizer().pre_tokenize_str(text)]
+    assert [bytes(byte_of[c] for c in part).decode() for part in parts] == expected
 
 
 def test_llama3_begins_with_bos_unless_specified_otherwise(tmp_path: Path) -> None:
@@ -77,7 +115,7 @@ def test_sentencepiece_goes_through_transformers(tmp_path: Path) -> None:
         ({"tokens": None}, "tokenizer.ggml.tokens: missing"),
         ({"merges": None}, "tokenizer.ggml.merges: missing"),
         ({"merges": ["he zz"]}, "tokenizer.ggml.merges: .*zz"),
-        ({"pre": "tekken"}, "pre: expected one of .*smollm, got 'tekken'; set tokenizer.path"),
+        ({"pre": "viking"}, "pre: expected one of .*tekken, got 'viking'; set tokenizer.path"),
     ],
 )
 def test_unsupported_files_are_refused(changes, message, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from hardpoint.builtin_plugins.models.mixtral import Mixtral
 from hardpoint.builtin_plugins.models.olmo import Olmo2, Olmo3
 from hardpoint.builtin_plugins.models.phi3 import Phi3
 from hardpoint.builtin_plugins.models.qwen import Qwen2, Qwen3
+from hardpoint.builtin_plugins.models.qwen3_5 import Qwen35, Qwen35Moe
 from hardpoint.builtin_plugins.models.qwen3_next import Qwen3Next
 from hardpoint.builtin_plugins.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from hardpoint.builtin_plugins.models.smollm3 import SmolLM3
@@ -131,6 +132,16 @@ class TestHistoryAttention(AttentionBackendSuite):
         return torch.randint(0, 257, shape[:2], generator=generator)[..., None].expand(shape)
 
     reference = staticmethod(hash_of_history)
+
+
+DELTA = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 
 
 def config(family, **fields):
@@ -326,16 +337,31 @@ class TestQwen3Next(ModelSuite):
     model = Qwen3Next
     config = config(
         "Qwen3Next",
-        head_dim=8,
+        **DELTA,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=6,
+    )
+
+
+class TestQwen35(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Qwen35
+    config = config("Qwen3_5", **DELTA)
+
+
+@pytest.mark.nightly
+class TestQwen35Moe(ModelSuite):
+    examples = kit_examples(0.1)
+    model = Qwen35Moe
+    config = config(
+        "Qwen3_5Moe",
+        **DELTA,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
     )
 
 

@@ -98,6 +98,8 @@ def test_an_unsupported_architecture_is_called_that(name, meant, here):
         "Olmo3ForCausalLM, Phi3ForCausalLM, Qwen2ForCausalLM, Qwen2ForSequenceClassification, "
         "Qwen2Model, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3ForSequenceClassification, "
         "Qwen3Model, Qwen3MoeForCausalLM, Qwen3NextForCausalLM, "
+        "Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
+        "Qwen3_5MoeForConditionalGeneration, "
         "RobertaForSequenceClassification, RobertaModel, "
         "SmolLM3ForCausalLM, XLMRobertaForSequenceClassification, XLMRobertaModel. "
         "A plugin of the kind models adds one: docs/write-a-model.md"
@@ -108,9 +110,9 @@ def test_an_unsupported_architecture_of_a_gguf_file_is_called_that(here):
     (here / "m.gguf").write_bytes(gguf_header("mamba"))
     assert error_of("m.gguf") == (
         "m.gguf: general.architecture: 'mamba' is not supported; supported are llama, qwen2, "
-        "qwen3, qwen2moe, qwen3moe, qwen3next, gemma2, gemma3, granite, olmo2, cohere2, glm4, "
-        "glm4moe, gpt-oss, deepseek2, phi3, smollm3. A plugin of the kind loaders adds one: "
-        "docs/write-a-model.md"
+        "qwen3, qwen2moe, qwen3moe, qwen3next, qwen35, qwen35moe, gemma2, gemma3, granite, "
+        "olmo2, cohere2, glm4, glm4moe, gpt-oss, deepseek2, phi3, smollm3. A plugin of the kind "
+        "loaders adds one: docs/write-a-model.md"
     )
 
 

@@ -16,6 +16,8 @@ from hardpoint.plugins import ModelError, WeightLoader
 KINDS = gguf.GGMLQuantizationType
 PERMUTED = ("llama", "granite", "smollm3")
 """Architectures whose converter permutes the rows of q and k."""
+OFFSET = ("gemma", "qwen3next", "qwen35")
+"""Beginnings of those whose converter adds 1 to norms."""
 
 TINY = {
     "vocab_size": 61,
@@ -35,9 +37,8 @@ def random_model(family: str, **fields):
     import transformers
 
     torch.manual_seed(2)
-    name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, name)(**TINY | fields)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind(kind.config_class(**TINY | fields)).eval()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
     for name, buffer in model.named_buffers():
@@ -86,7 +87,7 @@ def write_gguf(
         if kind != KINDS.F32:
             array, numbers = quantised(array, kind)
             parameter.data.copy_(torch.from_numpy(numbers[np.argsort(rows)]))
-        if architecture.startswith(("gemma", "qwen3next")) and name.endswith("norm.weight"):
+        if architecture.startswith(OFFSET) and name.endswith("norm.weight"):
             array = array + (not name.endswith("ssm_norm.weight"))
         writer.add_tensor(name, array, raw_dtype=kind)
     for name, array in (extra or {}).items():
@@ -114,7 +115,7 @@ def stored_tensors(model, architecture: str) -> Iterator[tuple[str, torch.Tensor
         elif name.endswith("shared_expert_gate.weight"):
             parts = {name: tensor[0]}
         elif ".linear_attn." in name:
-            parts = _of_the_delta_rule(name, tensor, model.config)
+            parts = _of_the_delta_rule(name, tensor, model.config, architecture)
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         for own, part in parts.items():
@@ -137,8 +138,12 @@ def _experts_of_gpt_oss(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, 
         yield name.replace("gate_up_proj", f"{part}_proj"), rows[:, first::2]
 
 
-def _of_the_delta_rule(name: str, tensor: torch.Tensor, config) -> dict[str, torch.Tensor]:
+def _of_the_delta_rule(
+    name: str, tensor: torch.Tensor, config, architecture: str
+) -> dict[str, torch.Tensor]:
     """Return the tensors that one of a layer with a state becomes, by Hugging Face names."""
+    if architecture.startswith("qwen35"):
+        tensor = _alternating(name, tensor, config)
     before = name.rpartition(".linear_attn.")[0] + ".linear_attn."
     if name.endswith("A_log"):
         return {name: -tensor.exp()}
@@ -153,6 +158,21 @@ def _of_the_delta_rule(name: str, tensor: torch.Tensor, config) -> dict[str, tor
     split = tensor.view(heads, -1, tensor.shape[1]).split([key, key, values, values], 1)
     *qkv, z = (part.flatten(0, 1) for part in split)
     return {f"{before}in_proj_qkv.weight": torch.cat(qkv), f"{before}in_proj_z.weight": z}
+
+
+def _alternating(name: str, tensor: torch.Tensor, config) -> torch.Tensor:
+    """Return a tensor with its value heads in the order in which ggml repeats key heads."""
+    if name.endswith(".norm.weight"):
+        return tensor
+    is_output = name.endswith("out_proj.weight")
+    rows = tensor.T if is_output else tensor
+    is_of_heads = name.endswith(("_a.weight", "_b.weight", "A_log", "dt_bias"))
+    size = 1 if is_of_heads else config.linear_value_head_dim
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    first = len(rows) - values * size
+    heads = rows[first:].unflatten(0, (keys, values // keys, size)).transpose(0, 1)
+    found = torch.cat([rows[:first], heads.flatten(0, 2)])
+    return found.T if is_output else found
 
 
 def _permutation(architecture: str, name: str, count: int) -> np.ndarray:
@@ -219,7 +239,7 @@ def _metadata(config, architecture: str) -> dict:  # noqa: C901, PLR0915 - a cas
         values["rope.scaling.original_context_length"] = original
     if architecture == "deepseek2":
         values |= _latent_lengths(config)
-    if architecture == "qwen3next":
+    if architecture.startswith(("qwen3next", "qwen35")):
         values |= {
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
             "ssm.state_size": config.linear_key_head_dim,

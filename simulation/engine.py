@@ -213,7 +213,6 @@ class SimulatedEngine:
         self._reports.read_request(0, request.request_id)
         try:
             self._policy.take_arguments(request)
-            request.arrival_time = self._timeline()
             self._scheduler.add_request(request)
         except PluginFaultError:
             raise

@@ -67,6 +67,7 @@ class SimulatedRequest(msgspec.Struct, frozen=True, kw_only=True):
             retention=None if session is None else Retention(session, _RETENTION_S),
             tags=self.tags,
             priority=self.priority,
+            arrival_time=self.at,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -223,3 +224,24 @@ def test_schedulers_get_what_an_engine_has_measured(file_cost, limit):
         work = {"single_queries": 3, "context": 150, "prompts": 1, "prompt_tokens": 40}
         expected = file_cost.milliseconds(**work)
         assert Watching.seen.milliseconds(**work) == pytest.approx(expected, rel=0.25)
+
+
+class Arrivals(DefaultScheduler):
+    """Keeps the times at which requests arrived, as policies and ages read them."""
+
+    contract = 2
+    seen: ClassVar[list[float]] = []
+
+    def add_request(self, request):
+        Arrivals.seen.append(request.arrival_time)
+        super().add_request(request)
+
+
+def test_a_request_is_as_old_as_its_client_knows(file_cost):
+    """It may arrive in a step, after which the engine reads it: as the real one, it is older."""
+    Arrivals.seen.clear()
+    variants = {"one": config_of(scheduler={"use": f"{__name__}:Arrivals", "max_num_seqs": 4})}
+    list(simulate(variants, LOAD, cost=file_cost, processes=1))
+    load = convert(LOAD["synthetic"], SyntheticLoad, path="")
+    first, *others = (request.at for request in load.generate())
+    assert Arrivals.seen == [first, *others]

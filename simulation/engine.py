@@ -126,7 +126,10 @@ class SimulatedEngine:
         self.is_lost = False
         self._timeline, self._send = timeline, send
         self.device = SimulatedDevice(settings.step_cost, settings.first_token)
-        self._fit, self._fits = StepCostFit(), bool(settings.config.scheduler.step_milliseconds)
+        self._fits = bool(settings.config.scheduler.step_milliseconds)
+        cost = settings.step_cost
+        known = cost if isinstance(cost, StepCost) else cost.step_cost
+        self._fit = StepCostFit(known if self._fits else None)  # as one that has served for a while
         self._changes = CacheChangeLog() if settings.reports_cache else None
         self._build(settings)
         self._stepped = SteppedScheduler(self._scheduler)

@@ -77,12 +77,13 @@ class StepCostFit:
     pace, follows the latest steps.
     """
 
-    def __init__(self) -> None:
-        """Start untrained."""
-        self._cost = StepCost()
+    def __init__(self, start: StepCost | None = None) -> None:
+        """Start with a cost, or untrained."""
+        self._cost = start or StepCost()
+        self._starts_trained = self._cost.is_trained
         self._with_prompts = _Sums()
         self._without_prompts = _Sums()
-        self._coefficients = [0.0] * _NUM_FEATURES
+        self._coefficients = [float(getattr(self._cost, name)) for name in _NAMES]
         self._pace = 1.0
         self._shortest = float("inf")
         self._error: float | None = None
@@ -116,7 +117,8 @@ class StepCostFit:
         found = [self._pace * x for x in self._coefficients]
         self._cost = StepCost(
             **dict(zip(_NAMES, found, strict=True)),
-            is_trained=self._with_prompts.count > 0 and self._without_prompts.count >= _ENOUGH,
+            is_trained=self._starts_trained
+            or (self._with_prompts.count > 0 and self._without_prompts.count >= _ENOUGH),
             error=self._error,
         )
 

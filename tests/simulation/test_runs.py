@@ -207,20 +207,24 @@ class Watching(DefaultScheduler):
 
     contract = 2
     seen: StepCost
+    first: StepCost | None = None
 
     def schedule(self):
         Watching.seen = self.context.step_cost()
+        Watching.first = Watching.first or Watching.seen
         return super().schedule()
 
 
 @pytest.mark.parametrize("limit", [0.0, 50.0])
 def test_schedulers_get_what_an_engine_has_measured(file_cost, limit):
     """With a limit for the time of steps alone, as in a real engine."""
+    Watching.first = None
     scheduler = {"use": f"{__name__}:Watching", "step_milliseconds": limit, "max_num_seqs": 4}
     variants = {"one": config_of(scheduler=scheduler)}
     list(simulate(variants, LOAD, cost=file_cost, processes=1))
     assert Watching.seen.is_trained is bool(limit)
     if limit:
+        assert Watching.first.is_trained, "from the first step on, as one that has served"
         work = {"single_queries": 3, "context": 150, "prompts": 1, "prompt_tokens": 40}
         expected = file_cost.milliseconds(**work)
         assert Watching.seen.milliseconds(**work) == pytest.approx(expected, rel=0.25)

@@ -99,6 +99,8 @@ _SHARED_EXPERT = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _DELTA_RULE = {
+    **_LLAMA,
+    "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_ba": "linear_attn.in_proj_ba",
@@ -378,13 +380,7 @@ ARCHITECTURES = {
     "qwen3next": Architecture(
         name="Qwen3NextForCausalLM",
         rotates_part=True,
-        blocks={
-            **_LLAMA,
-            "post_attention_norm": "post_attention_layernorm",
-            **_EXPERTS,
-            **_SHARED_EXPERT,
-            **_DELTA_RULE,
-        },
+        blocks={**_DELTA_RULE, **_EXPERTS, **_SHARED_EXPERT},
         fields={**_EXPERT_FIELDS, **_SHARED_EXPERT_FIELDS, **_DELTA_FIELDS},
         derive=_qwen3_next,
         norm_offset=1.0,
@@ -393,11 +389,7 @@ ARCHITECTURES = {
     "qwen35": Architecture(
         name="Qwen3_5ForCausalLM",
         rotates_part=True,
-        blocks={
-            **_LLAMA,
-            "post_attention_norm": "post_attention_layernorm",
-            **_DELTA_RULE,
-        },
+        blocks=_DELTA_RULE,
         fields=_DELTA_FIELDS,
         derive=_qwen35,
         norm_offset=1.0,
@@ -406,13 +398,7 @@ ARCHITECTURES = {
     "qwen35moe": Architecture(
         name="Qwen3_5MoeForCausalLM",
         rotates_part=True,
-        blocks={
-            **_LLAMA,
-            "post_attention_norm": "post_attention_layernorm",
-            **_EXPERTS,
-            **_SHARED_EXPERT,
-            **_DELTA_RULE,
-        },
+        blocks={**_DELTA_RULE, **_EXPERTS, **_SHARED_EXPERT},
         fields={**_EXPERT_FIELDS, **_SHARED_EXPERT_FIELDS, **_DELTA_FIELDS},
         derive=_qwen35,
         norm_offset=1.0,

@@ -373,16 +373,17 @@ class AsyncLLM(
         rendered = Chat(**options).rendered
         return await asyncio.to_thread(rendered, self.tokenizer, messages, self._images)
 
-    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of what `apply_chat_template` returned, those of its images included.
+    async def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens that a prompt would have, read as `generate` reads it.
 
-        They are placed in another thread, as when the prompt is generated from.
+        What `apply_chat_template` returned may be empty; tokens of its images are included.
 
         Raises:
-            RequestError: they cannot be placed.
+            RequestError: it is malformed.
         """
-        ids = list(prompt["prompt_token_ids"])
-        return await self._engine.prompt_tokens(prompt) if ids else ids
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids", True) == []:
+            return []
+        return await self._engine.prompt_tokens(prompt)
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.

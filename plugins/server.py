@@ -234,8 +234,12 @@ class AsyncGenerator(Protocol):
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
 
-    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of what `apply_chat_template` returned, those of images included."""
+    async def prompt_tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens that a prompt would have, those of images included.
+
+        Raises:
+            RequestError: it is malformed.
+        """
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread."""

@@ -268,33 +268,42 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         body, name = asked.body, asked.request_id
         settings = self._service.settings
         embedded = body.embedded_prompts(settings.limits, allowed=settings.prompt_embeds)
-        prompts = [] if embedded is not None else body.prompts(settings.limits)
+        prompts = embedded if embedded is not None else body.prompts(settings.limits)
         self._service.check_prompt([prompt for prompt in prompts if isinstance(prompt, str)])
-        given = embedded if embedded is not None else await self._tokenised(body, prompts)
-        ids = [name] if len(given) == 1 else [f"{name}-{i}" for i in range(len(given))]
+        ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
         is_list = prompts is body.prompt or isinstance(body.prompt_embeds, list)
         places = [f"[{i}]" if is_list else "" for i in range(len(ids))]
+        given = await self._read(body, prompts, places)
         sources = self._outputs(asked, given, ids)
         outputs = numbered(sources[0], places[0]) if len(ids) == 1 else merged(sources, places)
         return outputs, CompletionAnswer(self._service, asked, ids)
 
-    async def _tokenised(
-        self, asked: CompletionRequest, prompts: Sequence[str | list[int]]
+    async def _read(
+        self, asked: CompletionRequest, prompts: Sequence[Given], places: Sequence[str]
     ) -> list[Given]:
-        """Return the prompts as the engine takes them, texts without special tokens as ids."""
-        if asked.add_special_tokens:
+        """Return the prompts as the engine takes them, texts without special tokens as ids.
+
+        Several are read before the first one is sent: what is wrong with one of them is answered
+        with an error status, and not after the beginning of another one's answer.
+
+        Raises:
+            RequestError: one is wrong; named by its place.
+        """
+        special, engine = asked.add_special_tokens, self._service.engine
+        if special and len(prompts) == 1:
             return list(prompts)
-        tokenise = self._service.engine.tokenise
-        return [
-            {
-                "type": "token",
-                "prompt": prompt,
-                "prompt_token_ids": await tokenise(prompt, add_special_tokens=False),
-            }
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        given: list[Given] = []
+        for prompt, place in zip(prompts, places, strict=True):
+            try:
+                if isinstance(prompt, str):
+                    ids = await engine.tokenise(prompt, add_special_tokens=special)
+                    given.append({"type": "token", "prompt": prompt, "prompt_token_ids": ids})
+                else:
+                    await engine.prompt_tokens(prompt)
+                    given.append(prompt)
+            except RequestError as error:
+                raise _with_place(error, place) from None
+        return given
 
     def _outputs(
         self,

@@ -160,11 +160,11 @@ def test_a_grammar_for_a_prompt(server):
 def test_an_error_of_one_prompt_ends_the_others():
     class Second(FakeEngine):
         def generate(self, prompt, params=None, request_id=None, **extras):
-            self.error = RequestError("top_k: no") if prompt == "bad" else None
+            self.error = RequestError("top_k: no") if prompt["prompt"] == "bad" else None
             return super().generate(prompt, params, request_id, **extras)
 
         async def _answer(self, prompt, *others):
-            if prompt == "bad":
+            if prompt["prompt"] == "bad":
                 raise RequestError("top_k: no")
             self.error = None
             async for output in super()._answer(prompt, *others):

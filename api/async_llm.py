@@ -373,7 +373,7 @@ class AsyncLLM(
         rendered = Chat(**options).rendered
         return await asyncio.to_thread(rendered, self.tokenizer, messages, self._images)
 
-    async def prompt_tokens(self, prompt: Prompt) -> list[int]:
+    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
         """Return the tokens that a prompt would have, read as `generate` reads it.
 
         What `apply_chat_template` returned may be empty; tokens of its images are included.
@@ -381,7 +381,7 @@ class AsyncLLM(
         Raises:
             RequestError: it is malformed.
         """
-        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids", True) == []:
+        if prompt.get("prompt_token_ids", True) == []:
             return []
         return await self._engine.prompt_tokens(prompt)
 

@@ -89,10 +89,10 @@ class CheckedModel:
         self._width: int | None = None  # of hidden states, once known
 
     def run_trial(self, num_tokens: int, num_rows: int) -> None:
-        """Run a step of the first `num_tokens` positions without a cache; attention gives zeros.
+        """Run a step of `num_tokens` tokens without a cache; attention gives zeros.
 
         Args:
-            num_tokens: number of tokens of the step.
+            num_tokens: number of tokens of the step, in sequences of the maximum length.
             num_rows: hidden states whose logits are computed, at most.
 
         Raises:
@@ -100,8 +100,8 @@ class CheckedModel:
                 `kv_specs` declares, or hidden states or logits are of a wrong shape.
         """
         context = self._model.context
-        ids = torch.arange(num_tokens, device=context.device) % self._vocab_size
-        positions = torch.arange(num_tokens, device=context.device)
+        places = torch.arange(num_tokens, device=context.device)
+        ids, positions = places % self._vocab_size, places % context.max_model_len
         attention = _TrialAttention(self.source, self.specs, context.dtype, positions)
         parallel = context.parallel
         before = None
@@ -210,7 +210,8 @@ class CheckedModel:
             PluginFaultError: the model returned something else.
         """
         found = self._model.encode_media(modality, items)
-        size, device = self._model.hidden_size, self._model.context.device
+        size = self._model.hidden_size
+        device = items[0].device if items else self._model.context.device
         if (
             not isinstance(found, Sequence)
             or len(found) != len(items)

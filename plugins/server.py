@@ -234,7 +234,7 @@ class AsyncGenerator(Protocol):
     ) -> Mapping[str, Any]:
         """Return a conversation as a prompt: `prompt` is its text, `prompt_token_ids` its ids."""
 
-    async def prompt_tokens(self, prompt: Prompt) -> list[int]:
+    async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
         """Return the tokens that a prompt would have, those of images included.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,7 +203,6 @@ def compare_forced(llm: LLM, texts: Sequence[Forced], positions: int, check: Che
     )
 
 
-def distance(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the largest difference of log-probabilities."""
-    differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    return sum(differences) / len(differences), max(differences)
+def mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the mean difference of log-probabilities."""
+    return statistics.fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -100,6 +100,7 @@ class Sizes:
         forced_length: length of each, in positions; None is all.
         forced_positions: minimum number of positions of these texts.
         quantizations: quantisations of the demo model.
+        families: number of tiny random models of families; None is all.
         lengths: lengths of random prompts, in tokens.
         max_model_len: maximum length of random models.
         small_pool: configuration in which requests of the demo model have to give way.
@@ -128,6 +129,7 @@ class Sizes:
     forced_length: int | None
     forced_positions: int
     quantizations: Sequence[str]
+    families: int | None
     lengths: Sequence[int]
     max_model_len: int
     small_pool: Mapping[str, Any]
@@ -158,6 +160,7 @@ REAL = Sizes(
     forced_length=None,
     forced_positions=256,
     quantizations=("none", "auto"),
+    families=None,
     lengths=(1, 5, 16, 17, 130, 700, 3000),
     max_model_len=4096,
     small_pool={
@@ -191,6 +194,7 @@ DRY = Sizes(
     forced_length=3,
     forced_positions=1,
     quantizations=("none",),
+    families=2,
     lengths=(1, 5, 17),
     max_model_len=64,
     small_pool={

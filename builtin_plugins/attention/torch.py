@@ -230,7 +230,8 @@ class TorchAttention(AttentionBackend[Cache, AttentionPlan]):
         )
         if spec.softcap is None and spec.sinks is None:
             out = F.scaled_dot_product_attention(*folded, attn_mask=mask, scale=spec.scale)
-            return out.view(group.count, spec.num_heads, spec.head_size)
+            # On a GPU, its memory is in another order.
+            return out.reshape(group.count, spec.num_heads, spec.head_size)
         out, sums = _attend_summed(spec, folded, mask)
         heads_of = (group.count, spec.num_heads)
         return _sunk(spec, out.reshape(*heads_of, -1), sums.reshape(*heads_of, 1))

@@ -108,6 +108,7 @@ class ModelSequences:
             raise rules.ATTEND.violation(f"forward called attend for layer {layer} twice")
         called.add(layer)
         spec, context = self._histories[layer].spec, self._model.context
+        device = torch.empty(0, device=context.device).device  # with its index
         for name, tensor in given.items():
             heads = spec.num_heads if name == "q" else spec.num_kv_heads
             shape = (tokens, heads, spec.head_size)
@@ -115,11 +116,11 @@ class ModelSequences:
                 not isinstance(tensor, torch.Tensor)
                 or tuple(tensor.shape) != shape
                 or tensor.dtype != context.dtype
-                or tensor.device != context.device
+                or tensor.device != device
             ):
                 raise rules.ATTEND.violation(
                     f"forward called attend for layer {layer} with {name} = {summary(tensor)}, "
-                    f"expected {context.dtype} {list(shape)} on {context.device}, as kv_specs says"
+                    f"expected {context.dtype} {list(shape)} on {device}, as kv_specs says"
                 )
 
     def _check_hidden(self, hidden: Any, tokens: int) -> None:

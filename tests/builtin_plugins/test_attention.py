@@ -112,6 +112,19 @@ def test_capped_scores_are_computed_some_rows_at_a_time(window, monkeypatch) -> 
     run(KVSpec(6, 2, 8, 0.3, window, 0.7), steps, block_size=16)
 
 
+def test_a_result_may_be_in_memory_in_another_order(monkeypatch) -> None:
+    """As on a GPU, where torch chooses the order."""
+    module = "hardpoint.builtin_plugins.attention.torch.F"
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def ordered(*args, **options):
+        return attention(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(f"{module}.scaled_dot_product_attention", ordered)
+    steps = [[("a", 9), ("b", 4)], [("a", 1), ("b", 2)], [("a", 1), ("b", 1)]]
+    run(KVSpec(6, 2, 8, 0.3), steps, block_size=16)
+
+
 def test_bfloat16_stays_close() -> None:
     steps = [[("a", 30), ("b", 4)], [("a", 1), ("b", 9)], [("a", 1), ("b", 1)]]
     run(KVSpec(6, 2, 64, 0.125), steps, block_size=16, dtype=torch.bfloat16, tolerance=0.03)

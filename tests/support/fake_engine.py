@@ -262,7 +262,7 @@ class FakeEngine:
         return {"type": "token", "prompt": text, "prompt_token_ids": self.tokenizer.encode(text)}
 
     async def prompt_tokens(self, prompt):
-        return list(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
+        return list(prompt["prompt_token_ids"])
 
     async def tokenise(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -280,7 +280,7 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
 
     async def _read(
         self, asked: CompletionRequest, prompts: Sequence[Given], places: Sequence[str]
-    ) -> list[Given]:
+    ) -> Sequence[Given]:
         """Return the prompts as the engine takes them, texts without special tokens as ids.
 
         Several are read before the first one is sent: what is wrong with one of them is answered
@@ -292,15 +292,17 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         special, engine = asked.add_special_tokens, self._service.engine
         if special and len(prompts) == 1:
             return list(prompts)
-        given: list[Given] = []
+        given: list[dict[str, Any]] = []
         for prompt, place in zip(prompts, places, strict=True):
             try:
                 if isinstance(prompt, str):
                     ids = await engine.tokenise(prompt, add_special_tokens=special)
                     given.append({"type": "token", "prompt": prompt, "prompt_token_ids": ids})
                 else:
-                    await engine.prompt_tokens(prompt)
-                    given.append(prompt)
+                    given.append(
+                        {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+                    )
+                    await engine.prompt_tokens(given[-1])
             except RequestError as error:
                 raise _with_place(error, place) from None
         return given

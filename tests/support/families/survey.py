@@ -102,6 +102,26 @@ def survey(name: str, folder: Path) -> Family:
     return Family(name, config.model_type, path, why, other_why or other)
 
 
+def tokens_on(device: str, name: str, use: str, folder: Path) -> str:
+    """Return how the tokens of an architecture on a device differ; empty if they do not.
+
+    Args:
+        device: value of `device`.
+        name: name of the architecture.
+        use: value of `models.use`.
+        folder: empty.
+    """
+    kind = getattr(transformers, name)
+    config = tiny_config(kind.config_class, name)
+    config.architectures = [name]
+    reference = _Reference(save_random(kind, config, folder))
+    given = _SETTINGS | {"models": {"use": use}, "device": device}
+    try:
+        return _token_difference(folder, given, reference)
+    except HardpointError as error:
+        return _line(error)
+
+
 def _plugin(folder: Path, use: str, loader: str = "auto") -> str:
     """Return the name of the plugin that computes a folder's model, after its checks.
 
@@ -178,9 +198,14 @@ def _difference(folder: Path, use: str, plugin: str, reference: _Reference) -> s
         for what, difference in _logit_differences(kind, folder, reference).items():
             if not difference < _LARGEST:
                 return f"logits {what} differ by {difference:.2g}"
+    return _token_difference(folder, given, reference)
+
+
+def _token_difference(folder: Path, given: dict[str, Any], reference: _Reference) -> str:
+    """Return how the tokens of an engine differ from the reference; empty if they do not."""
     params = SamplingParams(max_tokens=_NUM_NEW, temperature=0, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in (_FIRST, _SECOND)]
-    with LLM(str(folder), config=given) as llm:
+    with LLM(str(folder), config=given, progress=False) as llm:
         for when in ("in a batch and chunks", "with prefix hits"):
             outputs = llm.generate(prompts, params)
             if [list(output.outputs[0].token_ids) for output in outputs] != reference.tokens:

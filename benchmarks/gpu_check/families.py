@@ -1,0 +1,75 @@
+"""Tiny random models of all families of transformers: their tokens, next to those of `generate`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from .device import Device
+from .models import Sizes
+from .recorder import Recorder
+
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
+_AT_ONCE = 12
+_TOO_LARGE = "has kernels for heads of at most 256 elements"
+"""What Triton's attention refuses, which torch's runs."""
+
+
+def check_families(recorder: Recorder, device: Device, sizes: Sizes) -> None:
+    """Run each family that runs on a CPU, natively and through transformers."""
+    sys.path.append(str(_TESTS))
+    models = running_families()[: sizes.families]
+    at_once = 1 if device.is_fake else min(_AT_ONCE, len(os.sched_getaffinity(0)))
+    start_anew = multiprocessing.get_context("spawn")
+    with (
+        recorder.check("families: as transformers, in chunks and with prefix hits") as check,
+        ProcessPoolExecutor(at_once, start_anew, _begin) as pool,
+    ):
+        found = pool.map(_difference, *zip(*models, strict=True), [device.name] * len(models))
+        differences = dict(zip(models, found, strict=True))
+        refused = [model for model, why in differences.items() if _TOO_LARGE in why]
+        wrong = {model: why for model, why in differences.items() if why and model not in refused}
+        check.facts |= {"models": len(models), "refused": refused}
+        check.problems += [f"{name} ({use}): {why}" for (name, use), why in wrong.items()]
+        check.detail = f"{len(models) - len(refused)} models"
+        check.detail += f"; {len(refused)} refused, of larger heads" if refused else ""
+
+
+def running_families() -> Sequence[tuple[str, str]]:
+    """Return the architectures that run, with the value of `models.use` of each way."""
+    from support.families.page import read_data
+    from support.families.survey import NATIVE, THROUGH
+
+    families = read_data().families
+    native = [(family.name, "auto") for family in families if family.path in (NATIVE, THROUGH)]
+    return native + [
+        (family.name, "transformers")
+        for family in families
+        if family.path == NATIVE and family.other == "equal"
+    ]
+
+
+def _begin() -> None:
+    """Prepare a process."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _difference(name: str, use: str, device: str) -> str:
+    """Return how the tokens of a model differ from those of transformers; empty if they do not."""
+    from support.families.survey import tokens_on
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return tokens_on(device, name, use, Path(folder))
+        except Exception as error:  # the others are to run
+            return f"{type(error).__name__}: {error}"

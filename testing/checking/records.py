@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hardpoint.testing.component_suite import OPTIONS
 from hardpoint.testing.pace import EVIDENCE
 from hardpoint.testing.suite import NOTHING_DRAWN
 
@@ -21,14 +22,17 @@ _UNDECIDED = (NEEDS, "this machine ", "undecidable ", "the engine cannot import"
 """Begin the reasons of checks that this run could not make; others do not apply to the class."""
 
 _REFUSED = re.compile(
-    r"^(?:  observed: (?:no engine can be opened with it: |.*\b(?:ConfigError|ModelError): )"
+    rf"^(?:(?<=  rule: {OPTIONS.text}\n)  observed: "
+    r"|  observed: (?:no engine can be opened with it: |.*\b(?:ConfigError|ModelError): )"
     r"|E +\S*\b(?:ConfigError|ModelError): ).*$",
     re.M,
 )
 """In a report: the component named what it lacks, in the place of keeping or breaking the rule."""
 
-_LACKING = re.compile(r"its constructor raised ImportError: (.*)$", re.M)
-"""In a report: a library is not there, which the component names; a slip is another class."""
+_LACKING = re.compile(
+    r"its constructor raised ImportError: (.*)$|^  observed: (.*\bConnection refused\b.*)$", re.M
+)
+"""In a report: a library, or a server, is not there; a slip is another class."""
 
 _UNDRAWN = re.compile(rf"^  observed: {NOTHING_DRAWN}: (.*)\n  fix: (.*)$", re.M)
 """In a report: nothing was drawn with which the component does anything; only its author can."""
@@ -112,7 +116,7 @@ class CheckRecorder:
             return ("not_applicable" if decided else "not_proved"), reason, ""
         message = self._message(report)
         if lacking := _LACKING.search(message):
-            return "not_proved", f"this machine lacks what it needs: {lacking[1]}", ""
+            return "not_proved", f"this machine lacks what it needs: {lacking[1] or lacking[2]}", ""
         if self._has_own_suite:
             return "failed", "", message
         if name == "test_effect":

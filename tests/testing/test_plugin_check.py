@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 from importlib.metadata import entry_points
 
@@ -115,14 +116,28 @@ def test_what_a_package_does(site):
     assert records["check"]["test_statistics"]["claim"]
 
 
-def test_samples_are_needed(site):
-    parser = check("tool_parsers/hermes")
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_samples_are_needed(name, site):
+    """The second lacks a tokenizer with its special tokens, too."""
+    parser = check(f"tool_parsers/{name}")
     assert parser["result"]["exit_code"] == 0
     outcomes = {record["outcome"] for record in parser["check"].values()}
     assert "not_proved" in outcomes
     reasons = {r["reason"] for r in parser["check"].values() if r["outcome"] == "not_proved"}
     assert any(reason.startswith("needs `samples`") for reason in reasons)
     assert all(reason.startswith("needs ") for reason in reasons)
+
+
+def test_a_server_that_is_not_there(site):
+    pytest.importorskip("redis")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{unused.getsockname()[1]}/0"
+        records = check("kv_stores/redis", options={"url": url})
+    assert records["result"]["exit_code"] == 0, records["result"]
+    record = records["check"]["test_content"]
+    assert record["outcome"] == "not_proved"
+    assert re.match("this machine lacks what it needs: .*Connection refused", record["reason"])
 
 
 _OPTIONS = {

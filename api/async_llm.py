@@ -376,8 +376,6 @@ class AsyncLLM(
     async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
         """Return the tokens that a prompt would have, read as `generate` reads it.
 
-        What `apply_chat_template` returned may be empty; tokens of its images are included.
-
         Raises:
             RequestError: it is malformed.
         """

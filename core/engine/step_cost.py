@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from operator import add, mul
+from collections.abc import Callable, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from hardpoint.plugins import SchedulerOutput, StepCost
@@ -79,10 +79,10 @@ class StepCostFit:
 
     def __init__(self, start: StepCost | None = None) -> None:
         """Start with a cost, or untrained."""
-        self._cost = start or StepCost()
-        self._starts_trained = self._cost.is_trained
-        self._with_prompts = _Sums()
-        self._without_prompts = _Sums()
+        self._cost: StepCost | None = start or StepCost()
+        self._starts_trained = self._is_trained = self._cost.is_trained
+        self._with_prompts = _Sums(range(len(_NAMES)))
+        self._without_prompts = _Sums(_WITHOUT_PROMPTS)
         self._coefficients = [float(getattr(self._cost, name)) for name in _NAMES]
         self._pace = 1.0
         self._shortest = float("inf")
@@ -90,37 +90,37 @@ class StepCostFit:
 
     def current(self) -> StepCost:
         """Return the cost as fitted to the steps so far."""
+        if self._cost is None:
+            found = [self._pace * x for x in self._coefficients]
+            named = dict(zip(_NAMES, found, strict=True))
+            self._cost = StepCost(**named, is_trained=self._is_trained, error=self._error)
         return self._cost
 
     def learn(self, plan: SchedulerOutput, milliseconds: float) -> None:
         """Take a step's time into account, unless it did other work than `StepWork` counts."""
         if not plan.total_num_scheduled_tokens or plan.encoder_inputs or milliseconds <= 0:
             return
-        work = work_of(plan)
+        features = _features(work_of(plan))
         expected = milliseconds
         self._shortest = min(self._shortest, milliseconds)
-        if self._cost.is_trained:
-            expected = self._cost.milliseconds(**work._asdict())
+        if self._is_trained:
+            expected = self._pace * sum(map(mul, self._coefficients, features))
             self._compare(expected, milliseconds)
             expected = max(expected, self._shortest)  # else a cost of nearly 0 would stay so
             milliseconds = min(milliseconds, _OUTLIER * expected)
         # By the prediction: weights by the measured time would make slow steps count less. That may
         # be far too small, which would make the step count too much.
         scale = 1 / max(expected, milliseconds / _OUTLIER)
-        features = [scale * x for x in _features(work)]
-        sums = self._with_prompts if work.prompts else self._without_prompts
-        sums.add(features, scale * milliseconds / self._pace)
-        if self._cost.is_trained:
+        sums = self._with_prompts if features[_PROMPTS] else self._without_prompts
+        sums.add([scale * features[i] for i in sums.indices], scale * milliseconds / self._pace)
+        if self._is_trained:
             ratio = min(_OUTLIER, max(1 / _OUTLIER, milliseconds * self._pace / expected))
             self._pace += (ratio - self._pace) / _PACE_MEMORY
         self._solve()
-        found = [self._pace * x for x in self._coefficients]
-        self._cost = StepCost(
-            **dict(zip(_NAMES, found, strict=True)),
-            is_trained=self._starts_trained
-            or (self._with_prompts.count > 0 and self._without_prompts.count >= _ENOUGH),
-            error=self._error,
+        self._is_trained = self._starts_trained or (
+            self._with_prompts.count > 0 and self._without_prompts.count >= _ENOUGH
         )
+        self._cost = None
 
     def _compare(self, expected: float, milliseconds: float) -> None:
         """Take the error of a prediction into account."""
@@ -130,11 +130,13 @@ class StepCostFit:
 
     def _solve(self) -> None:
         """Move the coefficients towards the least squares, one after the other."""
-        first, second, found = self._with_prompts, self._without_prompts, self._coefficients
-        products = [
-            list(map(add, x, y)) for x, y in zip(first.products, second.products, strict=True)
-        ]
-        targets = list(map(add, first.targets, second.targets))
+        products = [row.copy() for row in self._with_prompts.products]
+        targets, found = self._with_prompts.targets.copy(), self._coefficients
+        others = self._without_prompts
+        for index, row, target in zip(others.indices, others.products, others.targets, strict=True):
+            targets[index] += target
+            for column, x in zip(others.indices, row, strict=True):
+                products[index][column] += x
         for _ in range(_SWEEPS):
             for index, row in enumerate(products):
                 if (own := row[index]) > 0:
@@ -163,29 +165,25 @@ def work_of(plan: SchedulerOutput) -> StepWork:
 
 _NAMES = ("prompt_token", "step", "single_query", "context_token", "prompt_pair", "prompt", "draft")
 """In this order, so that the first ones explain what several could."""
-_NUM_FEATURES = len(_NAMES)
+_PROMPTS = _NAMES.index("prompt")
+_WITHOUT_PROMPTS = tuple(i for i, name in enumerate(_NAMES) if not name.startswith("prompt"))
+"""The features that a step without prompts may have."""
 
 
 def _features(work: StepWork) -> list[float]:
     """Return the amounts that the coefficients are multiplied by."""
-    return [
-        float(work.prompt_tokens),
-        1.0,
-        float(work.single_queries),
-        float(work.context),
-        float(work.prompt_pairs),
-        float(work.prompts),
-        float(work.drafts),
-    ]
+    single_queries, context, prompts, prompt_tokens, prompt_pairs, drafts = work
+    return [prompt_tokens, 1.0, single_queries, context, prompt_pairs, prompts, drafts]
 
 
 class _Sums:
-    """Sums over steps of the products of their features, and of those with their times."""
+    """Sums over steps of the products of some features, and of those with their times."""
 
-    def __init__(self) -> None:
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = indices
         self.count = 0
-        self.products = [[0.0] * _NUM_FEATURES for _ in range(_NUM_FEATURES)]
-        self.targets = [0.0] * _NUM_FEATURES
+        self.products = [[0.0] * len(indices) for _ in indices]
+        self.targets = [0.0] * len(indices)
 
     def add(self, features: list[float], target: float) -> None:
         """Add a step; earlier ones lose some of their weight."""

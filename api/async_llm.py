@@ -379,9 +379,9 @@ class AsyncLLM(
         Raises:
             RequestError: it is malformed.
         """
-        if prompt.get("prompt_token_ids", True) == []:
-            return []
-        return await self._engine.prompt_tokens(prompt)
+        ids = prompt.get("prompt_token_ids")
+        is_empty = isinstance(ids, list) and not ids  # as that of a template may be
+        return [] if is_empty else await self._engine.prompt_tokens(prompt)
 
     async def tokenise(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's tokens; a long text is tokenised in another thread.

@@ -25,10 +25,10 @@ def check_families(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     sys.path.append(str(_TESTS))
     models = running_families()[: sizes.families]
     at_once = 1 if device.is_fake else min(_AT_ONCE, len(os.sched_getaffinity(0)))
-    start_anew = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     with (
         recorder.check("families: as transformers, in chunks and with prefix hits") as check,
-        ProcessPoolExecutor(at_once, start_anew, _begin) as pool,
+        ProcessPoolExecutor(at_once, context, _begin) as pool,
     ):
         found = pool.map(_difference, *zip(*models, strict=True), [device.name] * len(models))
         differences = dict(zip(models, found, strict=True))

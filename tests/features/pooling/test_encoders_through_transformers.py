@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.adapters import lora, write_adapter
 from support.encoders import LIMIT, PROMPTS, SIZES, TABLE, write_encoder
 from support.pairs import PAIRS, write_cross_encoder
 
@@ -103,6 +104,31 @@ def test_pairs_have_types_of_tokens(tmp_path):
         same([output.outputs for output in outputs], oracle.predict(PAIRS))
         (ids,) = llm.classify(outputs[1].prompt_token_ids)  # all of the first type
         assert abs(outputs[1].outputs - ids.outputs[0]) > 1e-4
+
+
+ADAPTED = {
+    "DistilBert": ["q_lin", "v_lin", "lin1"],
+    "Bert": ["query", "value", "output.dense"],
+    "ModernBert": ["Wqkv", "Wo"],
+}
+"""Layers that adapters change, by family; the second one runs natively."""
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_change_the_prompts_that_name_them(tmp_path, family):
+    folder = tmp_path / "model"
+    fields = {"max_position_embeddings": LIMIT} | FAMILIES.get(family, {})
+    model = write_encoder(folder, family, **fields)
+    layers = {"target_modules": ADAPTED[family]}
+    merged = write_adapter(tmp_path / "adapter", model, size=0.1, **layers)
+    adapter = lora("a", 1, tmp_path / "adapter")
+    chosen = [adapter if index % 2 else None for index in range(len(PROMPTS))]
+    with opened(folder, adapters={"max_loras": 1}) as llm, torch.inference_mode():
+        outputs = llm.encode(PROMPTS, RAW, lora_request=chosen)
+        for output, one in zip(outputs, chosen, strict=True):
+            reference = model if one is None else merged
+            ids = torch.tensor([output.prompt_token_ids])
+            same(output.outputs, reference(ids).last_hidden_state[0].numpy())
 
 
 def test_matrices_of_few_bits_are_near(tmp_path):

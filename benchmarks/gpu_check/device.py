@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import time
@@ -193,6 +194,11 @@ class Fake:
     def product_rate(self) -> float:
         """Return 1."""
         return 1.0
+
+
+def num_processes(device: Device, at_most: int) -> int:
+    """Return how many processes run at once; most of their time is that of the CPU."""
+    return 1 if device.is_fake else min(at_most, len(os.sched_getaffinity(0)))
 
 
 def open_device(*, is_dry: bool) -> Device:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from .device import Device
+from .device import Device, num_processes
 from .models import Sizes
 from .recorder import Recorder
 
@@ -23,9 +21,8 @@ _TOO_LARGE = "has kernels for heads of at most 256 elements"
 def check_families(recorder: Recorder, device: Device, sizes: Sizes) -> None:
     """Run each family that runs on a CPU, natively and through transformers."""
     sys.path.append(str(_TESTS))
-    models = running_families()[: sizes.families]
-    at_once = 1 if device.is_fake else min(_AT_ONCE, len(os.sched_getaffinity(0)))
-    context = multiprocessing.get_context("spawn")
+    models = _running_families()[: sizes.families]
+    at_once, context = num_processes(device, _AT_ONCE), multiprocessing.get_context("spawn")
     with (
         recorder.check("families: as transformers, in chunks and with prefix hits") as check,
         ProcessPoolExecutor(at_once, context, _begin) as pool,
@@ -40,7 +37,7 @@ def check_families(recorder: Recorder, device: Device, sizes: Sizes) -> None:
         check.detail += f"; {len(refused)} refused, of larger heads" if refused else ""
 
 
-def running_families() -> Sequence[tuple[str, str]]:
+def _running_families() -> list[tuple[str, str]]:
     """Return the architectures that run, with the value of `models.use` of each way."""
     from support.families.page import read_data
     from support.families.survey import NATIVE, THROUGH

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .device import INTERPRETER, Device
+from .device import INTERPRETER, Device, num_processes
 from .models import Sizes
 from .outcomes import OPTION, Outcomes
 from .recorder import Check, Recorder
@@ -46,7 +46,7 @@ def run_tests(
         sizes: which tests, and how long.
         tests: arguments of pytest by the check's name.
     """
-    at_once = 1 if device.is_fake else min(_AT_ONCE, len(os.sched_getaffinity(0)))
+    at_once = num_processes(device, _AT_ONCE)
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once) as pool:
         run = functools.partial(_check, recorder, device, sizes)
         folders = [Path(name) / str(index) for index in range(len(tests))]

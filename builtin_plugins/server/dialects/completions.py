@@ -292,17 +292,16 @@ class CompletionDialect(Dialect[CompletionRequest, Numbered]):
         special, engine = asked.add_special_tokens, self._service.engine
         if special and len(prompts) == 1:
             return list(prompts)
-        given: list[dict[str, Any]] = []
+        given: list[Given] = []
         for prompt, place in zip(prompts, places, strict=True):
             try:
                 if isinstance(prompt, str):
                     ids = await engine.tokenise(prompt, add_special_tokens=special)
                     given.append({"type": "token", "prompt": prompt, "prompt_token_ids": ids})
-                else:
-                    given.append(
-                        {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
-                    )
-                    await engine.prompt_tokens(given[-1])
+                    continue
+                if isinstance(prompt, dict):  # ids are checked when sent, before any answer
+                    await engine.prompt_tokens(prompt)
+                given.append(prompt)
             except RequestError as error:
                 raise _with_place(error, place) from None
         return given

@@ -135,13 +135,16 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(config_class: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
-    """Return a configuration of little size."""
+    """Return a configuration of little size, which names the architecture."""
     try:
         usual = config_class()
     except Exception:
-        return config_class(**_EXCEPTIONS[architecture])
-    fields = _shrunk(usual) | _scaled(usual) | _decoding(usual)
-    return config_class(**(fields | _EXCEPTIONS.get(architecture, {})))
+        config = config_class(**_EXCEPTIONS[architecture])
+    else:
+        fields = _shrunk(usual) | _scaled(usual) | _decoding(usual)
+        config = config_class(**(fields | _EXCEPTIONS.get(architecture, {})))
+    config.architectures = [architecture]
+    return config
 
 
 def _decoding(usual: PreTrainedConfig) -> dict[str, Any]:

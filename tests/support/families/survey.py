@@ -84,7 +84,6 @@ def survey(name: str, folder: Path) -> Family:
         config = tiny_config(kind.config_class, name)
     except Exception as error:
         return Family(name, kind.config_class.model_type, NOT_COMPARED, _line(error))
-    config.architectures = [name]
     config.save_pretrained(folder / "alone")
     try:
         plugin = _plugin(folder / "alone", "auto", "outline")
@@ -113,7 +112,6 @@ def tokens_on(device: str, name: str, use: str, folder: Path) -> str:
     """
     kind = getattr(transformers, name)
     config = tiny_config(kind.config_class, name)
-    config.architectures = [name]
     reference = _Reference(save_random(kind, config, folder))
     given = _SETTINGS | {"models": {"use": use}, "device": device}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,19 @@ from hardpoint.plugins import (
 from .differences import Difference, plan_difference, token_difference, why_of
 from .fingerprint import model_fingerprint
 from .recording import build_of, taped_parts
-from .records import Build, Event, Failure, Gate, Plan, Result, plan_record, result_record
+from .records import (
+    NOWHERE,
+    Answer,
+    Build,
+    Event,
+    Failure,
+    Gate,
+    Plan,
+    Position,
+    Result,
+    plan_record,
+    result_record,
+)
 from .tape import taped_scheduler
 
 _PATIENCE_S = 60.0
@@ -50,14 +63,23 @@ class Player:
             compared.
     """
 
-    def __init__(self, now: float = 0.0) -> None:
-        """Play nothing yet; `now` is the time on the engine's clock before the first event."""
+    def __init__(
+        self, now: float = 0.0, last_answer: Callable[[Answer], Position] | None = None
+    ) -> None:
+        """Play nothing yet.
+
+        Args:
+            now: the time on the engine's clock before the first event.
+            last_answer: returns where an answer of worker halves is in the journal for the last
+                time.
+        """
         self.difference: Difference | None = None
         self.reasons: StepRecord | None = None
         self.has_workers = self.is_exact = True
         self._event = Event("step")
         self._next: dict[str, int] = {}
         self._now = now
+        self._last_answer = last_answer or (lambda _answer: NOWHERE)
         self._number = 0
         self.moves_blocks = False
 
@@ -113,6 +135,9 @@ class Player:
         noted: Gate | None = self._pop("gates")
         if noted is None:
             return read()
+        if noted.failure is not None or noted.waiting_for:
+            with contextlib.suppress(HardpointError):  # it may be found later, or earlier, here
+                read()  # what it waits for begins, and the part takes the noted answers
         if noted.failure is not None:
             raise error_of(noted.failure.kind, noted.failure.text)
         if noted.waiting_for:
@@ -145,24 +170,25 @@ class Player:
         found: bool | None = self._pop("done")
         return read() if found is None else found
 
-    def answers(self, part: str, read: Callable[[], list[Any]]) -> list[Any]:
-        """Return the noted answers of worker halves, once they give them here."""
-        noted = self._pop("answers")
+    def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:  # noqa: ARG002
+        """Return the noted answers of worker halves, once they give them here, or later ones."""
+        noted: Answer | None = self._pop("answers")
         if noted is None:
             return read()
         if not self.has_workers:
-            return [tuple(answer) for answer in noted.answers]
-        found: list[Any] = [None]
+            return list(noted.answers)
+        here = self._number, self._next["answers"] - 1
+        own: list[Answer] = []
 
-        def is_same() -> bool:
-            found[0] = [(kind, bytes(answer)) for kind, answer in read()]
-            return bool(found[0] == [tuple(answer) for answer in noted.answers])
+        def is_so_far() -> bool:
+            own[:] = [Answer.of(part, read(), noted.message)]
+            return own[0] == noted or self._last_answer(own[0]) > here
 
-        if not self.wait(is_same, 5.0):
+        if not self.wait(is_so_far, 5.0):
             what = f"answer of workers to the part {part!r}"
-            shown = str(noted.answers)[:200], str(found[0])[:200]
-            self.differ(Difference(self._number, None, what, recorded=shown[0], own=shown[1]))
-        return [tuple(answer) for answer in noted.answers]
+            shown = [str(answer.answers)[:200] for answer in (noted, *own)]
+            self.differ(Difference(self._number, None, what, None, *shown))
+        return list(noted.answers)
 
     def plan(self, plan: SchedulerOutput) -> None:
         """Compare a plan with the one that was noted."""

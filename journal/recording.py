@@ -48,9 +48,10 @@ from .records import (
     Header,
     Keyframe,
     LiveState,
-    is_poll,
+    message_digest,
     plan_record,
     result_record,
+    what_returned,
 )
 from .tape import TapedExecutor, taped_calls, taped_scheduler
 from .writer import JournalWriter, RingWriter
@@ -118,10 +119,10 @@ class Recorder:
         self._note("done", found)
         return found
 
-    def answers(self, part: str, read: Callable[[], list[Any]]) -> list[Any]:
+    def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:
         """Note the answers of worker halves."""
         found = read()
-        self._note("answers", Answer(part, [(kind, bytes(answer)) for kind, answer in found]))
+        self._note("answers", Answer.of(part, found, message_digest(message)))
         return found
 
     def plan(self, plan: SchedulerOutput) -> None:
@@ -314,8 +315,8 @@ class RecordedCore(EngineCore):
         frames = [bytes(frame) for frame in self._encoder.encode(list(arguments))]
         with self._recorded(Event("call", method=method, arguments=frames)) as event:
             result = run()
-            if event is not None and is_poll(method, arguments):
-                event.returned = not result if isinstance(result, list) else bool(result)
+            if event is not None:
+                event.returned = what_returned(method, arguments, result)
         if method == "live_change":
             self._note_change(arguments[0], Event("call", method=method, arguments=frames))
         return result

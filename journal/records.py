@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -144,10 +145,27 @@ class Gate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The answers of all ranks' worker halves to a call of their step part."""
+    """The answers of all ranks' worker halves to a call of their step part.
+
+    Attributes:
+        part: name of the part.
+        answers: one per rank, after the name of the error that it is, if it is one.
+        message: digest of the message, by which later answers to the same one are found.
+    """
 
     part: str
-    answers: list[tuple[str | None, bytes]]
+    answers: tuple[tuple[str | None, bytes], ...]
+    message: bytes = b""
+
+    @classmethod
+    def of(cls, part: str, answers: Sequence[tuple[str | None, bytes]], message: bytes) -> Answer:
+        """Return the record of answers."""
+        return cls(part, tuple((kind, bytes(answer)) for kind, answer in answers), message)
+
+
+Position = tuple[int, int]
+"""The number of an event, and an index of one of its lists."""
+NOWHERE: Position = (-1, 0)
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
@@ -185,7 +203,8 @@ class Event(msgspec.Struct, array_like=True, tag="event"):
         request_ids: requests of "abort"; None is all.
         method: name of the control call.
         arguments: its arguments, encoded as requests are.
-        returned: whether what a poll asked for was done; None for other calls.
+        returned: whether what a poll asked for was done, or a step part returned something; None
+            for other calls.
         clock: readings of the engine's clock, in seconds.
         times: readings of the clock that measures steps, in seconds.
         late_aborts: requests that were aborted while the step ran.
@@ -238,6 +257,20 @@ def is_poll(method: str, arguments: Sequence[Any]) -> bool:
     """
     is_state = method == "live_change" and list(arguments[:1]) == ["state"]
     return is_state or method == "weights_prepared"
+
+
+def what_returned(method: str, arguments: Sequence[Any], result: Any) -> bool | None:
+    """Return whether what a control call asked for was there; see `Event.returned`."""
+    if method == "call_part":
+        return result is not None
+    if not is_poll(method, arguments):
+        return None
+    return not result if isinstance(result, list) else bool(result)
+
+
+def message_digest(message: bytes) -> bytes:
+    """Return the digest of a message to worker halves, by which its answers are found."""
+    return hashlib.blake2b(message, digest_size=8).digest()
 
 
 class LiveState(msgspec.Struct, frozen=True, array_like=True):

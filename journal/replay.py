@@ -35,7 +35,7 @@ def replay(path: Path | str, *, anyway: bool = False, until: int | None = None) 
         HardpointError: the engine cannot be built.
     """
     journal = Journal(path, until_damage=anyway)
-    player = Player(journal.header.clock)
+    player = Player(journal.header.clock, journal.last_answer)
     found: list[str] = []
 
     def check(outside: PlayedOutside) -> None:

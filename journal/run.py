@@ -22,7 +22,19 @@ from hardpoint.system.encoding import Decoder, WireError
 from .differences import Difference
 from .frames import JournalError, JournalReader
 from .playing import PlayedOutside, Player, taken
-from .records import Arrival, End, Event, Header, Keyframe, Record, Result, is_poll
+from .records import (
+    NOWHERE,
+    Answer,
+    Arrival,
+    End,
+    Event,
+    Header,
+    Keyframe,
+    Position,
+    Record,
+    Result,
+    is_poll,
+)
 
 _SKIPPED = frozenset({"start_profile", "stop_profile"})
 """Control calls that leave the engine's state alone, and write files."""
@@ -128,6 +140,23 @@ class Journal:
             else:
                 yield record
 
+    def last_answer(self, answer: Answer) -> Position:
+        """Return where an answer of worker halves is for the last time; `NOWHERE` if it is not.
+
+        Raises:
+            JournalError: it is damaged; names the offset.
+        """
+        return self._last_answers.get(answer, NOWHERE)
+
+    @functools.cached_property
+    def _last_answers(self) -> dict[Answer, Position]:
+        return {
+            answer: (number, index)
+            for number, record in enumerate(self.records())
+            if isinstance(record, Event)
+            for index, answer in enumerate(record.answers)
+        }
+
     def events(self) -> Iterator[tuple[float, float, Event]]:
         """Yield the events, each after the readings of the clock before it and at its end.
 
@@ -202,6 +231,7 @@ class Run:
         """Call `core`, whose tape is `player`."""
         self._core, self._player, self._report = core, player, report
         self._arguments: Decoder[list[Any]] = Decoder(list[Any])
+        self._answered: set[tuple[bytes, ...]] = set()  # calls of parts, sooner than recorded
 
     def play(self, number: int, record: Record, until: int | None) -> bool:
         """Play a record; return whether the next one may be played."""
@@ -292,10 +322,24 @@ class Run:
             return
         arguments = self._arguments.decode(list(event.arguments))
         call = functools.partial(run_utility, self._core, event.method, arguments)
-        if not is_poll(event.method, arguments):
+        if is_poll(event.method, arguments):
+            if event.returned or event.failure is not None:
+                self._await(event.method, call)
+        elif event.method == "call_part":
+            self._call_part(event, call)
+        else:
             call()
-        elif event.returned or event.failure is not None:
-            self._await(event.method, call)
+
+    def _call_part(self, event: Event, call: Callable[[], Any]) -> None:
+        """Call a step part, which may have what is polled for sooner here, or later."""
+        arguments = tuple(event.arguments)
+        if arguments in self._answered:
+            if event.returned:
+                self._answered.discard(arguments)
+        elif event.returned:
+            self._player.wait(lambda: call() is not None)
+        elif call() is not None and event.returned is not None:
+            self._answered.add(arguments)
 
     def _await(self, method: str, poll: Callable[[], Any]) -> None:
         """Poll until there is nothing more to wait for, or it raises."""

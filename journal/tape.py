@@ -46,8 +46,8 @@ class Tape(Protocol):
     def done(self, read: Callable[[], bool]) -> bool:
         """Return whether a result is there."""
 
-    def answers(self, part: str, read: Callable[[], list[Any]]) -> list[Any]:
-        """Return the answers of worker halves to a call of their step part."""
+    def answers(self, part: str, message: bytes, read: Callable[[], list[Any]]) -> list[Any]:
+        """Return the answers of worker halves to a message of their step part."""
 
     def plan(self, plan: SchedulerOutput) -> None:
         """Note a plan that is about to be executed."""
@@ -183,7 +183,8 @@ def taped_calls(
     """Return a function that calls worker halves of step parts; their answers pass a tape."""
 
     def call(method: str, args: tuple[Any, ...]) -> list[Any]:
-        return tape.answers(str(args[0]), lambda: call_workers(method, args))
+        part, message = args
+        return tape.answers(part, message, lambda: call_workers(method, args))
 
     return call
 

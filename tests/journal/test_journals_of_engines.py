@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+import time
 
 import pytest
 from support.adapters import lora, write_adapter, write_model
+from support.journal.files import of_other_torch, with_header
 from support.plugins.changing_parts import FIRST, Mark
 from support.process.harness import process_config
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
+from hardpoint.features.adapters import worker_half
+from hardpoint.features.adapters.files import load_adapter
+from hardpoint.features.adapters.readings import Readings
 from hardpoint.journal.replay import replay
 from hardpoint.testing import scripted_config
 
 NUM_REQUESTS = 6
 PARAMS = SamplingParams(max_tokens=150, temperature=1.0, seed=3, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+_begin = Readings.begin
 WITHOUT_END = ["the journal has no end: its engine was killed, or is running"]
 
 
@@ -126,19 +133,53 @@ def test_step_parts_that_change(scripted, tmp_path, in_process):
     assert check(path) == 4 * SHORT.max_tokens
 
 
-def test_adapters(tmp_path):
-    model, folder = write_model(tmp_path / "model"), tmp_path / "adapter"
-    write_adapter(folder, model, size=0.4, r=2)
+def let_read(monkeypatch, how):
+    """Let workers read an adapter in some time, or before they are asked how far they are."""
+
+    def load(*args):
+        time.sleep(0.1)
+        return load_adapter(*args)
+
+    def begin(*args):
+        ticket = _begin(*args)
+        for thread in threading.enumerate():
+            if thread.name == "hardpoint-adapter":
+                thread.join()
+        return ticket
+
+    monkeypatch.setattr(worker_half, "load_adapter", load if how == "slow" else load_adapter)
+    monkeypatch.setattr(Readings, "begin", _begin if how == "slow" else begin)
+
+
+@pytest.mark.parametrize("recorded", ["slow", "at once"])
+@pytest.mark.parametrize("own", ["slow", "at once"])
+def test_adapters(tmp_path, monkeypatch, recorded, own):
+    """Workers keep one of three: the others are read again for requests, and that one after sleep.
+
+    A replay may have read an adapter before it had been when the journal was recorded, or after.
+    """
+    model, folders = write_model(tmp_path / "model"), [tmp_path / name for name in "abc"]
+    for number, folder in enumerate(folders):
+        write_adapter(folder, model, size=0.4, r=2, seed=number)
     config = {
-        "engine": {"journal": str(tmp_path / "journal")},
-        "adapters": {"max_loras": 1, "max_lora_rank": 4},
+        "engine": {"journal": str(tmp_path / "journal"), "in_process": True},
+        "adapters": {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 4},
         "kv_cache": {"num_blocks": 64},
     }
     prompts = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6]
+    let_read(monkeypatch, recorded)
     with LLM(str(tmp_path / "model"), config=config, max_model_len=64) as llm:
-        plain = llm.generate(prompts, SHORT)
-        adapted = llm.generate(prompts, SHORT, lora_request=lora("a", 1, folder))
-        again = llm.generate(prompts, SHORT)
-    found = [[one.outputs[0].token_ids for one in run] for run in (plain, adapted, again)]
-    assert found[0] == found[2] != found[1]
-    assert check(tmp_path / "journal") == 6 * SHORT.max_tokens
+        a, b, c = (lora(folder.name, number, folder) for number, folder in enumerate(folders, 1))
+        runs = [llm.generate(prompts, SHORT, lora_request=one) for one in (None, a, b, c)]
+        llm.sleep()
+        llm.wake_up()
+        runs += [llm.generate(prompts, SHORT, lora_request=one) for one in (a, [a, b], None)]
+    found = [[one.outputs[0].token_ids for one in run] for run in runs]
+    assert found[0] == found[6]
+    assert found[1] == found[4] != found[2]
+    assert found[5] == [found[1][0], found[2][1]]
+    let_read(monkeypatch, own)
+    assert check(tmp_path / "journal") == 14 * SHORT.max_tokens
+    with_header(tmp_path / "journal", of_other_torch)
+    forced = replay(tmp_path / "journal", anyway=True)
+    assert (forced.difference, forced.tokens, len(forced.notes)) == (None, 14 * SHORT.max_tokens, 1)

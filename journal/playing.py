@@ -161,6 +161,14 @@ class Player:
         own = read()  # also where it was not known yet: the part begins to look
         if noted is None:
             return own
+
+        def is_known() -> bool:
+            nonlocal own
+            own = read()
+            return own[0] is not None
+
+        if noted[0] is not None and own[0] is None:
+            self.wait(is_known)
         if noted[0] is not None and own[0] != noted[0]:
             self._differs_for(request_id, "loadable tokens", str(noted[0]), str(own[0]))
         return noted

@@ -43,15 +43,18 @@ class ConfigFields:
         self._values = values
         self._source = source
 
-    def whole(self, name: str, default: int | None = None, at_most: int = _LARGEST) -> int:
-        """Return a field that is a whole number of at least 1.
+    def whole(
+        self, name: str, default: int | None = None, at_most: int = _LARGEST, at_least: int = 1
+    ) -> int:
+        """Return a field that is a whole number.
 
         Raises:
-            ModelError: it is not one, is too large, or is missing and there is no default.
+            ModelError: it is not one, is too small or too large, or is missing and there is no
+                default.
         """
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, f"expected a whole number >= 1, got {short(value)}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise self.error(name, f"expected a whole number >= {at_least}, got {short(value)}")
         if value > at_most:
             raise self.error(name, f"expected at most {at_most}, got {short(value)}")
         return value
@@ -192,7 +195,7 @@ def model_config(
     is_known = importlib.util.find_spec("transformers") is not None  # what is left out
     positions = fields.whole(length, _UNLIMITED if is_known else None)
     if hf.get("model_type") in _PADDED_POSITIONS:
-        positions -= fields.whole("pad_token_id", 1) + 1
+        positions -= fields.whole("pad_token_id", 1, at_least=0) + 1
     return ModelConfig(
         architecture=architecture(hf, source),
         hf=dict(hf),

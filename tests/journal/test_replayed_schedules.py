@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from support.driving import varied_jobs
 from support.journal.schedules import record
 from support.plugins.changing import Slow
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
+from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
 from hardpoint.errors import HardpointError
 from hardpoint.journal import run
 from hardpoint.journal.replay import replay
@@ -142,3 +145,26 @@ def test_a_change_that_was_given_up(scripted, tmp_path, monkeypatch, seconds):
         llm.generate("a", SamplingParams(max_tokens=6, ignore_eos=True))
     monkeypatch.setenv(Slow.variable, seconds)
     check_same(path, 6)
+
+
+def test_a_connector_that_knows_later_what_can_be_loaded(scripted, tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    config = scripted_config(scripted, STORES | {"engine": {"journal": str(path)}})
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    with LLM(config=config) as llm:
+        llm.generate([[7] * 60], params)
+        llm.reset_prefix_cache()
+        (output,) = llm.generate([[7] * 60], params)
+    assert output.num_cached_tokens > 0
+    look_up, asked = StoresScheduler.get_num_new_matched_tokens, Counter()
+
+    def look_up_later(self, request, num_computed_tokens):
+        found = look_up(self, request, num_computed_tokens)
+        if found[0] is None:
+            return found
+        asked[request.request_id] += 1
+        return found if asked[request.request_id] > 3 else (None, False)
+
+    monkeypatch.setattr(StoresScheduler, "get_num_new_matched_tokens", look_up_later)
+    check_same(path, 12)
+    assert asked.total() == 8

@@ -113,7 +113,7 @@ class Roberta(Bert):
 
     def first_position(self) -> int:
         """Return the row of the table of positions that the first token has."""
-        return self._fields.whole("pad_token_id", 1) + 1
+        return self._fields.whole("pad_token_id", 1, at_least=0) + 1
 
 
 class BertClassifier(Bert):

@@ -90,6 +90,15 @@ def test_every_length_up_to_the_limit(models):
             llm.embed([5] * (LIMIT + 1))
 
 
+def test_padding_whose_token_is_the_first_one(tmp_path):
+    model = write_encoder(tmp_path, "Roberta", pad_token_id=0)
+    with opened(tmp_path) as llm:
+        longest = [[5] * (LIMIT + 1)]
+        for output in llm.encode([*PROMPTS, *longest], RAW):
+            expected = hidden_states(model, output.prompt_token_ids)
+            np.testing.assert_allclose(output.outputs, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_generating_is_refused_and_longer_steps_are_explained(models):
     folder, _ = models["Bert"]
     with opened(folder) as llm:

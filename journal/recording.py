@@ -27,12 +27,13 @@ from hardpoint.plugins import (
     EngineCoreRequest,
     HardpointError,
     ModelRunnerOutput,
+    RequestError,
     SchedulerOutput,
     WaitReason,
 )
 from hardpoint.registry.blame import describe
 from hardpoint.registry.discovery import installed_version
-from hardpoint.system.encoding import Encoder
+from hardpoint.system.encoding import Encoder, WireError
 
 from .fingerprint import model_fingerprint
 from .records import (
@@ -267,8 +268,19 @@ class RecordedCore(EngineCore):
     def _arrival(
         self, request: EngineCoreRequest, hashes: list[bytes] | None, arrived: float | None
     ) -> Arrival:
-        frames = [bytes(frame) for frame in self._encoder.encode(request)]
+        frames = self._encoded(request, f"request {request.request_id!r}")
         return Arrival(request.request_id, frames, hashes is not None, arrived)
+
+    def _encoded(self, message: Any, what: str) -> list[bytes]:
+        """Return the frames of a message.
+
+        Raises:
+            RequestError: something in it is no data, such as a callable.
+        """
+        try:
+            return [bytes(frame) for frame in self._encoder.encode(message)]
+        except WireError as cause:
+            raise RequestError(f"{what}: engine.journal cannot record it: {cause}") from None
 
     def _keep(self, arrivals: list[Arrival]) -> None:
         """Keep requests that were added, for keyframes, the one after this event included."""
@@ -312,7 +324,7 @@ class RecordedCore(EngineCore):
         """Run a control call, and record it."""
         if self._is_off:
             return run()
-        frames = [bytes(frame) for frame in self._encoder.encode(list(arguments))]
+        frames = self._encoded(list(arguments), method)
         with self._recorded(Event("call", method=method, arguments=frames)) as event:
             result = run()
             if event is not None:

@@ -12,7 +12,7 @@ from support.journal.schedules import record
 
 from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.cli import main
-from hardpoint.errors import EngineDeadError, PluginFaultError
+from hardpoint.errors import EngineDeadError, PluginFaultError, RequestError
 from hardpoint.journal.frames import JournalError, JournalReader
 from hardpoint.journal.records import Event, Header, Keyframe
 from hardpoint.journal.replay import JournalFile, replay
@@ -248,6 +248,20 @@ def test_a_journal_that_cannot_be_created(tmp_path, scripted):
         JournalError, match=r"engine\.journal: '.*' cannot be created: .*No such file"
     ):
         LLM(config=config)
+
+
+def test_a_request_with_a_callable_is_refused(tmp_path, scripted):
+    path = tmp_path / "journal"
+    engine = {"engine": {"journal": str(path), "in_process": True}}
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with LLM(config=scripted_config(scripted, engine)) as llm:
+        given = SamplingParams(max_tokens=4, logits_processors=[lambda _ids, logits: logits])
+        message = "^request '.*': engine.journal cannot record it: .* a builtins.function cannot"
+        for prompts in (["a"], ["a", "b"]):
+            with pytest.raises(RequestError, match=message):
+                llm.generate(prompts, [params, given][-len(prompts) :])
+        llm.generate("a", params)
+    assert replay(path).tokens == 4
 
 
 def test_engines_that_follow_others_have_no_journal(tmp_path, scripted):

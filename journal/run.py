@@ -40,6 +40,8 @@ _SKIPPED = frozenset({"start_profile", "stop_profile"})
 """Control calls that leave the engine's state alone, and write files."""
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""
+_REPORTING = frozenset({"kv_event_publishers", "stat_sinks"})
+"""Kinds whose components a replay does without."""
 _PATIENCE_S = 600.0
 """For what was done outside of the loop when it was recorded, such as weights that were read."""
 
@@ -179,6 +181,14 @@ def replay_config(header: Header) -> EngineConfig:
             f"journal: its configuration is none of this Hardpoint: {cause}"
         ) from cause
     replace = msgspec.structs.replace
+    entries = list(header.manifest.tree())
+    kept = {entry.name for entry in entries if entry.kind not in _REPORTING}
+    dropped = {
+        name
+        for entry in entries
+        if entry.kind in _REPORTING
+        for name in ({entry.name} - kept) | {f"{entry.kind}/{entry.name}"}
+    }
     engine = replace(
         config.engine, in_process=True, journal=None, restart="never", profile_dir=None
     )
@@ -187,6 +197,7 @@ def replay_config(header: Header) -> EngineConfig:
         engine=engine,
         kv_events=replace(config.kv_events, publishers=[]),
         stats=replace(config.stats, sinks=[], request_metrics=config.stats.on),
+        plugin={name: table for name, table in config.plugin.items() if name not in dropped},
         parallel=replace(config.parallel, data=1, local=None, join_address=None, keys=None),
     )
 

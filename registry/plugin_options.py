@@ -19,6 +19,7 @@ from hardpoint.typed import Strict
 
 from .adapt import configured
 from .discovery import InstalledPlugin, SelectedPlugin, advice, discover, name_of
+from .kinds import KINDS, Number, value_at
 from .loading import import_object, inspecting
 from .references import with_handed_over
 from .selection import Selection
@@ -49,12 +50,14 @@ def options_by_component(
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
     targets: dict[Key, Any],
+    unused: Container[str] = (),
 ) -> dict[Key, dict[str, Any]]:
     """Return each component's options with defaults, checked by the component's type.
 
-    Adapters are replaced in `targets` by ones with their options applied.
+    Adapters are replaced in `targets` by ones with their options applied. Tables in `unused` belong
+    to none.
     """
-    paths = _option_paths(config, config_sources, chosen, targets)
+    paths = _option_paths(config, config_sources, chosen, targets, unused)
     result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
         path = paths.get(item.key)
@@ -107,6 +110,7 @@ def _option_paths(
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
     loaded: Container[Key],
+    unused: Container[str],
 ) -> dict[Key, str]:
     """Return the path of the `[plugin.<name>]` table of each component that has one.
 
@@ -124,6 +128,8 @@ def _option_paths(
         keys = [
             owner.key for (kind, own), owner in owners.items() if name in (own, f"{kind}/{own}")
         ]
+        if not keys and name in unused:
+            continue
         if not keys:
             known = sorted({c.name for c in chosen})
             hint = name_of(name, chosen) or typed.suggest(name, known)
@@ -137,6 +143,34 @@ def _option_paths(
             raise ConfigError(f"{path}: given twice, here and by {paths[keys[0]]} (from {origin})")
         paths[keys[0]] = path
     return paths
+
+
+def unused_tables(
+    config: EngineConfig,
+    config_sources: ConfigSources,
+    chosen: Sequence[SelectedPlugin],
+    found: Sequence[InstalledPlugin],
+) -> dict[str, str]:
+    """Return a warning for each table of an installed component that is not the chosen one.
+
+    Only of kinds of which there is one: who chooses another one, to compare them or for a while,
+    keeps the options of the first.
+    """
+    used = {name for item in chosen for name in (item.name, f"{item.kind.name}/{item.name}")}
+    warnings: dict[str, str] = {}
+    for installed in found:
+        kind = KINDS.get(installed.kind)
+        if kind is None or kind.number is not Number.ONE or kind.chosen_by is None:
+            continue
+        use = value_at(config, kind.chosen_by)
+        names = {installed.name, f"{kind.name}/{installed.name}"}
+        for name in (names & config.plugin.keys()) - used:
+            path = f"plugin.{name}"
+            warnings[name] = (
+                f"{path}: these options are not used, for {kind.chosen_by} is {use!r} "
+                f"(from {config_sources.of(path)})"
+            )
+    return warnings
 
 
 def find_tables(

@@ -51,6 +51,7 @@ from .plugin_options import (
     option_path,
     options_by_component,
     options_of,
+    unused_tables,
 )
 from .references import with_handed_over
 from .request_arguments import takes_arguments
@@ -332,12 +333,14 @@ def resolve_plugins(
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
-    options = options_by_component(config, config_sources, every, targets)
+    unused = unused_tables(config, config_sources, every, found)
+    options = options_by_component(config, config_sources, every, targets, unused)
     check_neighbours(chosen, targets)
     places = _places(chosen, targets)
     loaded = ((i.kind, i.source, targets[i.key]) for i in every if i.key in targets)
     warnings = [
         *selection.warnings,
+        *unused.values(),
         *unknown_neighbours(chosen, targets, found),
         *warn_of_earlier(loaded),
     ]

@@ -96,6 +96,15 @@ class TestSimulate:
         assert variants["shortest_first"]["report"] == configured
         assert variants["fcfs"]["report"] != configured
 
+    def test_options_of_a_policy_are_those_of_its_variant(self, capsys, folder):
+        (folder / "hardpoint.toml").write_text("[plugin.fair]\noutput_cost = 5.0\n")
+        code, out, _ = run(capsys, *SYNTHETIC, "--policy", "fcfs", "--policy", "fair")
+        assert code == 0
+        assert [line.split()[:2] for line in out.splitlines()[1:3]] == [
+            ["fcfs", "80"],
+            ["fair", "80"],
+        ]
+
     def test_a_policy_by_its_class(self, capsys, folder, monkeypatch):
         (folder / "latest.py").write_text(
             "from hardpoint.plugins import SchedulingPolicy\n"

@@ -16,6 +16,7 @@ from hardpoint.errors import EngineDeadError, PluginFaultError, RequestError
 from hardpoint.journal.frames import JournalError, JournalReader
 from hardpoint.journal.records import Event, Header, Keyframe
 from hardpoint.journal.replay import JournalFile, replay
+from hardpoint.plugins import Options, StatSink
 from hardpoint.simulation import read_mooncake, read_trace
 from hardpoint.simulation.traces import TraceError
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -146,6 +147,31 @@ def test_planned_again_with_another_policy(tmp_path, scripted):
     assert found.own.startswith("no tokens of the plan")
     assert "shortest_first: others are before it: " in found.why
     assert found.why.endswith("as recorded: it runs, 1 run and 1 wait")
+
+
+class Noting(StatSink):
+    contract = 1
+
+    class Options(Options):
+        by: int = 0
+
+    def record(self, stats):
+        assert self.options.by == 3
+
+
+def test_options_of_what_a_replay_does_without(tmp_path, scripted):
+    """A sink, and a policy that it is planned again without."""
+    path = tmp_path / "journal"
+    tables = {
+        "engine": {"journal": str(path)},
+        "scheduler": {"policy": "fair"},
+        "stats": {"sinks": [f"{__name__}:Noting"], "interval_seconds": 0.05},
+        "plugin": {"noting": {"by": 3}, "fair": {"output_cost": 4.0}},
+    }
+    with LLM(config=scripted_config(scripted, tables)) as llm:
+        llm.generate([[7] * 20, [8] * 60], GREEDY)
+    assert replay(path).is_same
+    assert JournalFile(path).replan("fcfs").is_same
 
 
 def test_an_export_has_nothing_of_what_was_written(journal, recorded):

@@ -6,8 +6,9 @@ import pytest
 from support.plugins.fake import component
 
 from hardpoint.errors import PluginNotFoundError
-from hardpoint.plugins import ConfigError, LogitsProcessor, Options
+from hardpoint.plugins import ConfigError, LogitsProcessor, Options, SchedulingPolicy
 from hardpoint.plugins.config import ConfigSources
+from hardpoint.plugins.config_tables import SchedulerConfig
 
 
 class TestOptions:
@@ -23,6 +24,18 @@ class TestOptions:
         installed.offer("logits_processors/dry", component(LogitsProcessor))
         with pytest.raises(ConfigError, match=r"plugin.dry: no plugin 'dry' is enabled"):
             installed.resolve(plugin={"dry": {}})
+
+    def test_options_of_one_that_is_not_the_chosen_one_are_kept_with_a_warning(self, installed):
+        installed.offer("scheduling_policies/mine", component(SchedulingPolicy))
+        sources = ConfigSources({"plugin.mine": "file c.toml"})
+        for name in ("mine", "scheduling_policies/mine"):
+            found = installed.resolve(sources, plugin={name: {"a": 1}})
+            assert [w for w in found.warnings if "options" in w] == [
+                f"plugin.{name}: these options are not used, for scheduler.policy is 'fcfs' "
+                f"(from {sources.of(f'plugin.{name}')})"
+            ]
+        chosen = {"scheduler": SchedulerConfig(policy="mine")}
+        assert not installed.resolve(plugin={"mine": {}}, **chosen).warnings
 
     def test_a_name_of_several_kinds(self, installed):
         with pytest.raises(ConfigError) as error:

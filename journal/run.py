@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,8 @@ from .records import (
     Result,
     is_poll,
 )
+
+T = TypeVar("T")
 
 _SKIPPED = frozenset({"start_profile", "stop_profile"})
 """Control calls that leave the engine's state alone, and write files."""
@@ -181,14 +183,7 @@ def replay_config(header: Header) -> EngineConfig:
             f"journal: its configuration is none of this Hardpoint: {cause}"
         ) from cause
     replace = msgspec.structs.replace
-    entries = list(header.manifest.tree())
-    kept = {entry.name for entry in entries if entry.kind not in _REPORTING}
-    dropped = {
-        name
-        for entry in entries
-        if entry.kind in _REPORTING
-        for name in ({entry.name} - kept) | {f"{entry.kind}/{entry.name}"}
-    }
+    dropped = _names_of(header, _REPORTING)
     engine = replace(
         config.engine, in_process=True, journal=None, restart="never", profile_dir=None
     )
@@ -197,9 +192,27 @@ def replay_config(header: Header) -> EngineConfig:
         engine=engine,
         kv_events=replace(config.kv_events, publishers=[]),
         stats=replace(config.stats, sinks=[], request_metrics=config.stats.on),
-        plugin={name: table for name, table in config.plugin.items() if name not in dropped},
+        plugin=_without(config.plugin, dropped),
+        plugins=replace(
+            config.plugins,
+            on_error=_without(config.plugins.on_error, dropped),
+            replace=_without(config.plugins.replace, dropped),
+        ),
         parallel=replace(config.parallel, data=1, local=None, join_address=None, keys=None),
     )
+
+
+def _names_of(header: Header, kinds: Collection[str]) -> set[str]:
+    """Return the names by which a configuration means plugins of some kinds, and no others."""
+    entries = list(header.manifest.tree())
+    others = {entry.name for entry in entries if entry.kind not in kinds}
+    own = [entry for entry in entries if entry.kind in kinds]
+    names = {entry.name for entry in own} - others
+    return names.union(*({f"{entry.kind}/{entry.name}", entry.value} for entry in own))
+
+
+def _without(table: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    return {name: value for name, value in table.items() if name not in names}
 
 
 def open_played(

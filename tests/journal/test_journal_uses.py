@@ -167,6 +167,7 @@ def test_options_of_what_a_replay_does_without(tmp_path, scripted):
         "scheduler": {"policy": "fair"},
         "stats": {"sinks": [f"{__name__}:Noting"], "interval_seconds": 0.05},
         "plugin": {"noting": {"by": 3}, "fair": {"output_cost": 4.0}},
+        "plugins": {"on_error": {"noting": "engine"}},
     }
     with LLM(config=scripted_config(scripted, tables)) as llm:
         llm.generate([[7] * 20, [8] * 60], GREEDY)

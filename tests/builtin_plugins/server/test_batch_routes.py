@@ -422,7 +422,11 @@ def test_a_line_that_is_larger_than_the_queue_fails(tmp_path):
 
 def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
     model = write_model(tmp_path)
-    lines = [line(n, prompt="loop", max_tokens=50, ignore_eos=True) for n in range(40)]
+    lengths = [5, *[200] * 39]  # so that it is not at its end when the first is
+    lines = [
+        line(n, prompt="loop", max_tokens=length, ignore_eos=True)
+        for n, length in enumerate(lengths)
+    ]
     with batch_server(tmp_path, model, concurrency=1) as server:
         client = client_of(server)
         began = begin(client, lines)

@@ -21,7 +21,7 @@ from hardpoint.plugins.resumed import ResumedOutputs
 from .differences import Difference
 from .playing import Player
 from .records import Event, Keyframe, num_computed
-from .run import Journal, ReplayReport, Run, failure_of, request_of
+from .run import SKIPPED, Journal, ReplayReport, Run, failure_of, request_of
 
 _MOST_STEPS = 100_000
 """After the journal's last event, for requests that are not done yet."""
@@ -176,7 +176,7 @@ class ForcedRun:
                 self.report.requests += len(event.arrivals)
                 for arrival in event.arrivals:
                     self._add(request_of(arrival), [])
-        elif event.call in ("abort", "call"):
+        elif event.call in ("abort", "call") and event.method not in SKIPPED:
             error = failure_of(functools.partial(self._run.call, event))
             if error is not None and event.failure is None:
                 self.report.notes.append(f"{event.method or event.call}: {error}")

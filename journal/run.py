@@ -38,8 +38,10 @@ from .records import (
 
 T = TypeVar("T")
 
-_SKIPPED = frozenset({"start_profile", "stop_profile"})
-"""Control calls that leave the engine's state alone, and write files."""
+SKIPPED = frozenset({"cached_blocks", "start_profile", "stop_profile"})
+"""Control calls that leave the engine's state alone: they write files, or tell a client of several
+engines what is cached.
+"""
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
 """Errors that come from outside of the engine, in the middle of a step."""
 _REPORTING = frozenset({"kv_event_publishers", "stat_sinks"})
@@ -265,6 +267,8 @@ class Run:
         assert isinstance(record, Event)
         if self.ends_before(number, record, until):
             return False
+        if record.method in SKIPPED:
+            return True
         player.begin(number, record)
         failure = failure_of(functools.partial(self.call, record))
         player.end()
@@ -342,8 +346,6 @@ class Run:
         Raises:
             HardpointError: it is not done here after some minutes.
         """
-        if event.method in _SKIPPED:
-            return
         arguments = self._arguments.decode(list(event.arguments))
         call = functools.partial(run_utility, self._core, event.method, arguments)
         if is_poll(event.method, arguments):

@@ -11,6 +11,7 @@ from support.waiting import wait_until
 from hardpoint import LLM, SamplingParams
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.engine_process.process import EngineProcess
+from hardpoint.journal.replay import replay
 from hardpoint.plugins import EngineCoreOutputs, EngineCoreRequest
 from hardpoint.replicas.prefix_index import PrefixIndex
 
@@ -19,7 +20,7 @@ SIZE = 8
 TEXT = "a prompt of a few blocks, which another one may begin with"
 
 
-def open_reporting(monkeypatch, folder, **asked):
+def open_reporting(monkeypatch, folder, tables=None, **asked):
     """Open an engine whose launch asks for reports; return it and the outputs that come."""
     came, launch, put = [], EngineProcess.launch, OutputQueue.put
 
@@ -33,7 +34,8 @@ def open_reporting(monkeypatch, folder, **asked):
 
     monkeypatch.setattr(EngineProcess, "launch", launched)
     monkeypatch.setattr(OutputQueue, "put", received)
-    return LLM(config=process_config(folder, {"kv_cache": {"block_size": SIZE}})), came
+    tables = {"kv_cache": {"block_size": SIZE}} | (tables or {})
+    return LLM(config=process_config(folder, tables)), came
 
 
 @pytest.fixture
@@ -41,6 +43,17 @@ def opened(scripted, monkeypatch):
     llm, came = open_reporting(monkeypatch, scripted, reports_load=True, reports_cache=True)
     with llm:
         yield llm, came
+
+
+def test_a_replay_reports_to_nobody(scripted, monkeypatch, tmp_path):
+    tables = {"engine": {"journal": str(tmp_path / "journal")}}
+    with open_reporting(monkeypatch, scripted, tables, reports_cache=True)[0] as llm:
+        llm.generate(TEXT, GREEDY)
+        assert client_of(llm).call_utility("cached_blocks").stored
+        llm.generate(TEXT, GREEDY)
+    report = replay(tmp_path / "journal")
+    assert report.difference is None, str(report.difference)
+    assert report.tokens == 6
 
 
 def request(ids, **fields):

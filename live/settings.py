@@ -184,7 +184,12 @@ def with_config(before: Settings, values: Mapping[str, Any], origin: str) -> Set
             old = before.plugins.one(_POLICIES)
             if not any(_table_of(one, old) for one in values):
                 config = _without_options(dataclasses.replace(before, config=config), old).config
-    return _resolved(before, config, _sources(before.sources, values, origin))
+    after = _resolved(before, config, _sources(before.sources, values, origin))
+    for path in values:
+        entries = after.plugins.manifest.tree()
+        if path.startswith(f"{_OPTIONS}.") and not any(_table_of(path, one) for one in entries):
+            raise ConfigError(f"{path}: expected an option of a plugin that is on (from {origin})")
+    return after
 
 
 def with_plugins(

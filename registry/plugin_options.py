@@ -50,13 +50,13 @@ def options_by_component(
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],
     targets: dict[Key, Any],
-    unused: Container[str] = (),
-) -> dict[Key, dict[str, Any]]:
-    """Return each component's options with defaults, checked by the component's type.
+    found: Sequence[InstalledPlugin],
+) -> tuple[dict[Key, dict[str, Any]], Iterable[str]]:
+    """Return each component's options with defaults, checked by its type, and warnings.
 
-    Adapters are replaced in `targets` by ones with their options applied. Tables in `unused` belong
-    to none.
+    Adapters are replaced in `targets` by ones with their options applied.
     """
+    unused = _unused_tables(config, config_sources, chosen, found)
     paths = _option_paths(config, config_sources, chosen, targets, unused)
     result: dict[Key, dict[str, Any]] = {}
     for item in chosen:
@@ -70,7 +70,7 @@ def options_by_component(
             targets[item.key] = configured(targets[item.key], checked)
         except ConfigError as error:
             raise _located(error, item, path, config_sources) from None
-    return result
+    return result, unused.values()
 
 
 def options_of(
@@ -145,7 +145,7 @@ def _option_paths(
     return paths
 
 
-def unused_tables(
+def _unused_tables(
     config: EngineConfig,
     config_sources: ConfigSources,
     chosen: Sequence[SelectedPlugin],

@@ -51,7 +51,6 @@ from .plugin_options import (
     option_path,
     options_by_component,
     options_of,
-    unused_tables,
 )
 from .references import with_handed_over
 from .request_arguments import takes_arguments
@@ -333,17 +332,12 @@ def resolve_plugins(
     check_devices(chosen, targets)
     wraps = _find_wrapped(selection, config, config_sources, chosen, targets)
     every = [*chosen, *(inner for found_ in wraps.values() for inner in found_.values())]
-    unused = unused_tables(config, config_sources, every, found)
-    options = options_by_component(config, config_sources, every, targets, unused)
+    options, unused = options_by_component(config, config_sources, every, targets, found)
     check_neighbours(chosen, targets)
     places = _places(chosen, targets)
     loaded = ((i.kind, i.source, targets[i.key]) for i in every if i.key in targets)
-    warnings = [
-        *selection.warnings,
-        *unused.values(),
-        *unknown_neighbours(chosen, targets, found),
-        *warn_of_earlier(loaded),
-    ]
+    warnings = [*selection.warnings, *unused, *unknown_neighbours(chosen, targets, found)]
+    warnings += warn_of_earlier(loaded)
 
     def entry(item: SelectedPlugin) -> PluginEntry:
         return PluginEntry(

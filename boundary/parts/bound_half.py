@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -199,6 +199,7 @@ class BoundPart(BoundHalf[EngineHalf]):
 
     Attributes:
         users: ids of live requests that use it.
+        ended: ids of those that have ended, by the last step whose plan may have them.
     """
 
     interface, maker = EngineHalf, "engine_half"
@@ -224,10 +225,21 @@ class BoundPart(BoundHalf[EngineHalf]):
         """
         super().__init__(part, half, faults.calls("step_parts", source))
         self.users = set[str]()
+        self.ended: dict[str, int] = {}
         self._scope, self._faults = part.fault_scope, faults
         self.capacity = dict(half.capacity)
         self.every_plan, self.only_included = half.every_plan, half.only_included
         self.num_draft_tokens = half.num_draft_tokens
+
+    @property
+    def planned_users(self) -> Collection[str]:
+        """The users that plans under way may have; some may have ended since."""
+        return self.users | self.ended.keys() if self.ended else self.users
+
+    def forget_before(self, step: int) -> None:
+        """Forget the ended users that the plan of a step, and later ones, cannot have."""
+        if self.ended:
+            self.ended = {name: last for name, last in self.ended.items() if last >= step}
 
     def users_of(self, plan: SchedulerOutput) -> list[str] | None:
         """Return the requests of a plan that use the part; None stands for all of them."""

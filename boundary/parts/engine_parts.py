@@ -69,6 +69,7 @@ class EngineParts:
         self._by_request: dict[str, list[BoundPart]] = {}
         self._asked: dict[str, dict[BoundPart, returns.ArrayForms]] = {}  # for figures
         self._again: set[str] = set()  # ids of ended requests that others have now
+        self._planned = 0  # the last step
         self._scheduler: Scheduler | None = None
         self._faults: dict[str, RequestFault] = {}
         self.gates, self.transfers = PartGates(self.of), part_transfers(parts, self._faults)
@@ -253,6 +254,7 @@ class EngineParts:
                     self._blame(part, plan, f"its begin() gave {shown(made)}, expected bytes")
                 elif made is not None:
                     data[part.key] = PartData(made, part.users_of(plan))
+        self._planned = plan.step
         return data
 
     def needs_results(self, plan: SchedulerOutput) -> dict[str, str]:
@@ -271,14 +273,12 @@ class EngineParts:
         """Return the tokens that all parts allow; None if no part forbids any."""
         masks: list[tuple[BoundPart, GrammarBitmask]] = []
         for part in self._active:
-            if part.overrides("mask"):
-                mask = self._for_plan(part, "mask", plan)
-                if mask is None:
-                    continue
-                if (defect := returns.mask_defect(mask, part.users, plan)) is not None:
-                    self._blame(part, plan, f"its mask() {defect}")
-                else:
-                    masks.append((part, mask))
+            if not part.overrides("mask") or (mask := self._for_plan(part, "mask", plan)) is None:
+                continue
+            if (defect := returns.mask_defect(mask, part.planned_users, plan)) is not None:
+                self._blame(part, plan, f"its mask() {defect}")
+            else:
+                masks.append((part, mask))
         if masks:
             by_source = returns.by_source(masks)
             for part in self._active:
@@ -310,23 +310,17 @@ class EngineParts:
         """
         ended: dict[str, RequestFault] = {}
         for part in self._active:
+            part.forget_before(plan.step)
             if (failed := result.part_faults.get(part.key)) is not None:
                 later = under_way if result.is_cache_uncertain else ()
                 self._blame(part, plan, failed, later=later)
             if not part.overrides("result"):
                 continue
+            defect = functools.partial(returns.result_defect, users=part.planned_users)
             reports, result.part_reports = result.part_reports, part.own_reports(result)
-            found = self._for_plan(part, "result", plan, result) or {}
+            found = self._checked(part, plan, "result", defect, plan, result) or {}
             result.part_reports = reports
-            if not isinstance(found, Mapping):
-                self._blame(part, plan, f"its result() gave {shown(found)}, expected a mapping")
-                continue
-            for name, fault in found.items():
-                if name in part.users and isinstance(fault, RequestFault):
-                    ended.setdefault(name, fault)
-                else:
-                    wrong = f"its result() gave {shown(fault)} for request {name!r}"
-                    self._blame(part, plan, wrong)
+            ended = {name: fault for name, fault in found.items() if name in part.users} | ended
         for name in self._faults.keys() & plan.num_scheduled_tokens.keys():
             ended.setdefault(name, self._faults.pop(name))
         return ended
@@ -492,6 +486,7 @@ class EngineParts:
         if users:
             for part in users:
                 part.users.discard(request_id)
+                part.ended[request_id] = self._planned
             self._find_active()
 
     def _find_active(self) -> None:

@@ -195,6 +195,23 @@ def _check_arguments(request: EngineCoreRequest, parts: Sequence[BoundPart]) -> 
             )
 
 
+def result_defect(faults: Any, users: Collection[str]) -> str | None:
+    """Return the defect of a part's answer to a result, as the end of a sentence; None if none.
+
+    Args:
+        faults: what result() returned.
+        users: requests that use the part, also those that have ended since their plan.
+    """
+    if faults is None:
+        return None
+    if not isinstance(faults, Mapping):
+        return f"gave {shown(faults)}, expected a mapping"
+    for name, fault in faults.items():
+        if name not in users or not isinstance(fault, RequestFault):
+            return f"gave {shown(fault)} for request {name!r}"
+    return None
+
+
 def faults_defect(faults: Any, users: Collection[str]) -> str | None:
     """Return the defect of faults by request, as the end of a sentence; None if they have none.
 

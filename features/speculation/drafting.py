@@ -208,9 +208,10 @@ class Drafting(WorkerHalf):
             speculator.wake_up()
 
     def close(self) -> None:
-        """Close the speculators."""
+        """Close the speculators, and forget them: they report faults to this."""
+        speculators, self._speculators = self._speculators, {}
         with ExitStack() as stack:
-            for speculator in self._speculators.values():
+            for speculator in speculators.values():
                 stack.callback(self._components.close, speculator)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from support.core.engine_harness import ScriptedPart
@@ -452,6 +453,38 @@ def test_a_result_that_names_others_or_no_faults_is_a_fault(answer):
     parts = parts_of(half_of(result=answer))
     parts.add(new())
     assert "its result() gave " in faults_of(parts, "r")["r"].message
+
+
+def test_a_result_may_name_what_ended_after_its_plan_was_made():
+    """A plan that was under way has the request; the next ones do not."""
+    parts = parts_of(half_of(result=lambda plan, result: {"r": RequestFault("no")}))
+    plans = [msgspec.structs.replace(plan_of("r", "other"), step=step) for step in (1, 2)]
+    plans.append(msgspec.structs.replace(plan_of("other", finished=["r"]), step=3))
+    for name in ("r", "other"):
+        parts.add(new(name))
+    for plan in plans[:2]:
+        parts.begin(plan)
+    assert parts.result(plans[0], ModelRunnerOutput()).keys() == {"r"}
+    parts.begin(plans[2])
+    assert parts.result(plans[1], ModelRunnerOutput()) == {}
+    found = parts.result(plans[2], ModelRunnerOutput())
+    assert found.keys() == {"other"}
+    assert "its result() gave " in found["other"].message
+
+
+def test_a_mask_may_have_rows_of_what_ended_after_its_plan_was_made():
+    parts = parts_of(half_of(mask=lambda plan: mask_of(r=1, other=1)))
+    for name in ("r", "other"):
+        parts.add(new(name))
+    plans = [msgspec.structs.replace(plan_of("r", "other"), step=1)]
+    plans.append(msgspec.structs.replace(plan_of("other", finished=["r"]), step=2))
+    for plan in plans:
+        parts.begin(plan)
+    assert parts.mask(plans[0]) is not None
+    assert parts.result(plans[0], ModelRunnerOutput()) == {}
+    assert parts.result(plans[1], ModelRunnerOutput()) == {}
+    assert parts.mask(plans[1]) is None
+    assert "which do not use it" in parts.result(plans[1], ModelRunnerOutput())["other"].message
 
 
 def test_a_fault_of_the_worker_half_ends_its_requests():

@@ -264,8 +264,12 @@ def test_differences_are_relative_to_the_row(row, expected, is_small):
     assert (float(relative_difference(*both)) <= 1e-3) == is_small
 
 
+DRAFTS = {"speculation": {"use": ["ngram"], "num_draft_tokens": 3}}
+
+
+@pytest.mark.parametrize("extra", [{}, DRAFTS], ids=["", "drafts"])
 @pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])
-def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops):
+def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops, extra):
     """No cycle of references keeps weights and caches until Python's collector finds it."""
     kept, of_graphs = [], []
 
@@ -291,7 +295,7 @@ def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops):
     gc.collect()
     gc.disable()
     try:
-        generate(ops=ops, rounds=(PROMPTS[:1], PROMPTS[:1]), between=twice(sleep))
+        generate(ops=ops, rounds=(PROMPTS[:1], PROMPTS[:1]), between=twice(sleep), **extra)
     finally:
         gc.enable()
     assert of_graphs == [True]

@@ -32,9 +32,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(str(folder), config=SETTINGS, max_model_len=64) as llm:
+@pytest.fixture(scope="module", params=[False, True], ids=["", "ahead"])
+def llm(folder, request):
+    """Also one whose steps begin before the results of those before, with the failed requests."""
+    ahead = {"scheduler": {"asynchronous": request.param}}
+    with LLM(str(folder), config=SETTINGS | ahead, max_model_len=64) as llm:
         yield llm
 
 

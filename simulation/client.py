@@ -30,8 +30,17 @@ class SimulatedClient:
         plugins: PluginSet,
         clock: Callable[[], float],
         measures: Measures,
+        *,
+        has_choice: bool,
     ) -> None:
         """Build the balancer; there is no engine yet.
+
+        Args:
+            config: the configuration.
+            plugins: the plugins that it names.
+            clock: seconds.
+            measures: takes what happens.
+            has_choice: whether there may be several engines.
 
         Raises:
             PluginError: the balancer cannot be built.
@@ -40,7 +49,7 @@ class SimulatedClient:
         self._choice = EngineChoice(plugins, config, clock)
         cache = config.kv_cache
         self._index: PrefixIndex | None = None
-        if self._choice.uses_cached_prefixes:
+        if has_choice and self._choice.uses_cached_prefixes:
             self._index = PrefixIndex(cache.block_size, cache.hash_algorithm)
         self._sessions, self._ledger = Sessions(), Ledger()
         self._rate = PrefillRate()

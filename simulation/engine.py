@@ -126,10 +126,11 @@ class SimulatedEngine:
         self.is_lost = False
         self._timeline, self._send = timeline, send
         self.device = SimulatedDevice(settings.step_cost, settings.first_token)
-        self._fits = bool(settings.config.scheduler.step_milliseconds)
-        cost = settings.step_cost
+        cost, limits_prompts = settings.step_cost, settings.config.scheduler.step_milliseconds
         known = cost if isinstance(cost, StepCost) else cost.step_cost
-        self._fit = StepCostFit(known if self._fits else None)  # as one that has served for a while
+        # As one that has served for a while. A cost that all steps have exactly teaches nothing.
+        self._fit = StepCostFit(known if limits_prompts else None)
+        self._fits = bool(limits_prompts) and known is not cost
         self._changes = CacheChangeLog() if settings.reports_cache else None
         self._build(settings)
         self._stepped = SteppedScheduler(self._scheduler)

@@ -41,6 +41,7 @@ class Fleet:
         *,
         step_cost: StepCost | CostFile,
         objective: Objective | None = None,
+        is_fixed: bool = False,
     ) -> None:
         """Build the engines.
 
@@ -50,6 +51,8 @@ class Fleet:
             step_cost: the time of a step, by what it computes; a file of `hardpoint calibrate`, as
                 `read_cost` returns it, has it for a model on a machine.
             objective: the service level objective of the report; None is the default one.
+            is_fixed: whether no engine is added later, so that of one alone it need not be known
+                what it has cached.
 
         Raises:
             ConfigError: a setting cannot be simulated; names it.
@@ -63,7 +66,13 @@ class Fleet:
         self._measures = Measures(objective or Objective())
         self._faults = StepFaults.under(config.plugins)
         self._first_tokens: dict[str, int] = {}
-        self._client = SimulatedClient(config, self._plugins, self.clock, self._measures)
+        self._client = SimulatedClient(
+            config,
+            self._plugins,
+            self.clock,
+            self._measures,
+            has_choice=not is_fixed or config.parallel.data > 1,
+        )
         self._settings = EngineSettings(
             config=config,
             plugins=self._plugins,

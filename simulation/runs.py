@@ -113,7 +113,7 @@ def _run(job: _Job) -> Iterator[dict[str, Any]]:
     """Run a simulation; yield its progress and its result."""
     count, requests = job.load.requests()
     progress: deque[dict[str, Any]] = deque()
-    with Fleet(job.config, step_cost=job.cost, objective=job.objective) as fleet:
+    with Fleet(job.config, step_cost=job.cost, objective=job.objective, is_fixed=True) as fleet:
         began = time.perf_counter()
 
         def watched() -> Iterator[SimulatedRequest]:

@@ -20,10 +20,12 @@ def open_fleet():
     """Returns fleets, which are closed at the end."""
     opened = []
 
-    def build(engines=2, balancer="least_cost", *, blocks=256, step_cost=COST, **tables):
+    def build(
+        engines=2, balancer="least_cost", *, blocks=256, step_cost=COST, is_fixed=False, **tables
+    ):
         cache = {"num_blocks": blocks, **tables.pop("kv_cache", {})}
         config = {"parallel": {"data": engines, "balancer": balancer}, "kv_cache": cache, **tables}
-        opened.append(Fleet(config, step_cost=step_cost))
+        opened.append(Fleet(config, step_cost=step_cost, is_fixed=is_fixed))
         return opened[-1]
 
     yield build

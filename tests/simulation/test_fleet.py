@@ -134,6 +134,14 @@ class TestRuns:
         with pytest.raises(ValueError, match="in the order of their times, got 1 after 2"):
             open_fleet().run([request_at(2, 0), request_at(1, 1)])
 
+    def test_one_alone_needs_no_index_of_what_it_has_cached(self, open_fleet):
+        reports = []
+        for is_fixed in (False, True):
+            fleet = open_fleet(1, scheduler={"step_milliseconds": 20.0}, is_fixed=is_fixed)
+            reports.append(fleet.run(LOAD.generate()))
+        assert reports[0] == reports[1]
+        assert reports[0].reuse > 0.1
+
 
 class TestDeterminism:
     @pytest.mark.parametrize("balancer", BALANCERS)

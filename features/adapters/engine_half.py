@@ -257,8 +257,8 @@ class AdapterSlots(EngineHalf):
                     f"load, got {lora.name!r}"
                 )
             return None
-        if lora.content_hash and lora.content_hash != loaded.content_hash:
-            if lora.content_hash in self._paths:
+        if lora.content_hash:  # wherever this engine has it: tensors have a folder for each engine
+            if lora.content_hash == loaded.content_hash or lora.content_hash in self._paths:
                 return lora.content_hash
             raise RequestError(
                 f"lora_request.content_hash: {lora.name!r} has content {loaded.content_hash[:16]}, "

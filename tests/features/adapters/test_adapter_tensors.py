@@ -105,7 +105,9 @@ def test_each_engine_keeps_tensors_as_long_as_it_needs_them(base):
         one = llm.add_lora(lora("one", 1), first.tensors, first.config)
         (folder,) = Path(one.path).parents[:1]
         assert len(list(folder.iterdir())) == 2
-        llm.add_lora(lora("two", 2), second.tensors, second.config)  # takes its place in memory
+        two = llm.add_lora(lora("two", 2), second.tensors, second.config)  # takes its place
+        for output in llm.generate([PROMPT] * 4, all_logprobs(3), lora_request=two):
+            assert difference(output, PROMPT, second.merged) < NEAR
         llm.scale(1)
         assert len(list(folder.iterdir())) == 1
         check(llm, "one", first)

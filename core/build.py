@@ -156,7 +156,7 @@ def build_engine(
                 vocabulary=prepared.vocabulary,
                 open_outside=open_outside or Outside,
             )
-            parts = prepared.parts(InprocClient(built.core), built.size)
+            parts = prepared.parts(InprocClient(built.core, built.info.process_id), built.size)
     else:
         with _spawned() if config.parallel.num_local else contextlib.nullcontext() as spawned:
             prepared = prepare()

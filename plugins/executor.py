@@ -9,6 +9,7 @@ anything that moves bytes.
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class WorkerInfo:
             written before there was `Worker.idle`.
         idle_method: name of the worker's method that is to be called while the engine has nothing
             to do: "idle"; None if there is none.
+        process_id: id of the worker's process, by default of the one that makes this.
     """
 
     bytes_per_block: int
@@ -74,6 +76,7 @@ class WorkerInfo:
     idle_method: str | None = None
     has_states: bool = False
     bytes_per_state: int = 0
+    process_id: int = field(default_factory=os.getpid, compare=False)
 
     @property
     def has_cache(self) -> bool:

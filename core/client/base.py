@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class EngineCoreClient(Protocol):
     """The interface of an engine core to its frontend, in this process or another one.
 
     Attributes:
-        in_process: whether the core runs in this process.
+        in_process: whether the core and its workers run in this process.
         change_slots: what live changes concern in the client.
         shares_engines: whether frontends in other processes use the same engines.
     """
@@ -291,16 +292,15 @@ class OneEngine:
 class InprocClient(OneEngine):
     """Calls a core in this process; `get_output` runs a step."""
 
-    in_process = True
     pids: Mapping[int, int] = MappingProxyType({})
 
-    def __init__(self, core: EngineCore) -> None:
-        """Take over the core.
+    def __init__(self, core: EngineCore, worker_pid: int | None = None) -> None:
+        """Take over the core, whose workers are in a process; None is this one.
 
         Raises:
             PluginFaultError: the executor takes no callback for its failures.
         """
-        self._core = core
+        self._core, self.in_process = core, worker_pid in (None, os.getpid())
         self.activity = core.activity
         self._failures: list[HardpointError] = []
         core.on_executor_failure(self._failures.append)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,10 +75,11 @@ _Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """An engine core, and the size of its KV cache."""
+    """An engine core, the size of its KV cache, and what all workers have."""
 
     core: EngineCore
     size: CacheSize
+    info: WorkerInfo
 
 
 def build_core(
@@ -139,7 +141,7 @@ def build_core(
         )
         core = outside.core(parts)
         undo.pop_all()
-        return BuiltCore(core, size)
+        return BuiltCore(core, size, info)
 
 
 @dataclass(frozen=True)
@@ -412,6 +414,7 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         tightest(infos, spec.config.kv_cache.memory_bytes),
         sleep_levels=tuple(sorted(set.intersection(*(set(info.sleep_levels) for info in infos)))),
         idle_method=idle_methods.pop() if len(idle_methods) == 1 else None,
+        process_id=max(infos, key=lambda info: info.process_id != os.getpid()).process_id,
     )
 
 

@@ -136,7 +136,7 @@ PAIRS = [
     ),
     RefusedPair(
         "functions as `logits_processors`",
-        "an engine in a process of its own",
+        "an engine, or workers, in a process of their own; a journal",
         ("logits_processors", "engine.in_process"),
         {"engine": {"in_process": False}},
         {"logits_processors": [lambda output_ids, logits: logits]},

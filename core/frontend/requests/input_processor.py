@@ -123,7 +123,7 @@ class InputProcessor:
 
         Args:
             seed: makes the seeds of requests without one repeatable.
-            in_process: whether the engine runs in this process, so that callables reach it.
+            in_process: whether the workers are in this process, so that callables reach them.
             share_params: whether the lists of parameters, then read-only, are those of the request
                 before where both have equal parameters.
         """
@@ -273,9 +273,9 @@ class InputProcessor:
         params = params.checked()
         if params.logits_processors and not self._in_process:
             raise RequestError(
-                "logits_processors: callables cannot travel to an engine in a process of its own; "
-                "enable a factory `(params) -> callable or None` as a plugin (plugins.enable), "
-                "which is called there, or run the engine in this process (engine.in_process)"
+                "logits_processors: callables cannot travel to workers in another process; enable "
+                "a factory `(params) -> callable or None` as a plugin (plugins.enable), which is "
+                'called there, or use engine.in_process = true and executor.use = "uniproc"'
             )
         vocab_size = self._model_config.vocab_size
         for field in ("logprobs", "prompt_logprobs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -131,17 +132,24 @@ class TestRefusals:
         assert still_serves(llm)
 
 
-def test_callables_are_for_this_process(own, here):
+@pytest.mark.parametrize("in_process", [False, True])
+def test_callables_are_for_this_process(own, here, scripted, in_process):
+    """The engine's, and its workers' as well."""
     params = SamplingParams(max_tokens=2, logits_processors=[lambda _ids, logits: logits])
     assert here.generate("x", params)[0].finished
-    with pytest.raises(RequestError) as error:
-        own.generate("x", params)
-    assert str(error.value) == (
-        "logits_processors: callables cannot travel to an engine in a process of its own; "
-        "enable a factory `(params) -> callable or None` as a plugin (plugins.enable), "
-        "which is called there, or run the engine in this process (engine.in_process)"
-    )
-    assert still_serves(own)
+    with contextlib.ExitStack() as stack:
+        elsewhere = own
+        if in_process:
+            tables = config(scripted, in_process=True) | {"executor": {"use": "multiproc"}}
+            elsewhere = stack.enter_context(LLM(config=tables))
+        with pytest.raises(RequestError) as error:
+            elsewhere.generate("x", params)
+        assert str(error.value) == (
+            "logits_processors: callables cannot travel to workers in another process; enable a "
+            "factory `(params) -> callable or None` as a plugin (plugins.enable), which is called "
+            'there, or use engine.in_process = true and executor.use = "uniproc"'
+        )
+        assert still_serves(elsewhere)
 
 
 # Questions

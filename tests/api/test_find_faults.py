@@ -40,8 +40,16 @@ def commands(transcript: str) -> list[tuple[list[str], str]]:
 
 
 def pattern(printed: str) -> str:
-    """Return a pattern of what is printed, in which `...` stands for any text of a line."""
-    return r"[^\n]*".join(map(re.escape, printed.split("...")))
+    """Return a pattern of what is printed, in which `...` stands for any text of a line.
+
+    Alone in a line, it is a completion, which may have line breaks.
+    """
+    lines = [r"(?s:.*)" if line == "..." else line_pattern(line) for line in printed.split("\n")]
+    return "\n".join(lines)
+
+
+def line_pattern(line: str) -> str:
+    return r"[^\n]*".join(map(re.escape, line.split("...")))
 
 
 @pytest.mark.parametrize("title", SECTIONS)

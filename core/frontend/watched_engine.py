@@ -49,12 +49,14 @@ class EngineLifecycle:
     Attributes:
         state: the current one.
         dead_error: the error that ended the engine for good; None if it has not died.
+        release: the thread, started, that releases what the dead engine holds.
     """
 
     def __init__(self) -> None:
         """Start serving."""
         self.state = EngineState.SERVING
         self.dead_error: EngineDeadError | None = None
+        self.release: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def close(self) -> bool:
@@ -64,13 +66,13 @@ class EngineLifecycle:
             self.state = EngineState.CLOSED
             return was_open
 
-    def die(self, error: EngineDeadError) -> bool:
-        """Enter DEAD because of an error, unless it is dead or closed; return whether it did."""
-        with self._lock:
-            if self.state is not EngineState.SERVING:
-                return False
-            self.dead_error, self.state = error, EngineState.DEAD
-            return True
+    def die(self, error: EngineDeadError, release: threading.Thread) -> None:
+        """Enter DEAD because of an error and start `release`, unless it is dead or closed."""
+        with self._lock:  # so that who closes finds no thread that has not started
+            if self.state is EngineState.SERVING:
+                self.dead_error, self.state = error, EngineState.DEAD
+                release.start()
+                self.release = release
 
 
 class WatchedEngine(EngineOwner):
@@ -93,7 +95,6 @@ class WatchedEngine(EngineOwner):
         self._lifecycle = EngineLifecycle()
         self._owner = OwnerProcess()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing_thread: threading.Thread | None = None
 
     @property
     def engine_pid(self) -> int:
@@ -141,8 +142,8 @@ class WatchedEngine(EngineOwner):
                 loop.call_soon_threadsafe(
                     self._frontend.fail_all, lambda _: _closed(), FinishReason.ABORT
                 )
-        if self._closing_thread is not None:
-            self._closing_thread.join()
+        if (release := self._lifecycle.release) is not None:
+            release.join()
         self._frontend.close(self.parts.client.close)
 
     def _send_aborts(self, ids: list[str]) -> None:
@@ -238,12 +239,9 @@ class WatchedEngine(EngineOwner):
             lambda in_step: engine_dead(error) if final else death_of(error, in_step=in_step),
             in_step=last.in_step,
         )
-        if self._lifecycle.die(engine_dead(error)):
-            # Its process may live, and would hold its memory until the engine is closed.
-            self._closing_thread = threading.Thread(
-                target=self._client.close, name="hardpoint-close"
-            )
-            self._closing_thread.start()
+        # Its process may live, and would hold its memory until the engine is closed.
+        release = threading.Thread(target=self._client.close, name="hardpoint-close")
+        self._lifecycle.die(engine_dead(error), release)
 
 
 def _report_every(

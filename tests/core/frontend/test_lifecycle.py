@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from hardpoint.core.frontend.watched_engine import EngineLifecycle, EngineState
@@ -24,9 +26,36 @@ def test_it_is_closed_once(state):
 
 @pytest.mark.parametrize("state", EngineState)
 def test_dying_keeps_the_first_error(state):
-    lifecycle = in_state(state)
+    lifecycle, released = in_state(state), []
     dies = state is EngineState.SERVING
-    assert lifecycle.die(EngineDeadError("gone")) is dies
+    first, second = (threading.Thread(target=released.append, args=(n,)) for n in (1, 2))
+    lifecycle.die(EngineDeadError("gone"), first)
     assert lifecycle.state is (EngineState.DEAD if dies else state)
-    assert not lifecycle.die(EngineDeadError("again"))
+    lifecycle.die(EngineDeadError("again"), second)
     assert str(lifecycle.dead_error) == ("gone" if dies else "None")
+    assert lifecycle.release is (first if dies else None)
+    if dies:
+        first.join()
+    assert released == ([1] if dies else [])
+
+
+def test_a_thread_that_closes_at_death_finds_a_started_one_to_wait_for():
+    """An engine may be closed in one thread while its death is found in another."""
+    lifecycle, found = EngineLifecycle(), []
+
+    def close():
+        lifecycle.close()
+        found.append(lifecycle.release.ident)
+
+    closing = threading.Thread(target=close)
+
+    class Slow(threading.Thread):
+        def start(self):
+            closing.start()
+            closing.join(0.2)
+            super().start()
+
+    lifecycle.die(EngineDeadError("gone"), Slow(target=int))
+    closing.join()
+    lifecycle.release.join()
+    assert found == [lifecycle.release.ident]

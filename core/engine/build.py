@@ -414,7 +414,7 @@ def _tightest(infos: Sequence[WorkerInfo], spec: WorkerSpec) -> WorkerInfo:
         tightest(infos, spec.config.kv_cache.memory_bytes),
         sleep_levels=tuple(sorted(set.intersection(*(set(info.sleep_levels) for info in infos)))),
         idle_method=idle_methods.pop() if len(idle_methods) == 1 else None,
-        process_id=max(infos, key=lambda info: info.process_id != os.getpid()).process_id,
+        process_id=max({i.process_id for i in infos} - {os.getpid()}, default=os.getpid()),
     )
 
 

@@ -7,13 +7,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from hardpoint.errors import BusyError, HardpointError
+from hardpoint.plugins import EngineConfig
+from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.registry.plugin_set import PluginSet
 
-from .change import Action, Change, Changes, Prepared, Slot, Switch
+from .change import Action, Change, Changes, Slot, Switch
 from .settings import Asked, Settings
 
 _log = logging.getLogger("hardpoint")
@@ -25,12 +27,16 @@ Steps = Generator[Action | float, list[str], None]
 """Yields what the engines are to do next, or seconds to wait for; gets the engines' answer."""
 
 
-def steps(change: Change, own: Changes, plugins: PluginSet, seconds: float) -> Steps:
+def steps(
+    change: Change, own: Changes, restarts: Switch, plugins: PluginSet, seconds: float
+) -> Steps:
     """Run a change: prepared everywhere, then committed everywhere, or undone everywhere.
 
     Args:
         change: the change.
         own: the changes of the frontend, which switches last.
+        restarts: switches what engines are started with, which comes first: one that is started
+            meanwhile has the change.
         plugins: its plugins.
         seconds: time to prepare it in all processes.
 
@@ -42,10 +48,12 @@ def steps(change: Change, own: Changes, plugins: PluginSet, seconds: float) -> S
     try:
         yield "prepare"
         yield from _prepared(own, seconds)
+        restarts.commit()
         yield "commit"
         own.commit()
     except BaseException as error:
         own.undo()
+        restarts.undo()
         if not isinstance(error, BusyError):  # the change of another frontend stays
             with contextlib.suppress(HardpointError):
                 yield "undo"
@@ -93,11 +101,18 @@ class Parts(Protocol):
     """The parts of an engine, as far as live changes concern them."""
 
     @property
+    def config(self) -> EngineConfig:
+        """The configuration."""
+
+    @property
     def settings(self) -> Settings:
         """Configuration and plugins, as live changes replace them."""
 
     def with_settings(self, settings: Settings) -> Self:
         """Return the parts with other settings."""
+
+    def with_load(self, load: LoadConfig) -> Self:
+        """Return the parts of an engine whose weights are read in another way."""
 
 
 P = TypeVar("P", bound=Parts)
@@ -112,30 +127,33 @@ class Owner(Protocol[P]):
 
     parts: P
 
-    def use(self, parts: P) -> None:
-        """Replace the parts."""
+    def use(self, change: Callable[[P], P]) -> None:
+        """Replace the parts by what a function makes of the latest ones."""
 
 
-class OwnerSlot(Generic[P]):
-    """The slot by which restarted engines get the plugins of a change.
+def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
+    """Return the switch between the parts of an owner before and after a change.
 
-    Attributes:
-        next: parts of the owner after the change.
+    What else may have changed meanwhile stays: weights, and that a plugin is quarantined.
     """
 
-    def __init__(self, owner: weakref.ref[Owner[P]]) -> None:
-        """Change the parts of an owner, which this does not keep."""
-        self._owner = owner
-        self.next: P | None = None
+    def switch(is_new: bool) -> None:
+        known, wanted = (before, after) if is_new else (after, before)
 
-    def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
-        """Return the switch between the parts before and after."""
-        del change, plugins
-        owner, after = self._owner(), self.next
-        assert owner is not None, "it has this"
-        assert after is not None, "begin() comes first"
-        before = owner.parts
-        return Switch(lambda is_new: owner.use(after if is_new else before))
+        def switched(latest: P) -> P:
+            if latest.settings.plugins is known.settings.plugins:
+                return wanted.with_load(latest.config.load)
+            if is_new:
+                raise HardpointError(
+                    "a plugin was quarantined while the change was prepared; nothing has changed"
+                )
+            return latest
+
+        owner = of()
+        assert owner is not None, "it runs the change"
+        owner.use(switched)
+
+    return Switch(switch)
 
 
 class ChangeOwner(Generic[P]):
@@ -150,8 +168,8 @@ class ChangeOwner(Generic[P]):
             lingers: as in `Change`.
         """
         self._owner = weakref.ref(owner)
-        self._slot = OwnerSlot[P](self._owner)
-        self._changes, self._lingers = Changes([*slots, self._slot]), lingers
+        self._changes, self._lingers = Changes(slots), lingers
+        self._restarts = Switch(lambda _: None)
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -165,7 +183,7 @@ class ChangeOwner(Generic[P]):
         change, plugins = self._begin(asked)
         try:
             seconds = change.config.plugins.change_seconds
-            yield steps(change, self._changes, plugins, seconds), change
+            yield steps(change, self._changes, self._restarts, plugins, seconds), change
         except BaseException as error:
             _log.warning("live change by %s failed: %s: %s", asked.origin, asked, error)
             raise
@@ -181,8 +199,8 @@ class ChangeOwner(Generic[P]):
         try:
             owner = self._owner()
             assert owner is not None, "it keeps this"
-            settings = asked.settings(owner.parts.settings)
-            self._slot.next = owner.parts.with_settings(settings)
+            settings = asked.settings((before := owner.parts).settings)
+            self._restarts = _switch(self._owner, before, before.with_settings(settings))
         except BaseException:
             self._lock.release()
             raise
@@ -215,10 +233,12 @@ class ChangeOwner(Generic[P]):
         """Commit, keep or undo the change that another process runs."""
         match action:
             case "commit":
+                self._restarts.commit()
                 self._changes.commit()
             case "keep":
                 self._changes.keep()
             case "undo":
                 self._changes.undo()
+                self._restarts.undo()
         if action != "commit" and self._lock.locked():
             self._lock.release()

@@ -391,14 +391,13 @@ class EngineGroup(UtilityCalls):
         while first.is_starting:
             try:
                 self._replicas.reopen(successors)
-            except EngineClosedError:
-                set_starting(successors, is_starting=False)
             except Exception as error:
-                _log.warning("engine %d cannot be restarted: %s", first.rank, error)
+                if not isinstance(error, EngineClosedError):  # neither closed nor retired
+                    _log.warning("engine %d cannot be restarted: %s", first.rank, error)
                 with self._lock:
                     died = isinstance(error, EngineDeadError)
                     set_starting(successors, is_starting=died and self._budget.may_restart())
-                    if not first.is_starting:
+                    if not first.is_starting and not self._replicas.is_closed:
                         self._end_hopeless(error)
             else:
                 set_starting(successors, is_starting=False)

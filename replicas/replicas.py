@@ -26,11 +26,10 @@ from hardpoint.plugins import (
 
 from .hosts import EngineHosts, start_of
 from .prefix_index import PrefixIndex
+from .sessions import Sessions
 from .statistics import PrefillRate, Totals
 
 _log = logging.getLogger("hardpoint")
-
-_MOST_SESSIONS = 65_536
 
 SinkOf = Callable[["Replica"], Sink]
 """Returns what gets the outputs of an engine, and the error that ends them."""
@@ -169,33 +168,6 @@ def set_starting(replicas: Sequence[Replica], *, is_starting: bool) -> None:
     """Note whether engines are started again."""
     for replica in replicas:
         replica.is_starting = is_starting
-
-
-class Sessions:
-    """The engine that each session's last request was sent to; the oldest are forgotten."""
-
-    def __init__(self, limit: int = _MOST_SESSIONS) -> None:
-        """Remember `limit` sessions at most."""
-        self._limit = limit
-        self._ranks: dict[tuple[str | None, str], int] = {}
-
-    def rank_of(self, request: EngineCoreRequest) -> int | None:
-        """Return the rank of the engine; None without a session, or before its second request."""
-        return None if (key := _session(request)) is None else self._ranks.get(key)
-
-    def note(self, request: EngineCoreRequest, rank: int) -> None:
-        """Remember where a request is sent."""
-        if (key := _session(request)) is None:
-            return
-        self._ranks.pop(key, None)
-        self._ranks[key] = rank
-        if len(self._ranks) > self._limit:
-            del self._ranks[next(iter(self._ranks))]
-
-
-def _session(request: EngineCoreRequest) -> tuple[str | None, str] | None:
-    retention = request.retention
-    return None if retention is None else (request.cache_salt, retention.session)
 
 
 class Replicas:
@@ -370,7 +342,10 @@ class Replicas:
                 self.totals.end(replica.rank, replica.stats)
             if self.index is not None:
                 self.index.remove_engine(replica.rank)
+            starting = self._starting.get(replica)
             self._refresh()
+        if starting is not None:
+            starting.close(0)
         self.forget(replica.client)
 
     def open(self, replica: Replica, num_sharing: int = 1) -> ReplicaClient:
@@ -381,14 +356,14 @@ class Replicas:
             num_sharing: engines that are going to take of the memory that is free now.
 
         Raises:
-            EngineClosedError: `close` was called in the meantime.
+            EngineClosedError: `close` was called in the meantime, or `drain`.
             HardpointError: the engine cannot be started.
         """
         while True:
             begun = self.start
             client = self._started(begun, replica, num_sharing)
             with self._changed:
-                if replica.failure is not None or self._is_closed:
+                if replica.failure is not None or replica.is_draining or self._is_closed:
                     break
                 if begun is self.start:
                     replica.client, replica.is_serving = client, True
@@ -397,7 +372,7 @@ class Replicas:
                     return client
             client.close()  # it has settings that were changed in the meantime
         client.close()
-        self._check_open()
+        self._check_open(replica)
         assert replica.failure is not None
         raise replica.failure
 
@@ -408,20 +383,23 @@ class Replicas:
         process = self._hosts.open(rank, start.interpreter)
         try:
             with self._changed:
-                self._check_open()
+                self._check_open(replica)
                 self._starting[replica] = process
             return ProcessClient(start, self._sink_of(replica), process)
         except BaseException:
             process.close(0)
-            self._check_open()
+            self._check_open(replica)
             raise
         finally:
             with self._changed:
                 self._starting.pop(replica, None)
 
-    def _check_open(self) -> None:
+    def _check_open(self, *starting: Replica) -> None:
         if self._is_closed:
             raise EngineClosedError("the engine was closed while it was started")
+        for replica in starting:
+            if replica.is_draining:
+                raise EngineClosedError(f"engine {replica.rank} was retired while it was started")
 
     def ending_with(self, replica: Replica) -> list[Replica]:
         """Return the engines that end if one dies, itself the first."""
@@ -453,7 +431,7 @@ class Replicas:
         if client is not None:
             client.close()
             with self._changed:
-                if client is not self._clients[-1]:
+                if client in self._clients[:-1]:  # retired and dead, it is forgotten twice
                     self._clients.remove(client)
 
     def _refresh(self) -> None:

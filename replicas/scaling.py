@@ -131,11 +131,12 @@ class Scaling:
         for replica in replicas:
             self._replicas.drain(replica)
         self._wait_without_requests(replicas, drain_s)
-        for replica in replicas:
-            current = self._replicas.of(replica.rank)  # another one, if it died in the meantime
-            self._move(current)
-            self._replicas.remove(current)
-            self._report_end(current)
+        for rank in [replica.rank for replica in replicas]:
+            while rank in self._replicas.ranks:  # twice, if it dies in the meantime
+                current = self._replicas.of(rank)
+                self._move(current)
+                self._replicas.remove(current)
+                self._report_end(current)
 
     def _wait_without_requests(self, replicas: Sequence[Replica], seconds: float) -> None:
         deadline = time.monotonic() + seconds

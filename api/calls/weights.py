@@ -86,8 +86,8 @@ class SyncWeightCalls:
                     if calls.weights_prepared.call(call):
                         break
                     time.sleep(pause)
-                calls.use_weights.call(call, mode, recompute=recompute)
-                engine.set_load(load)
+                with _starting_with(load, engine):
+                    calls.use_weights.call(call, mode, recompute=recompute)
             except BaseException:
                 with contextlib.suppress(HardpointError):
                     calls.drop_weights.call(call)
@@ -131,8 +131,8 @@ class AsyncWeightCalls:
                     if await calls.weights_prepared.call_async(call):
                         break
                     await asyncio.sleep(pause)
-                await calls.use_weights.call_async(call, mode, recompute=recompute)
-                engine.set_load(load)
+                with _starting_with(load, engine):
+                    await calls.use_weights.call_async(call, mode, recompute=recompute)
             except BaseException:
                 with contextlib.suppress(HardpointError):
                     await calls.drop_weights.call_async(call)
@@ -140,6 +140,18 @@ class AsyncWeightCalls:
             finally:
                 files.keep(engine.parts.config.load.updates)
         return load.version
+
+
+@contextlib.contextmanager
+def _starting_with(load: LoadConfig, engine: LLMEngine | AsyncEngine) -> Iterator[None]:
+    """Let engines that start from now on have new weights; after an error those before."""
+    before = engine.parts.config.load
+    engine.set_load(load)
+    try:
+        yield
+    except BaseException:
+        engine.set_load(before)
+        raise
 
 
 class WeightFiles:

@@ -24,7 +24,6 @@ from hardpoint.plugins import (
     SamplingParams,
     WaitReason,
 )
-from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.server import InstalledExtension, ServerContext
@@ -314,10 +313,6 @@ class AsyncEngine(WatchedEngine):
     def finish_change(self, action: Action) -> None:
         """Commit, keep or undo such a change."""
         self._changes.finish(action)
-
-    def set_load(self, load: LoadConfig) -> None:
-        """Read the weights in another way when the engine is restarted."""
-        self.use(self.parts.with_load(load))
 
     async def call_utility(self, method: str, *args: Any, rank: int | None = None) -> Any:
         """Call one of the engine's utilities, as `LLMEngine.call_utility` does.

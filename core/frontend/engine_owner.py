@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 
 from hardpoint.boundary.activity import PluginCall
 from hardpoint.boundary.parts.states import States
 from hardpoint.core.client.base import Death
 from hardpoint.errors import EngineDeadError
 from hardpoint.live.driver import ChangeOwner
+from hardpoint.plugins.config_tables import LoadConfig
 from hardpoint.registry.discovery import is_third_party
 
 from .engine_parts import EngineParts
@@ -27,6 +30,7 @@ class EngineOwner:
     def __init__(self, parts: EngineParts) -> None:
         """Own the parts; the derived class closes them."""
         self.parts = parts
+        self._parts_lock = threading.Lock()
         self._frontend = Frontend(parts)
         slots = [*self._frontend.change_slots(), *parts.client.change_slots]
         self._changes: ChangeOwner[EngineParts] = ChangeOwner(
@@ -53,16 +57,21 @@ class EngineOwner:
         entry = self.parts.plugins.find(call.kind, call.name)
         if entry is None or not is_third_party(entry):
             return
-        if (parts := self.parts.without(call)) is None:
+        if self.parts.without(call) is None:
             return
         message = f"the engine died {times} in {call}"
         _log.error("quarantined: %s", message)
-        self.use(parts)
+        self.use(lambda parts: parts.without(call) or parts)
         self._frontend.quarantine(call, message)
         if call.kind == "scheduling_policies":  # requests may still name another one, to be refused
-            self._frontend.submitter.use_plugins(parts.plugins)
+            self._frontend.submitter.use_plugins(self.parts.plugins)
 
-    def use(self, parts: EngineParts) -> None:
-        """Replace the parts; engines that are restarted have them, too."""
-        self.parts = parts
-        parts.client.restart_with(parts.config, parts.plugins.manifest)
+    def use(self, change: Callable[[EngineParts], EngineParts]) -> None:
+        """Replace the parts by what a function makes of the latest; restarted engines have them."""
+        with self._parts_lock:
+            self.parts = parts = change(self.parts)
+            parts.client.restart_with(parts.config, parts.plugins.manifest)
+
+    def set_load(self, load: LoadConfig) -> None:
+        """Read the weights in another way when the engine is restarted."""
+        self.use(lambda parts: parts.with_load(load))

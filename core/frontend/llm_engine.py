@@ -30,7 +30,7 @@ from hardpoint.plugins import (
     SchedulingPolicy,
     WaitReason,
 )
-from hardpoint.plugins.config_tables import LoadConfig, Seconds
+from hardpoint.plugins.config_tables import Seconds
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.plugins.stats import Health, StepFault
 from hardpoint.registry.blame import is_fault, raise_unless_fault
@@ -289,10 +289,6 @@ class LLMEngine(EngineOwner):
         policy = {"use": use, "options": {} if options is None else options}
         with self._policy_lock:  # several follow one another
             return self.change(Asked.of("set_policy()", policy=policy))
-
-    def set_load(self, load: LoadConfig) -> None:
-        """Read the weights in another way when the engine is started again."""
-        self.use(self.parts.with_load(load))
 
     @locked
     def call_utility(self, method: str, *args: Any, rank: int | None = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from support.core.played_engines import loads, names, request
+from support.core.played_engines import Engine, loads, names, request
 from support.waiting import wait_until
 
 from hardpoint import EngineDeadError
@@ -93,6 +93,52 @@ def test_one_that_dies_while_it_drains_is_not_restarted(world):
     assert len(world.engines) == 2
 
 
+def restarting(world, group):
+    """Let engine 1 die; its successor starts until `world.hold` is set."""
+    world.hold, before = threading.Event(), world.num_spawned
+    world.of(1).die(killed=True)
+    wait_until(lambda: world.num_spawned > before, 10, "the restart")
+    return group
+
+
+def test_one_that_is_retired_while_it_is_restarted_does_not_run(world):
+    group = restarting(world, world.group(2, restarts=3))
+    assert group.retire([1], 0.0) == EngineSet(1, (0,))  # it ends the process that starts
+    wait_until(lambda: len(world.engines) == 3 and world.engines[2].closed, 10, "its end")
+    assert set(group.pids) == {0}
+    assert group.num_restarts == 0
+    assert group.scale(2, 0.0) == EngineSet(2, (0, 1))
+    assert world.num_spawned == 4
+
+
+def test_what_waits_for_one_that_is_retired_while_it_is_restarted_is_refused(world):
+    group = world.group(2, restarts=3)
+    world.failing[0] = [ModelError("weights: gone")]
+    world.of(0).die(killed=True)
+    wait_until(lambda: not world.failing[0], 10, "the restart that fails")
+    restarting(world, group).add_request(request("r"))
+    group.retire([1], 0.0)
+    wait_until(lambda: world.received, 10, "the end of all")
+    assert isinstance(world.received[-1], EngineDeadError)
+    assert "engine 1 was retired while it was started" in str(world.received[-1])
+
+
+def test_one_that_dies_while_its_requests_are_moved_is_gone_as_well(world, monkeypatch):
+    group = world.group(3)
+    group.add_requests(names("r", 3))
+    going, send = world.of(1), Engine.add_requests
+
+    def dying(engine, requests):
+        monkeypatch.setattr(Engine, "add_requests", send)
+        going.die(killed=True)
+        send(engine, requests)
+
+    monkeypatch.setattr(Engine, "add_requests", dying)
+    assert group.retire([1], 0.0) == EngineSet(1, (0, 2))
+    assert going.closed
+    assert "r1" in world.of(0).ids + world.of(2).ids
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -138,5 +184,6 @@ def test_what_has_not_ended_in_time_goes_on_elsewhere(world):
     assert world.tokens("r1") == [8]
     world.leaving[-1](1)  # it is not there any more
     world.leaving[-1](0)
-    wait_until(lambda: isinstance(world.received[-1], EngineDeadError), 10, "the end of all")
+    wait_until(lambda: world.received, 10, "the end of all")
+    assert isinstance(world.received[-1], EngineDeadError)
     assert str(world.received[-1]) == "engine 0 was ended where it runs"

@@ -29,7 +29,7 @@ from hardpoint.replicas.remote.listener import JoinListener
 from hardpoint.replicas.remote.messages import Hello, Kind, Refusal, decode, encode
 from hardpoint.toolkit.curve_keys import KeyFolder, KeyPair
 
-from .waiting import PATIENCE_S
+from .waiting import PATIENCE_S, wait_until
 
 HELLO = Hello(
     hardpoint="1.0", torch="2.0", wire=4, contracts={"models": 1}, host="there", model="m",
@@ -157,7 +157,8 @@ class Peer:
         return decode(frame, Refusal) if kind == Kind.REFUSED else None
 
     def join(self, **fields: Any) -> None:
-        assert self.hello(**fields) is None
+        # `Place` offers the place in a thread.
+        wait_until(lambda: self.hello(**fields) is None, PATIENCE_S, "the place")
         self.send(Kind.STARTED, msgspec.msgpack.encode(4711))
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class EngineGroup(UtilityCalls):
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
         self._replicas = replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
-        self._calls = JointCalls(choice, self._replicas, budget)
+        self._calls = JointCalls(choice, self._replicas)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
         self.scale, self.retire, self._succeed = scaling.scale, scaling.retire, scaling.replace
         hosts.on_leave(leaving(weakref.WeakMethod(self._let_go)))
@@ -134,7 +134,7 @@ class EngineGroup(UtilityCalls):
     @property
     def num_restarts(self) -> int:
         """How often engines were restarted."""
-        return self._budget.count
+        return self._replicas.totals.num_restarts.total()
 
     @property
     def is_serving(self) -> bool:
@@ -400,9 +400,6 @@ class EngineGroup(UtilityCalls):
                     if not first.is_starting and not self._replicas.is_closed:
                         self._end_hopeless(error)
             else:
-                set_starting(successors, is_starting=False)
-                for one in successors:
-                    self._budget.counts[one.rank] += 1
                 self._send_waiting()
 
     def _let_go(self, rank: int) -> None:

@@ -26,7 +26,6 @@ from hardpoint.registry.blame import faults_as
 
 from .choice import EngineChoice
 from .replicas import Replica, Replicas
-from .restarts import RestartBudget
 from .statistics import added_structs, merged_stats
 
 Merge = Callable[[list[Any]], Any]
@@ -120,16 +119,15 @@ _CHANGING = _PAUSING | {"resume", "wake_up"}
 class JointCalls:
     """Makes control calls to several engines."""
 
-    def __init__(self, choice: EngineChoice, replicas: Replicas, budget: RestartBudget) -> None:
+    def __init__(self, choice: EngineChoice, replicas: Replicas) -> None:
         """Begin.
 
         Args:
             choice: has the faults of the balancer, which are reported with those of the engines.
             replicas: the engines; they have the totals of those that have ended, too.
-            budget: has the number of restarts.
         """
         self._choice, self._replicas = choice, replicas
-        self._budget, self._pauses = budget, _Pauses(replicas)
+        self._pauses = _Pauses(replicas)
         self._answered: dict[Any, dict[int, Any]] = {}
 
     def call(
@@ -197,7 +195,8 @@ class JointCalls:
         health = Health({}, {}, self._choice.faults(), self._choice.slow())
         merged = _reports([*answers.values(), PluginReport(health=health)])
         stats = self._stats(replicas, {rank: one.scheduler for rank, one in answers.items()})
-        restarts, resumes = self._budget.counts, self._replicas.totals.num_resumes
+        totals = self._replicas.totals
+        restarts, resumes = totals.num_restarts, totals.num_resumes
         engines = {
             rank: EngineReport(
                 restarts=restarts[rank],

@@ -366,8 +366,7 @@ class Replicas:
                 if replica.failure is not None or replica.is_draining or self._is_closed:
                     break
                 if begun is self.start:
-                    replica.client, replica.is_serving = client, True
-                    self._clients.append(client)
+                    self._serve(replica, client)
                     self._refresh()
                     return client
             client.close()  # it has settings that were changed in the meantime
@@ -393,6 +392,12 @@ class Replicas:
         finally:
             with self._changed:
                 self._starting.pop(replica, None)
+
+    def _serve(self, replica: Replica, client: ReplicaClient) -> None:
+        if replica.is_starting:
+            self.totals.num_restarts[replica.rank] += 1
+        replica.client, replica.is_serving, replica.is_starting = client, True, False
+        self._clients.append(client)
 
     def _check_open(self, *starting: Replica) -> None:
         if self._is_closed:

@@ -20,7 +20,6 @@ class RestartBudget:
 
     Attributes:
         enabled: whether any engine is restarted.
-        counts: number of restarts so far, by the engine's rank.
     """
 
     def __init__(
@@ -38,7 +37,6 @@ class RestartBudget:
             clock: seconds.
         """
         self.enabled = enabled
-        self.counts: collections.Counter[int] = collections.Counter()
         self._limit = max_per_minute
         self._clock = clock
         self._deaths: list[tuple[float, tuple[str, str]]] = []
@@ -58,11 +56,6 @@ class RestartBudget:
             return False
         self._attempts.append(now)
         return True
-
-    @property
-    def count(self) -> int:
-        """The number of restarts so far."""
-        return self.counts.total()
 
     def died_in(self, call: PluginCall) -> str:
         """Record a death in a plugin's method; return how often, if that is too often."""

@@ -80,12 +80,14 @@ class Totals:
 
     Attributes:
         num_resumes: by rank, requests that went on at an engine after they had left another one.
+        num_restarts: by rank, how often the engine was started again.
     """
 
     def __init__(self) -> None:
         """Begin without any."""
         self._ended: dict[int, SchedulerStats] = {}
         self.num_resumes: Counter[int] = Counter()
+        self.num_restarts: Counter[int] = Counter()
 
     def end(self, rank: int, stats: SchedulerStats | None) -> None:
         """Keep the totals of an engine that has ended."""

@@ -65,8 +65,11 @@ def test_an_abort_ends_a_request_and_its_forks(scripted):
     from hardpoint.testing import scripted_config
 
     async def run() -> None:
-        async with AsyncLLM(config=scripted_config(scripted)) as llm:
-            params = SamplingParams(max_tokens=400, ignore_eos=True)
+        enabled = [*scripted_config(scripted)["plugins"]["enable"], "support.plugins.slow:Slow"]
+        config = scripted_config(scripted, {"plugins": {"enable": enabled}})
+        async with AsyncLLM(config=config) as llm:
+            slow = {"slow": {"seconds": 0.05}}
+            params = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
             source = llm.generate([1, 2, 3], params, "r")
             first = await anext(source)
             forks = [llm.fork("r", [token]) for token in (7, 8)]

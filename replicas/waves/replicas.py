@@ -180,8 +180,7 @@ class WaveReplicas(Replicas):
         """Let engines serve that have started together."""
         self.coordinator, self.arrivals = Coordinator(), started.arrivals
         for replica, client in started.clients.items():
-            replica.client, replica.is_serving = client, True
-            self._clients.append(client)
+            self._serve(replica, client)
         self._refresh()
 
     def take_over(self, started: Started, start: EngineStart) -> list[Replica]:

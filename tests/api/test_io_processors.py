@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 from support.plugins.io_processors import GO_ON, WAITING, Harmful, Measurements, Nearest, Writes
+from support.plugins.slow import Slow
 
 from hardpoint import LLM, AsyncLLM, PoolingParams, SamplingParams
 from hardpoint.errors import (
@@ -230,7 +231,7 @@ def run(scripted):
     """Runs a coroutine function with a model of an event loop."""
     tables = {"engine": {"in_process": False}, "plugins": {"quarantine_after": 0}}
     with asyncio.Runner() as runner:
-        llm = AsyncLLM(config=config(scripted, Nearest, Harmful, **tables))
+        llm = AsyncLLM(config=config(scripted, Nearest, Harmful, Slow, **tables))
         yield lambda main: runner.run(asyncio.wait_for(main(llm), 60))
         runner.run(llm.aclose())
 
@@ -274,7 +275,8 @@ class TestAnEventLoop:
 
     def test_cancelling_ends_its_requests(self, run):
         async def main(llm):
-            endless = SamplingParams(max_tokens=400, ignore_eos=True)
+            slow = {"slow": {"seconds": 0.02}}
+            endless = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
             call = asyncio.create_task(llm.process({"params": endless, "prompts": 3}, "harmful"))
             while len(await llm.live_requests()) < 3:
                 await asyncio.sleep(0.005)

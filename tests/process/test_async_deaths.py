@@ -134,7 +134,7 @@ def test_engine_killed_under_32_streams_is_reported_to_each(endless):
 def test_calls_in_flight_are_notified_too(endless, tmp_path):
     async def main():
         async with opened(endless, SLOW) as llm:
-            Streams(llm, 1, hangs(tmp_path / "begun"))
+            streams = Streams(llm, 1, hangs(tmp_path / "begun"))
             await asyncio.to_thread(in_step, tmp_path / "begun")
             calls = [asyncio.create_task(llm.scheduler_stats()) for _ in range(10)]
             await asyncio.sleep(0.1)
@@ -142,6 +142,7 @@ def test_calls_in_flight_are_notified_too(endless, tmp_path):
             for error in await asyncio.gather(*calls, return_exceptions=True):
                 assert type(error) is EngineDeadError
             assert_fast("engine killed, 10 calls notified", time.monotonic() - killed, 10)
+            assert [type(error) for error in await streams.errors()] == [EngineDeadError]
 
     asyncio.run(main())
 

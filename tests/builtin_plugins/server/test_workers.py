@@ -98,6 +98,7 @@ def server(model, tmp_path_factory):
         f'server.keys_file = "{keys}"',
         f'server.admin = "unix:{folder / "admin"}"',
         "server.limits.conversations = 3",
+        "server.keep_alive_seconds = 60",
         options=(
             *("--set", 'stats.sinks=["prometheus"]'),
             *("--set", f"plugins.enable=[{','.join(enabled)}]"),

@@ -160,7 +160,7 @@ class JointCalls:
             return self._why_waiting(replicas, owner_of, args[0])
         if method == "call_part" and len(args) >= 2:
             return self._call_part(replicas, args)
-        calls = {one.rank: one.open_client.call(method, *args) for one in replicas}
+        calls = {one.rank: _sent(one, method, *args) for one in replicas}
         for one in replicas:
             self._pauses.follow(one, method, calls[one.rank])
         merge = self._merge_of(method, replicas if is_for_all else ())
@@ -223,7 +223,7 @@ class JointCalls:
             one.rank: [name for name in request_ids if owner_of(name, one) is one]
             for one in replicas
         }
-        calls = {one.rank: one.open_client.call("why_waiting", own[one.rank]) for one in replicas}
+        calls = {one.rank: _sent(one, "why_waiting", own[one.rank]) for one in replicas}
 
         def merge(answers: Mapping[int, list[WaitReason | None]]) -> list[WaitReason | None]:
             reasons: dict[str, WaitReason | None] = {}
@@ -258,8 +258,18 @@ class JointCalls:
             with faults_as(PluginFaultError, what, passing=(HardpointError,)):
                 return target.merge_answers(method, listed)
 
-        calls = {one.rank: one.open_client.call("call_part", *args) for one in asked}
+        calls = {one.rank: _sent(one, "call_part", *args) for one in asked}
         return JointCall(calls, merge).future
+
+
+def _sent(replica: Replica, method: str, *args: Any) -> Future[Any]:
+    """Call a utility of an engine; one that is gone already counts as one that dies meanwhile."""
+    try:
+        return replica.open_client.call(method, *args)
+    except EngineDeadError as error:
+        gone: Future[Any] = Future()
+        gone.set_exception(error)
+        return gone
 
 
 class _Pauses:

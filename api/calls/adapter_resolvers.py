@@ -10,7 +10,7 @@ from hardpoint.boundary.activity import PluginCalls
 from hardpoint.boundary.errors import close_all
 from hardpoint.boundary.guard import UNWATCHED, guard
 from hardpoint.core.frontend.engine_parts import Companion, Opening
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import EngineClosedError, PluginFaultError
 from hardpoint.plugins import AdapterResolver, AdapterResolverContext, LoRARequest
 from hardpoint.plugins.manifest import Source
 
@@ -52,12 +52,21 @@ class AdapterResolvers(Companion):
         Raises:
             RequestError: one refuses the name.
             PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
+            EngineClosedError: the engine was closed meanwhile.
         """
-        loop = asyncio.get_running_loop()
         for resolver, source in self._resolvers:
-            asked = loop.run_in_executor(self._threads, resolver.resolve, name)
             try:
-                found: Path | LoRARequest | None = await asyncio.wait_for(asked, self._seconds)
+                asked = self._threads.submit(resolver.resolve, name)
+            except RuntimeError:
+                raise EngineClosedError("the engine is closed") from None
+            waiting = asyncio.wrap_future(asked)
+            try:
+                found: Path | LoRARequest | None = await asyncio.wait_for(waiting, self._seconds)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise EngineClosedError("the engine is closed") from None
             except TimeoutError:
                 raise PluginFaultError(
                     f"{source}: its resolve() took longer than adapters.resolve_seconds "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.errors import close_all, engine_dead
+from hardpoint.boundary.errors import close_all, engine_dead, logged_after
 from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
@@ -36,8 +35,6 @@ from .outputs.request_state import AnyOutput
 from .requests.input_processor import InputProcessor
 from .requests.plugin_arguments import PluginArguments
 from .requests.submission import Submitter
-
-_log = logging.getLogger("hardpoint")
 
 _MOST_NAMED = 8  # requests, in an error
 _ABORTED = str(FinishReason.ABORT)
@@ -241,10 +238,8 @@ class Frontend:
         if self.statistics is None:
             return
         self.statistics.engine_ended()
-        try:
+        with logged_after("the engine has ended"):
             self.statistics.record()
-        except PluginFaultError as fault:  # the engine has ended already
-            _log.warning("%s, after the engine has ended", fault)
 
     def children_of(self, request_id: str) -> dict[str, int]:
         """Return the internal ids of a request's live completions, with their indices.

@@ -9,7 +9,7 @@ import pytest
 
 from hardpoint.calls.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.engine_parts import Opening
-from hardpoint.errors import PluginFaultError, PluginLoadError, RequestError
+from hardpoint.errors import EngineClosedError, PluginFaultError, PluginLoadError, RequestError
 from hardpoint.plugins import AdapterResolver, EngineConfig
 from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
@@ -36,6 +36,10 @@ class First(AdapterResolver):
 
     def close(self):
         First.closed += 1
+
+
+class Second(First):
+    contract = 1
 
 
 class Unbuilt(First):
@@ -97,6 +101,26 @@ def test_one_that_hangs_is_named_and_others_go_on(tmp_path):
     finally:
         GO_ON.set()
         resolvers.close()
+
+
+def test_those_who_wait_when_it_is_closed_are_told_so(tmp_path):
+    GO_ON.clear()
+    names = [f"{__name__}:First", f"{__name__}:Second"]
+
+    async def main():
+        resolvers = opened(tmp_path, *names)
+        asked = [asyncio.create_task(resolvers.resolve("hangs")) for _ in range(6)]  # 4 threads
+        cancelled = asyncio.create_task(resolvers.resolve("hangs"))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.to_thread(resolvers.close)
+        GO_ON.set()
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert type(error) is EngineClosedError  # or the next one would be asked
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    asyncio.run(main())
 
 
 def test_one_that_cannot_be_built_stops_the_start(tmp_path):

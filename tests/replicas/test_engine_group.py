@@ -187,6 +187,24 @@ def test_an_engine_that_dies_is_left_out_of_a_call(world):
         last.result(0)
 
 
+def test_an_engine_that_is_shutting_down_is_left_out_of_a_call(world):
+    world.answered |= {"pause", "call_part", "why_waiting", "is_paused"}
+    group = world.group(2)
+
+    def refuse(*_):
+        raise EngineDeadError("the engine is shutting down")
+
+    world.of(1).call = refuse
+    calls = [("pause", "keep", False), ("call_part", "prompts", "ask"), ("why_waiting", [])]
+    for method, *args in calls:
+        group.call(method, *args)
+        assert method in world.of(0).called
+    assert group.call("pause", "keep", False).result(10) is None
+    world.of(0).call = refuse
+    with pytest.raises(EngineDeadError, match="is shutting down"):
+        group.call("pause", "keep", False).result(10)
+
+
 def test_each_engine_is_asked_why_its_own_requests_wait(world):
     group = world.group(2)
     group.add_requests(names("r", 4))

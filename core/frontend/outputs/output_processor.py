@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hardpoint.boundary.errors import logged_after
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
@@ -199,7 +200,8 @@ class OutputProcessor:
             state = self._states.get(request_id)
             if state is not None:
                 self._remove(request_id, state, reason)
-                state.close()
+                with logged_after("its request has ended"):
+                    state.close()
 
     def _remove(self, request_id: str, state: _State, reason: FinishReason) -> None:
         """Forget a request; its last output, if it has one, closes it."""

@@ -16,7 +16,7 @@ from msgspec import Meta
 from hardpoint import typed
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.outputs.output_parsers import OutputParsers
-from hardpoint.errors import PromptTooLongError
+from hardpoint.errors import EngineClosedError, PromptTooLongError
 from hardpoint.plugins import (
     EngineCoreRequest,
     LoRARequest,
@@ -364,7 +364,8 @@ class AsyncTokenizer:
     def __init__(self, processor: InputProcessor) -> None:
         """Start no thread yet."""
         self._processor = processor
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
+        self._is_closed = False
         self._running: set[Future[Any]] = set()
 
     async def read(self, prompt: Prompt | EngineCoreRequest) -> GivenPrompt | None:
@@ -389,16 +390,17 @@ class AsyncTokenizer:
 
     async def _run(self, encode: Callable[[], T], length: int) -> T:
         """Return the result of a call for texts of that length together."""
-        if length < _LONG_TEXT and not self._running:
+        if length < _LONG_TEXT and not self._running and not self._is_closed:
             return encode()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
-        future = self._thread.submit(encode)
+        try:
+            future = self._thread.submit(encode)
+        except RuntimeError:
+            raise EngineClosedError("the engine is closed") from None
         self._running.add(future)
         future.add_done_callback(self._running.discard)  # not before the thread is done with it
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Start no more; do not wait."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+        self._is_closed = True
+        self._thread.shutdown(wait=False)

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 from support.internals import core_of, engine_of, output_processor_of, states_of
+from support.plugins.arguments import Tagged
 from support.waiting import until
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams, plugins, typed
@@ -190,6 +191,36 @@ def test_in_an_event_loop_they_hear_it_at_once(scripted):
             assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
 
     asyncio.run(main())
+
+
+class Unclosing(Tagged):
+    """A parser of one request, since that has arguments; it cannot be closed."""
+
+    contract = 1
+
+    def close(self):
+        if self.arguments.tag == "x":
+            raise OSError("a file is gone")
+
+
+def test_a_parser_that_fails_then_keeps_the_error_from_nobody(scripted, caplog):
+    async def main():
+        parser = {"reasoning": {"parser": f"{__name__}:Unclosing"}}
+        config = scripted_config(scripted, {**parser, "engine": {"in_process": False}})
+        async with AsyncLLM(config=config) as llm:
+            own = msgspec.structs.replace(ENDLESS, plugin_args={"unclosing": {"tag": "x"}})
+            streams = [llm.generate("long", params) for params in (ENDLESS, own, ENDLESS)]
+            for stream in streams:
+                await anext(stream)
+            engine_of(llm)._engine_died(EngineDeadError("gone"))
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="gone"):
+                    async for _ in stream:
+                        pass
+            assert llm.errored
+
+    asyncio.run(main())
+    assert "a file is gone, after its request has ended" in caplog.text
 
 
 def test_a_sink_that_fails_then_is_survived(scripted, caplog, monkeypatch):

@@ -18,7 +18,7 @@ from hardpoint.boundary.activity import Activity
 from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
 from hardpoint.core.client.base import Attempt, Death, DeathWatcher, UtilityCalls
 from hardpoint.core.client.output_queue import OutputQueue
-from hardpoint.core.client.process_client import EngineStart, Sink
+from hardpoint.core.client.process_client import EngineStart, Sink, close_outside
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
@@ -490,7 +490,10 @@ class EngineGroup(UtilityCalls):
     def close(self) -> None:
         """End all engines and release everything. Closing twice does nothing."""
         if not self._replicas.is_closed:
-            self._replicas.close()
-            for restart in {*self._restarts} - {threading.current_thread()}:
-                restart.join()
-            self._choice.close()
+            close_outside(self._close)
+
+    def _close(self) -> None:
+        self._replicas.close()
+        for restart in {*self._restarts} - {threading.current_thread()}:
+            restart.join()
+        self._choice.close()

@@ -156,11 +156,7 @@ class EngineMonitor:
             self._changed.notify_all()
         if os.getpid() != self._owner_pid:  # a fork has neither the threads nor the engine
             return
-        if threading.current_thread().name in (READER_THREAD, _WATCHER_THREAD):
-            # The collector runs in one of the threads that closing waits for.
-            threading.Thread(target=self._close, name="EngineClose").start()
-        else:
-            self._close()
+        close_outside(self._close)
 
     def _close(self) -> None:
         self._sockets.close()
@@ -222,6 +218,18 @@ class EngineMonitor:
 
 
 _WATCHER_THREAD = "EngineWatch"
+
+
+def close_outside(close: Callable[[], None]) -> None:
+    """Call a function that waits for the threads of clients: not in one, if it is collected there.
+
+    Args:
+        close: runs in a thread of its own then.
+    """
+    if threading.current_thread().name in (READER_THREAD, _WATCHER_THREAD):
+        threading.Thread(target=close, name="EngineClose").start()
+    else:
+        close()
 
 
 def _wait_until_ready(

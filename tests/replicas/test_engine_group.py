@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
-from support.core.played_engines import loads, names, request
+from support.core.played_engines import Engine, loads, names, request
+from support.waiting import wait_until
 
 from hardpoint.boundary.errors import rejection_output
+from hardpoint.core.client.sockets import READER_THREAD
 from hardpoint.errors import EngineClosedError, EngineDeadError, RequestError
 from hardpoint.plugins import (
     EngineCoreOutputs,
@@ -264,3 +268,19 @@ def test_nothing_is_served_after_closing(world):
     assert all(engine.closed for engine in world.engines)
     with pytest.raises((EngineClosedError, EngineDeadError)):
         group.add_request(request("late"))
+
+
+def test_it_may_be_closed_in_a_thread_that_closing_waits_for(world, monkeypatch):
+    """The collector runs in any thread, also in a reader."""
+    group = world.group(2)
+    reader, waited_for = threading.Thread(target=group.close, name=READER_THREAD), []
+
+    def close(engine):
+        reader.join(5)
+        waited_for.append(reader.is_alive())
+        engine.closed = True
+
+    monkeypatch.setattr(Engine, "close", close)
+    reader.start()
+    wait_until(lambda: all(engine.closed for engine in world.engines), 20, "the end")
+    assert waited_for == [False, False]

@@ -221,11 +221,7 @@ _WATCHER_THREAD = "EngineWatch"
 
 
 def close_outside(close: Callable[[], None]) -> None:
-    """Call a function that waits for the threads of clients: not in one, if it is collected there.
-
-    Args:
-        close: runs in a thread of its own then.
-    """
+    """Call a function; in a thread of its own, if the collector runs in one that it waits for."""
     if threading.current_thread().name in (READER_THREAD, _WATCHER_THREAD):
         threading.Thread(target=close, name="EngineClose").start()
     else:

@@ -28,6 +28,7 @@ from hardpoint.plugins.server import AsyncGenerator, Client, LoadReport, ServerC
 from .folder import BatchPlace, Folder
 from .options import BatchOptions
 from .records import BatchErrors, FileObject, RequestCounts, Status, now
+from .threads import in_thread
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -115,6 +116,7 @@ class BatchRun:
         self._server, self._place, self._options, self._slots = server, place, options, slots
         self._record = place.read()
         self._kept_at = 0.0
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Run it to its end.
@@ -128,8 +130,8 @@ class BatchRun:
         if batch.status in ("in_progress", "cancelling"):
             await self._answer_all()
         if batch.status == "finalizing":
-            await asyncio.to_thread(self._finish)
-        await asyncio.to_thread(self._place.close)
+            await in_thread(self._finish)
+        await in_thread(self._place.close)
 
     async def _validate(self) -> None:
         """Check all lines before the first one is answered."""
@@ -242,7 +244,7 @@ class BatchRun:
             if isinstance(error, Exception):
                 raise error
         if outcome != "completed":
-            await asyncio.to_thread(self._give_up, outcome, done, answers, errors)
+            await in_thread(self._give_up, outcome, done, answers, errors)
         return outcome
 
     def _give_up(
@@ -290,14 +292,20 @@ class BatchRun:
         counts.failed += not is_ok
 
     async def _keep_counts(self) -> None:
-        """Show how far it is, now and then."""
-        if (at := time.monotonic()) >= self._kept_at + _KEPT_SECONDS:
+        """Show how far it is, now and then; no worker waits for the write of another one."""
+        at = time.monotonic()
+        if at >= self._kept_at + _KEPT_SECONDS and not self._writing.locked():
             self._kept_at = at
-            await asyncio.to_thread(self._place.write, self._record)
+            await self._write()
 
     async def _move(self, status: Status) -> None:
         self._record.batch.status = status
-        await asyncio.to_thread(self._place.write, self._record)
+        await self._write()
+
+    async def _write(self) -> None:
+        """Keep the batch as it is now, after the write that goes on, if one does."""
+        async with self._writing:
+            await in_thread(self._place.write, self._record)
 
     def _finish(self) -> None:
         """Make files of the answers, which a restart may find done in part."""

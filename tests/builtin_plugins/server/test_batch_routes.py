@@ -20,7 +20,8 @@ from support.serve_program import serving
 from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.batch_routes.folder import Folder
+from hardpoint.builtin_plugins.batch_routes import runner
+from hardpoint.builtin_plugins.batch_routes.folder import BatchPlace, Folder
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader
 from hardpoint.errors import ConfigError, EngineDeadError
@@ -483,6 +484,34 @@ def test_several_workers_and_a_kill(tmp_path):
         assert (batch.status, batch.request_counts.completed) == ("completed", 100)
         answers = lines_of(client, batch.output_file_id)
         assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(100))
+
+
+def test_a_record_is_written_once_at_a_time(tmp_path, monkeypatch):
+    """On a slow disk, too, also where the batch is cancelled during a write."""
+    write, going, found = BatchPlace.write, [], []
+
+    def slow(place, record):
+        going.append(place)
+        found.append((record.batch.status, len(going)))
+        time.sleep(0.1)
+        going.remove(place)
+        write(place, record)
+
+    monkeypatch.setattr(BatchPlace, "write", slow)
+    monkeypatch.setattr(runner, "_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "_CHECK_SECONDS", 0.01)
+    long = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(10, 40)]
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        began = begin(client, [*(line(n) for n in range(6)), *long])
+        counts = ("in_progress", 1)
+        wait_until(lambda: found.count(counts) > 1, what="a write of the counts")
+        client.batches.cancel(began.id)
+        assert ended(client, began).status == "cancelled"
+    states = [status for status, _ in found]
+    last = states.index("finalizing")
+    assert states[last:] == ["finalizing", "cancelled"]
+    assert {number for _, number in found} == {1}
 
 
 def test_there_are_no_routes_without_a_folder():

@@ -37,6 +37,7 @@ _log = logging.getLogger("hardpoint")
 
 _POLL_SECONDS = 1.0
 _SWEEP_SECONDS = 60.0
+_RETRY_SECONDS = 30.0
 _CHECK_SECONDS = 0.5
 _KEPT_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
@@ -348,6 +349,7 @@ class Runner:
         self._woken = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._swept_at = 0.0
+        self._has_failed = False
 
     def wake(self) -> None:
         """Look for a change in the folder now."""
@@ -356,7 +358,7 @@ class Runner:
     async def run(self) -> None:
         """Answer batches whenever no other process does."""
         while True:
-            with self._folder.locked() as is_mine:
+            with self._tried(), self._folder.locked() as is_mine:
                 if is_mine:
                     await self._answer()
             await asyncio.sleep(_POLL_SECONDS)
@@ -365,12 +367,12 @@ class Runner:
         slots = Slots(self._server.engine, self._options.concurrency)
         try:
             while True:
-                await self._sweep()
                 self._woken.clear()
-                known = tuple(self._running)
-                for place in await asyncio.to_thread(self._folder.open_batches, known):
-                    run = BatchRun(self._server, place, self._options, slots)
-                    self._running[place.id] = asyncio.create_task(self._run(run, place))
+                with self._tried():
+                    await self._sweep()
+                    known = tuple(self._running)
+                    for place in await asyncio.to_thread(self._folder.open_batches, known):
+                        self._running[place.id] = asyncio.create_task(self._run(place, slots))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_SECONDS):
                         await self._woken.wait()
@@ -380,13 +382,27 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, run: BatchRun, place: BatchPlace) -> None:
-        """Run a batch to its end; one that cannot be is left as it is, until the next start."""
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Log an error of the body, which is tried again; once, until it has none."""
         try:
+            yield
+        except Exception:
+            if not self._has_failed:
+                _log.exception("batches: the folder cannot be used now, and is tried again")
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+    async def _run(self, place: BatchPlace, slots: Slots) -> None:
+        """Run a batch to its end; one that fails is taken on later, since causes may pass."""
+        try:
+            options = self._options
+            run = await asyncio.to_thread(BatchRun, self._server, place, options, slots)
             await run.run()
         except Exception:
-            _log.exception("batch %s stops until the server is restarted", place.id)
-            return
+            _log.exception("batch %s stops, and goes on in %g s", place.id, _RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
         del self._running[place.id]
 
     async def _sweep(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import json
 import os
@@ -512,6 +513,60 @@ def test_a_record_is_written_once_at_a_time(tmp_path, monkeypatch):
     last = states.index("finalizing")
     assert states[last:] == ["finalizing", "cancelled"]
     assert {number for _, number in found} == {1}
+
+
+def failing_once(monkeypatch, owner, name):
+    """Let the first call of a function raise, as of a process without a free descriptor."""
+    function, errors = getattr(owner, name), [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def call(*arguments):
+        if errors:
+            raise errors.pop()
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, call)
+    return errors
+
+
+def test_an_error_that_passes_ends_no_batch(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.05)
+    failing_once(monkeypatch, Folder, "locked")
+    failing_once(monkeypatch, Folder, "forget_old")  # which is not logged once more
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        began = begin(client, [line(0, prompt="loop", max_tokens=900, ignore_eos=True), line(1)])
+        wait_until(lambda: [*(tmp_path / "batches").glob("*/batches/*.out")])
+        left = failing_once(monkeypatch, Folder, "open_batches")
+        wait_until(lambda: not left)
+        failing_once(monkeypatch, runner, "_ids_of")  # of a second batch
+        other = begin(client, [line(n) for n in range(3)])
+        for batch, total in (began, 2), (other, 3):
+            found = ended(client, batch)
+            assert (found.status, found.request_counts.completed) == ("completed", total)
+        assert "faults" not in server.client.get("/health").json()
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    failed = "batches: the folder cannot be used now, and is tried again"
+    assert logged == [failed] * 2 + [f"batch {other.id} stops, and goes on in 0.05 s"]
+
+
+def test_a_record_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        first = ended(client, begin(client, [line(0)]))
+        (kept,) = (tmp_path / "batches").glob("*/batches/*.json")
+        damaged = [kept.with_name(f"batch_{'0' * 32}.json")]
+        damaged.append(kept.parents[1] / "files" / f"file-{'0' * 32}.json")
+        for path in damaged:
+            path.write_text('{"half a rec')
+        damaged[0].with_suffix(".in").touch()
+        second = ended(client, begin(client, [line(0)]))
+        assert second.status == "completed"
+        assert [batch.id for batch in client.batches.list()] == [second.id, first.id]
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert sorted(text.partition(" ")[0] for text in logged) == sorted(map(str, damaged))
+    assert all("cannot be read, and is left out: DecodeError: " in text for text in logged)
 
 
 def test_there_are_no_routes_without_a_folder():

@@ -201,7 +201,7 @@ class BatchRun:
         done = await asyncio.to_thread(_ids_of, out, err)
         counts = self._record.batch.request_counts
         counts.completed, counts.failed = (len(ids) for ids in done)
-        with _appending(out) as answers, _appending(err) as errors:
+        with appending(out) as answers, appending(err) as errors:
             outcome = await self._answered(done[0] | done[1], answers, errors)
         batch = self._record.batch
         if outcome == "cancelled":
@@ -288,7 +288,7 @@ class BatchRun:
     def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> None:
         is_ok = answer.response is not None and answer.response.status_code == _OK
         counts = self._record.batch.request_counts
-        (answers if is_ok else errors).write(msgspec.json.encode(answer) + b"\n")
+        _append(answers if is_ok else errors, msgspec.json.encode(answer) + b"\n")
         counts.completed += is_ok
         counts.failed += not is_ok
 
@@ -419,18 +419,22 @@ def _client_of_batch(client: Client, priority: int) -> Client:
 
 
 def _ids_of(*paths: Path) -> list[set[str]]:
-    """Return the ids of the lines that have an answer, by file; an incomplete line is removed."""
+    """Return the ids of the lines that have an answer, by file.
+
+    Files end before the first line that is not whole, so that it is asked again.
+    """
     found = []
     for path in paths:
         ids: set[str] = set()
         if path.exists():
             with path.open("rb+") as file:
                 end = 0
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
-                    end += len(line)
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    for line in file:
+                        if not line.endswith(b"\n"):
+                            break
+                        ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
+                        end += len(line)
                 file.truncate(end)
         found.append(ids)
     return found
@@ -441,9 +445,24 @@ class _Answered(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def _appending(path: Path) -> Iterator[BinaryIO]:
+def appending(path: Path) -> Iterator[BinaryIO]:
     """Open a file whose lines are in it when they are written, for its owner alone."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Write a line to a file of `appending`, as a whole or not at all.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    end, left = os.fstat(file.fileno()).st_size, memoryview(line)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise

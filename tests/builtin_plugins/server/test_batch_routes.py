@@ -437,6 +437,7 @@ def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
     before = [json.loads(text)["id"] for text in cut.read_text().splitlines()]
     assert 0 < len(before) < 40
     with cut.open("a") as file:
+        file.write('{"id": "half a li{"id": "a"}\n')  # as of a disk that was full
         file.write('{"id": "half a li')  # as of a machine that stopped
     with batch_server(tmp_path, model) as server:
         client = client_of(server)
@@ -548,6 +549,42 @@ def test_an_error_that_passes_ends_no_batch(tmp_path, monkeypatch, caplog):
     logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     failed = "batches: the folder cannot be used now, and is tried again"
     assert logged == [failed] * 2 + [f"batch {other.id} stops, and goes on in 0.05 s"]
+
+
+class FullDisk:
+    """A file on a disk that is full for a moment, amid the third line, as the kernel does it."""
+
+    def __init__(self, file):
+        self._file, self._lines = file, 0
+
+    def write(self, data):
+        if self._lines == 3:  # the rest of it
+            self._lines += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._lines += 1
+        return self._file.write(data[: len(data) // 2] if self._lines == 3 else data)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def test_a_disk_that_is_full_for_a_moment_joins_no_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.05)
+    appending = runner.appending
+
+    @contextlib.contextmanager
+    def on_full_disk(path):
+        with appending(path) as file:
+            yield FullDisk(file) if path.suffix == ".out" else file
+
+    monkeypatch.setattr(runner, "appending", on_full_disk)
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, [line(n) for n in range(12)]))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 12)
+        answers = lines_of(client, batch.output_file_id)
+    assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(12))
 
 
 def test_a_record_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog):

@@ -21,8 +21,8 @@ from support.serve_program import serving
 from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.batch_routes import runner
-from hardpoint.builtin_plugins.batch_routes.folder import BatchPlace, Folder
+from hardpoint.builtin_plugins.batch_routes import file_route, runner
+from hardpoint.builtin_plugins.batch_routes.folder import BatchPlace, Folder, OwnerFolder
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader
 from hardpoint.errors import ConfigError, EngineDeadError
@@ -43,13 +43,14 @@ NAMED = InstalledExtension("names", "names", Authenticator(authenticate=by_name)
 
 
 @contextlib.contextmanager
-def batch_server(folder, model=None, scheduler=None, **options):
+def batch_server(folder, model=None, scheduler=None, server=None, **options):
     """Run a server with the routes, for any key."""
     options = {"folder": str(folder / "batches"), **options}
     config = server_config(
         model or write_model(folder),
         plugin={"batch_routes": options},
         scheduler={"policy": "priority", **(scheduler or {})},
+        server={"port": 0, "access_log": "off", **(server or {})},
     )
     with running(AsyncLLM(config=config), authenticators=[NAMED]) as server:
         yield server
@@ -395,6 +396,71 @@ def test_bounds_of_a_key(tmp_path):
         assert batch.errors.data[0].code == "too_many_requests"
         with pytest.raises(openai.BadRequestError, match="at most 3 files of a key"):
             upload(bob, [line(0)])
+
+
+FORM = b"""--B\r
+Content-Disposition: form-data; name="purpose"\r
+\r
+batch\r
+--B\r
+Content-Disposition: form-data; name="file"; filename="a"\r
+\r
+{}\r
+--B--\r
+"""
+
+
+@contextlib.contextmanager
+def sending(server, key, body, length):
+    """Open a connection on which an upload of a key has begun."""
+    head = f"POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: {length}\r\n\r\n"
+    with server.socket() as connection:
+        connection.sendall(head.encode() + body)
+        yield connection
+
+
+def test_slow_uploads_hold_up_those_of_no_other_key(tmp_path, monkeypatch):
+    with batch_server(tmp_path) as server, contextlib.ExitStack() as slow:
+
+        def answer(key):
+            form = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
+            headers = {"authorization": f"Bearer {key}"}
+            return server.client.post("/v1/files", **form, headers=headers)
+
+        for _ in range(4):
+            slow.enter_context(sending(server, "alice", FORM[:20], 1000))
+        wait_until(lambda: answer("alice").status_code == 429, 10)
+        refused = answer("alice")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "expected at most 4 uploads of a key at once, got one more" in refused.text
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert answer("bob").status_code == 200
+        monkeypatch.setattr(file_route, "_UPLOADS", 4)
+        refused = answer("bob")
+        assert refused.status_code == 429
+        assert "the server takes 4 uploads at once, its maximum" in refused.text
+        slow.close()
+        wait_until(lambda: answer("alice").status_code == 200, 10)
+
+
+def test_a_slow_disk_has_its_time(tmp_path, monkeypatch):
+    add, begun = OwnerFolder.add_file, []
+
+    def slow(*arguments):
+        begun.append(1)
+        time.sleep(0.6)
+        add(*arguments)
+
+    monkeypatch.setattr(OwnerFolder, "add_file", slow)
+    with batch_server(tmp_path, server={"extension_seconds": 0.4}) as server:
+        client = client_of(server)
+        upload(client, [line(0)])
+        with sending(server, "alice", FORM, len(FORM)):
+            wait_until(lambda: len(begun) > 1)
+        wait_until(lambda: len(client.files.list().data) > 1, 10)  # although its client is gone
+        assert client.files.content(client.files.list().data[0].id).text == "{}"
+        assert "faults" not in server.client.get("/health").json()
 
 
 def test_a_batch_expires(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,19 +16,20 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 
 from hardpoint.builtin_plugins.server.routes.answers import page_after, whole_number
-from hardpoint.plugins import RequestError
+from hardpoint.plugins import OverloadedError, RequestError
 from hardpoint.plugins.server import Route, ServerContext
 from hardpoint.typed import convert, shown
 
 from .folder import Folder, OwnerFolder
 from .options import BatchOptions
 from .records import Deleted, FileObject, Page, new_name, now
+from .threads import in_thread
 
 _PURPOSES = ("batch",)
 _FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _FORM_BYTES = 1 << 16
 """Room for the fields of a form besides the content of the file."""
-_UPLOADS = 4
+_OWNER_UPLOADS, _UPLOADS = 4, 32
 _NAME_LENGTH = 255
 _EXPIRY = (3600, 30 * 24 * 3600)
 
@@ -46,7 +49,7 @@ class FileRoute:
     def __init__(self, server: ServerContext, folder: Folder, options: BatchOptions) -> None:
         """Keep files in a folder."""
         self._server, self._folder, self._options = server, folder, options
-        self._uploads = asyncio.Semaphore(_UPLOADS)
+        self._uploads: Counter[str] = Counter()
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -86,10 +89,12 @@ class FileRoute:
 
         Raises:
             RequestError: the form is wrong, or the client has too many files.
+            OverloadedError: too many files come in.
             Exception: the body is too long, or stops.
         """
-        owner = self._folder.owner(request.state.client.name)
-        async with self._uploads:
+        name = request.state.client.name
+        owner = self._folder.owner(name)
+        with self._slot(name):
             await asyncio.to_thread(self._check_room, owner, 0)
             parts = self._server.body_parts(request, self._options.file_bytes + _FORM_BYTES)
             try:
@@ -100,11 +105,33 @@ class FileRoute:
                     "body: expected a multipart/form-data with one file and the field purpose"
                 ) from None
             try:
-                return await self._kept(owner, form)
+                return await self._kept(request, owner, form)
             finally:
                 await form.close()
 
-    async def _kept(self, owner: OwnerFolder, form: Any) -> FileObject:
+    @contextlib.contextmanager
+    def _slot(self, name: str) -> Iterator[None]:
+        """Count a file of a client while it comes in; slow ones hold up those of no other client.
+
+        Raises:
+            OverloadedError: there are too many.
+        """
+        if self._uploads[name] >= _OWNER_UPLOADS:
+            raise OverloadedError(
+                f"file: expected at most {_OWNER_UPLOADS} uploads of a key at once, got one more; "
+                "try again later"
+            )
+        if self._uploads.total() >= _UPLOADS:
+            raise OverloadedError(
+                f"file: the server takes {_UPLOADS} uploads at once, its maximum; try again later"
+            )
+        self._uploads[name] += 1
+        try:
+            yield
+        finally:
+            self._uploads -= Counter([name])
+
+    async def _kept(self, request: Request, owner: OwnerFolder, form: Any) -> FileObject:
         for name in form:
             if name not in _FIELDS:
                 raise RequestError(f"{shown(name)}: unknown field; known: {', '.join(_FIELDS)}")
@@ -131,7 +158,7 @@ class FileRoute:
             self._check_room(owner, size)
             owner.add_file(kept, time.time_ns(), file.file)
 
-        await asyncio.to_thread(keep)
+        await self._server.while_connected(request, in_thread(keep))
         return kept
 
     def _seconds(self, form: Any) -> int:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -28,6 +30,8 @@ import msgspec
 from hardpoint.plugins import ConfigError
 
 from .records import BatchRecord, FileObject, FileRecord, now
+
+_log = logging.getLogger("hardpoint")
 
 RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
 
@@ -74,8 +78,12 @@ class Folder:
         Args:
             known: ids of batches to leave out, which are not read.
         """
-        found = [place for owner in self.owners() for place in owner.open_batches(known)]
-        return sorted(found, key=lambda place: place.read().order)
+        found: list[tuple[int, BatchPlace]] = []
+        for owner in self.owners():
+            for place in owner.open_batches(known):
+                if (record := _readable(place.path("json"), BatchRecord)) is not None:
+                    found.append((record.order, place))
+        return [place for _, place in sorted(found, key=lambda pair: pair[0])]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
@@ -243,8 +251,23 @@ def _make(path: Path) -> None:
 
 def _records(path: Path, type_: type[RecordT]) -> Iterator[RecordT]:
     for found in path.glob("*.json"):
-        if (record := _read(found, type_)) is not None:
+        if (record := _readable(found, type_)) is not None:
             yield record
+
+
+def _readable(path: Path, type_: type[RecordT]) -> RecordT | None:
+    """Return one of many records; one that cannot be read is left out, since others can."""
+    try:
+        return _read(path, type_)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        _report(path, f"{type(error).__name__}: {error}")
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _report(path: Path, problem: str) -> None:
+    """Log why a record is left out, the first time."""
+    _log.error("%s cannot be read, and is left out: %s", path, problem)
 
 
 def _read(path: Path, type_: type[RecordT]) -> RecordT | None:

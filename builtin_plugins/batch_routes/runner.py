@@ -28,6 +28,7 @@ from hardpoint.plugins.server import AsyncGenerator, Client, LoadReport, ServerC
 from .folder import BatchPlace, Folder
 from .options import BatchOptions
 from .records import BatchErrors, FileObject, RequestCounts, Status, now
+from .threads import in_thread
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -36,6 +37,7 @@ _log = logging.getLogger("hardpoint")
 
 _POLL_SECONDS = 1.0
 _SWEEP_SECONDS = 60.0
+_RETRY_SECONDS = 30.0
 _CHECK_SECONDS = 0.5
 _KEPT_SECONDS = 1.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
@@ -115,6 +117,7 @@ class BatchRun:
         self._server, self._place, self._options, self._slots = server, place, options, slots
         self._record = place.read()
         self._kept_at = 0.0
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Run it to its end.
@@ -128,8 +131,8 @@ class BatchRun:
         if batch.status in ("in_progress", "cancelling"):
             await self._answer_all()
         if batch.status == "finalizing":
-            await asyncio.to_thread(self._finish)
-        await asyncio.to_thread(self._place.close)
+            await in_thread(self._finish)
+        await in_thread(self._place.close)
 
     async def _validate(self) -> None:
         """Check all lines before the first one is answered."""
@@ -198,7 +201,7 @@ class BatchRun:
         done = await asyncio.to_thread(_ids_of, out, err)
         counts = self._record.batch.request_counts
         counts.completed, counts.failed = (len(ids) for ids in done)
-        with _appending(out) as answers, _appending(err) as errors:
+        with appending(out) as answers, appending(err) as errors:
             outcome = await self._answered(done[0] | done[1], answers, errors)
         batch = self._record.batch
         if outcome == "cancelled":
@@ -242,7 +245,7 @@ class BatchRun:
             if isinstance(error, Exception):
                 raise error
         if outcome != "completed":
-            await asyncio.to_thread(self._give_up, outcome, done, answers, errors)
+            await in_thread(self._give_up, outcome, done, answers, errors)
         return outcome
 
     def _give_up(
@@ -285,19 +288,25 @@ class BatchRun:
     def _keep(self, answer: BatchAnswer, answers: BinaryIO, errors: BinaryIO) -> None:
         is_ok = answer.response is not None and answer.response.status_code == _OK
         counts = self._record.batch.request_counts
-        (answers if is_ok else errors).write(msgspec.json.encode(answer) + b"\n")
+        _append(answers if is_ok else errors, msgspec.json.encode(answer) + b"\n")
         counts.completed += is_ok
         counts.failed += not is_ok
 
     async def _keep_counts(self) -> None:
-        """Show how far it is, now and then."""
-        if (at := time.monotonic()) >= self._kept_at + _KEPT_SECONDS:
+        """Show how far it is, now and then; no worker waits for the write of another one."""
+        at = time.monotonic()
+        if at >= self._kept_at + _KEPT_SECONDS and not self._writing.locked():
             self._kept_at = at
-            await asyncio.to_thread(self._place.write, self._record)
+            await self._write()
 
     async def _move(self, status: Status) -> None:
         self._record.batch.status = status
-        await asyncio.to_thread(self._place.write, self._record)
+        await self._write()
+
+    async def _write(self) -> None:
+        """Keep the batch as it is now, after the write that goes on, if one does."""
+        async with self._writing:
+            await in_thread(self._place.write, self._record)
 
     def _finish(self) -> None:
         """Make files of the answers, which a restart may find done in part."""
@@ -340,6 +349,7 @@ class Runner:
         self._woken = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._swept_at = 0.0
+        self._has_failed = False
 
     def wake(self) -> None:
         """Look for a change in the folder now."""
@@ -348,7 +358,7 @@ class Runner:
     async def run(self) -> None:
         """Answer batches whenever no other process does."""
         while True:
-            with self._folder.locked() as is_mine:
+            with self._tried(), self._folder.locked() as is_mine:
                 if is_mine:
                     await self._answer()
             await asyncio.sleep(_POLL_SECONDS)
@@ -357,12 +367,12 @@ class Runner:
         slots = Slots(self._server.engine, self._options.concurrency)
         try:
             while True:
-                await self._sweep()
                 self._woken.clear()
-                known = tuple(self._running)
-                for place in await asyncio.to_thread(self._folder.open_batches, known):
-                    run = BatchRun(self._server, place, self._options, slots)
-                    self._running[place.id] = asyncio.create_task(self._run(run, place))
+                with self._tried():
+                    await self._sweep()
+                    known = tuple(self._running)
+                    for place in await asyncio.to_thread(self._folder.open_batches, known):
+                        self._running[place.id] = asyncio.create_task(self._run(place, slots))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_SECONDS):
                         await self._woken.wait()
@@ -372,13 +382,27 @@ class Runner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, run: BatchRun, place: BatchPlace) -> None:
-        """Run a batch to its end; one that cannot be is left as it is, until the next start."""
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Log an error of the body, which is tried again; once, until it has none."""
         try:
+            yield
+        except Exception:
+            if not self._has_failed:
+                _log.exception("batches: the folder cannot be used now, and is tried again")
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+    async def _run(self, place: BatchPlace, slots: Slots) -> None:
+        """Run a batch to its end; one that fails is taken on later, since causes may pass."""
+        try:
+            options = self._options
+            run = await asyncio.to_thread(BatchRun, self._server, place, options, slots)
             await run.run()
         except Exception:
-            _log.exception("batch %s stops until the server is restarted", place.id)
-            return
+            _log.exception("batch %s stops, and goes on in %g s", place.id, _RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
         del self._running[place.id]
 
     async def _sweep(self) -> None:
@@ -395,18 +419,22 @@ def _client_of_batch(client: Client, priority: int) -> Client:
 
 
 def _ids_of(*paths: Path) -> list[set[str]]:
-    """Return the ids of the lines that have an answer, by file; an incomplete line is removed."""
+    """Return the ids of the lines that have an answer, by file.
+
+    Files end before the first line that is not whole, so that it is asked again.
+    """
     found = []
     for path in paths:
         ids: set[str] = set()
         if path.exists():
             with path.open("rb+") as file:
                 end = 0
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
-                    end += len(line)
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    for line in file:
+                        if not line.endswith(b"\n"):
+                            break
+                        ids.add(msgspec.json.decode(line, type=_Answered).custom_id)
+                        end += len(line)
                 file.truncate(end)
         found.append(ids)
     return found
@@ -417,9 +445,24 @@ class _Answered(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def _appending(path: Path) -> Iterator[BinaryIO]:
+def appending(path: Path) -> Iterator[BinaryIO]:
     """Open a file whose lines are in it when they are written, for its owner alone."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Write a line to a file of `appending`, as a whole or not at all.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    end, left = os.fstat(file.fileno()).st_size, memoryview(line)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(end)
+        raise

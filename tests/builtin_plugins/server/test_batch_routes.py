@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import json
 import os
@@ -20,7 +21,8 @@ from support.serve_program import serving
 from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
-from hardpoint.builtin_plugins.batch_routes.folder import Folder
+from hardpoint.builtin_plugins.batch_routes import file_route, runner
+from hardpoint.builtin_plugins.batch_routes.folder import BatchPlace, Folder, OwnerFolder
 from hardpoint.builtin_plugins.batch_routes.runner import Slots
 from hardpoint.builtin_plugins.server.batches.lines import BatchReader
 from hardpoint.errors import ConfigError, EngineDeadError
@@ -41,13 +43,14 @@ NAMED = InstalledExtension("names", "names", Authenticator(authenticate=by_name)
 
 
 @contextlib.contextmanager
-def batch_server(folder, model=None, scheduler=None, **options):
+def batch_server(folder, model=None, scheduler=None, server=None, **options):
     """Run a server with the routes, for any key."""
     options = {"folder": str(folder / "batches"), **options}
     config = server_config(
         model or write_model(folder),
         plugin={"batch_routes": options},
         scheduler={"policy": "priority", **(scheduler or {})},
+        server={"port": 0, "access_log": "off", **(server or {})},
     )
     with running(AsyncLLM(config=config), authenticators=[NAMED]) as server:
         yield server
@@ -395,6 +398,71 @@ def test_bounds_of_a_key(tmp_path):
             upload(bob, [line(0)])
 
 
+FORM = b"""--B\r
+Content-Disposition: form-data; name="purpose"\r
+\r
+batch\r
+--B\r
+Content-Disposition: form-data; name="file"; filename="a"\r
+\r
+{}\r
+--B--\r
+"""
+
+
+@contextlib.contextmanager
+def sending(server, key, body, length):
+    """Open a connection on which an upload of a key has begun."""
+    head = f"POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: {length}\r\n\r\n"
+    with server.socket() as connection:
+        connection.sendall(head.encode() + body)
+        yield connection
+
+
+def test_slow_uploads_hold_up_those_of_no_other_key(tmp_path, monkeypatch):
+    with batch_server(tmp_path) as server, contextlib.ExitStack() as slow:
+
+        def answer(key):
+            form = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
+            headers = {"authorization": f"Bearer {key}"}
+            return server.client.post("/v1/files", **form, headers=headers)
+
+        for _ in range(4):
+            slow.enter_context(sending(server, "alice", FORM[:20], 1000))
+        wait_until(lambda: answer("alice").status_code == 429, 10)
+        refused = answer("alice")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "expected at most 4 uploads of a key at once, got one more" in refused.text
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert answer("bob").status_code == 200
+        monkeypatch.setattr(file_route, "_UPLOADS", 4)
+        refused = answer("bob")
+        assert refused.status_code == 429
+        assert "the server takes 4 uploads at once, its maximum" in refused.text
+        slow.close()
+        wait_until(lambda: answer("alice").status_code == 200, 10)
+
+
+def test_a_slow_disk_has_its_time(tmp_path, monkeypatch):
+    add, begun = OwnerFolder.add_file, []
+
+    def slow(*arguments):
+        begun.append(1)
+        time.sleep(0.6)
+        add(*arguments)
+
+    monkeypatch.setattr(OwnerFolder, "add_file", slow)
+    with batch_server(tmp_path, server={"extension_seconds": 0.4}) as server:
+        client = client_of(server)
+        upload(client, [line(0)])
+        with sending(server, "alice", FORM, len(FORM)):
+            wait_until(lambda: len(begun) > 1)
+        wait_until(lambda: len(client.files.list().data) > 1, 10)  # although its client is gone
+        assert client.files.content(client.files.list().data[0].id).text == "{}"
+        assert "faults" not in server.client.get("/health").json()
+
+
 def test_a_batch_expires(tmp_path):
     with batch_server(tmp_path, window_seconds=1.0, concurrency=1) as server:
         client = client_of(server)
@@ -435,6 +503,7 @@ def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
     before = [json.loads(text)["id"] for text in cut.read_text().splitlines()]
     assert 0 < len(before) < 40
     with cut.open("a") as file:
+        file.write('{"id": "half a li{"id": "a"}\n')  # as of a disk that was full
         file.write('{"id": "half a li')  # as of a machine that stopped
     with batch_server(tmp_path, model) as server:
         client = client_of(server)
@@ -483,6 +552,124 @@ def test_several_workers_and_a_kill(tmp_path):
         assert (batch.status, batch.request_counts.completed) == ("completed", 100)
         answers = lines_of(client, batch.output_file_id)
         assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(100))
+
+
+def test_a_record_is_written_once_at_a_time(tmp_path, monkeypatch):
+    """On a slow disk, too, also where the batch is cancelled during a write."""
+    write, going, found = BatchPlace.write, [], []
+
+    def slow(place, record):
+        going.append(place)
+        found.append((record.batch.status, len(going)))
+        time.sleep(0.1)
+        going.remove(place)
+        write(place, record)
+
+    monkeypatch.setattr(BatchPlace, "write", slow)
+    monkeypatch.setattr(runner, "_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "_CHECK_SECONDS", 0.01)
+    long = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(10, 40)]
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        began = begin(client, [*(line(n) for n in range(6)), *long])
+        counts = ("in_progress", 1)
+        wait_until(lambda: found.count(counts) > 1, what="a write of the counts")
+        client.batches.cancel(began.id)
+        assert ended(client, began).status == "cancelled"
+    states = [status for status, _ in found]
+    last = states.index("finalizing")
+    assert states[last:] == ["finalizing", "cancelled"]
+    assert {number for _, number in found} == {1}
+
+
+def failing_once(monkeypatch, owner, name):
+    """Let the first call of a function raise, as of a process without a free descriptor."""
+    function, errors = getattr(owner, name), [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def call(*arguments):
+        if errors:
+            raise errors.pop()
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, call)
+    return errors
+
+
+def test_an_error_that_passes_ends_no_batch(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.05)
+    failing_once(monkeypatch, Folder, "locked")
+    failing_once(monkeypatch, Folder, "forget_old")  # which is not logged once more
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        began = begin(client, [line(0, prompt="loop", max_tokens=900, ignore_eos=True), line(1)])
+        wait_until(lambda: [*(tmp_path / "batches").glob("*/batches/*.out")])
+        left = failing_once(monkeypatch, Folder, "open_batches")
+        wait_until(lambda: not left)
+        failing_once(monkeypatch, runner, "_ids_of")  # of a second batch
+        other = begin(client, [line(n) for n in range(3)])
+        for batch, total in (began, 2), (other, 3):
+            found = ended(client, batch)
+            assert (found.status, found.request_counts.completed) == ("completed", total)
+        assert "faults" not in server.client.get("/health").json()
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    failed = "batches: the folder cannot be used now, and is tried again"
+    assert logged == [failed] * 2 + [f"batch {other.id} stops, and goes on in 0.05 s"]
+
+
+class FullDisk:
+    """A file on a disk that is full for a moment, amid the third line, as the kernel does it."""
+
+    def __init__(self, file):
+        self._file, self._lines = file, 0
+
+    def write(self, data):
+        if self._lines == 3:  # the rest of it
+            self._lines += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._lines += 1
+        return self._file.write(data[: len(data) // 2] if self._lines == 3 else data)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def test_a_disk_that_is_full_for_a_moment_joins_no_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_RETRY_SECONDS", 0.05)
+    appending = runner.appending
+
+    @contextlib.contextmanager
+    def on_full_disk(path):
+        with appending(path) as file:
+            yield FullDisk(file) if path.suffix == ".out" else file
+
+    monkeypatch.setattr(runner, "appending", on_full_disk)
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, [line(n) for n in range(12)]))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 12)
+        answers = lines_of(client, batch.output_file_id)
+    assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(12))
+
+
+def test_a_record_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "_POLL_SECONDS", 0.05)
+    with batch_server(tmp_path) as server:
+        client = client_of(server)
+        first = ended(client, begin(client, [line(0)]))
+        (kept,) = (tmp_path / "batches").glob("*/batches/*.json")
+        damaged = [kept.with_name(f"batch_{'0' * 32}.json")]
+        damaged.append(kept.parents[1] / "files" / f"file-{'0' * 32}.json")
+        for path in damaged:
+            path.write_text('{"half a rec')
+        damaged[0].with_suffix(".in").touch()
+        second = ended(client, begin(client, [line(0)]))
+        assert second.status == "completed"
+        assert [batch.id for batch in client.batches.list()] == [second.id, first.id]
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert sorted(text.partition(" ")[0] for text in logged) == sorted(map(str, damaged))
+    assert all("cannot be read, and is left out: DecodeError: " in text for text in logged)
 
 
 def test_there_are_no_routes_without_a_folder():

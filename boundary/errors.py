@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
@@ -26,8 +25,6 @@ from hardpoint.registry.blame import (
     text_of,
 )
 from hardpoint.registry.plugin_set import PluginSet
-
-_log = logging.getLogger("hardpoint")
 
 
 class RefusedInCallError(Exception):
@@ -140,15 +137,6 @@ def naming_plugin(plugins: PluginSet) -> Iterator[None]:
         if named is error:
             raise
         raise named from error
-
-
-@contextlib.contextmanager
-def logged_after(end: str) -> Iterator[None]:
-    """Log a fault of a plugin that concerns nobody any more; `end` says of what it comes after."""
-    try:
-        yield
-    except PluginFaultError as fault:
-        _log.warning("%s, after %s", fault, end)
 
 
 def close_all(components: Iterable[Component]) -> None:

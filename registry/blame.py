@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hardpoint.errors import HardpointError
+from hardpoint.errors import HardpointError, PluginFaultError
 from hardpoint.plugins.component import MAX_STATE_BYTES, Component
 from hardpoint.plugins.manifest import Source
 from hardpoint.system.forks import FORKS, end_copy
@@ -46,6 +46,15 @@ def raise_unless_fault(error: BaseException) -> None:
     """
     if not is_fault(error):
         raise error
+
+
+@contextlib.contextmanager
+def logged_after(end: str) -> Iterator[None]:
+    """Log a fault of a plugin that no caller can get any more, after the `end` of something."""
+    try:
+        yield
+    except PluginFaultError as fault:
+        _log.warning("%s, after %s", fault, end)
 
 
 @contextlib.contextmanager

@@ -263,7 +263,7 @@ class JointCalls:
 
 
 def _sent(replica: Replica, method: str, *args: Any) -> Future[Any]:
-    """Call a utility of an engine; one that is gone already counts as one that dies meanwhile."""
+    """Call a utility of an engine; one that is gone counts as one that dies before it answers."""
     try:
         return replica.open_client.call(method, *args)
     except EngineDeadError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hardpoint.boundary.activity import PluginCall
-from hardpoint.boundary.errors import close_all, engine_dead, logged_after
+from hardpoint.boundary.errors import close_all, engine_dead
 from hardpoint.boundary.parts.states import States, states_of, states_of_parts
 from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.errors import EngineDeadError, PluginFaultError, shown
@@ -24,7 +24,7 @@ from hardpoint.plugins import (
     RequestOutput,
 )
 from hardpoint.plugins.stats import Health, PluginReport, StepFault
-from hardpoint.registry.blame import describe
+from hardpoint.registry.blame import describe, logged_after
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only

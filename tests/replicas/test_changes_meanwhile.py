@@ -23,7 +23,7 @@ from hardpoint.registry.plugin_set import resolve_plugins
 
 
 class Owner:
-    """What `EngineOwner` has, of a group of played engines."""
+    """An owner of the parts of played engines."""
 
     def __init__(self, group):
         start = group._replicas.start

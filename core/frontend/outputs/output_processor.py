@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hardpoint.boundary.errors import logged_after
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.core.frontend.statistics import RequestFigures, Statistics
 from hardpoint.errors import PluginFaultError
@@ -19,6 +18,7 @@ from hardpoint.plugins import (
     Tokenizer,
 )
 from hardpoint.plugins.structured import StructuredOutputs
+from hardpoint.registry.blame import logged_after
 
 from .output_parsers import OutputParsers, SoughtCalls
 from .pooling_state import PoolingState

@@ -35,8 +35,8 @@ def steps(
     Args:
         change: the change.
         own: the changes of the frontend, which switches last.
-        restarts: switches what engines are started with, which comes first: one that is started
-            meanwhile has the change.
+        restarts: switches what engines are started with, which comes first: one whose start ends
+            during the commit has the change.
         plugins: its plugins.
         seconds: time to prepare it in all processes.
 
@@ -134,7 +134,7 @@ class Owner(Protocol[P]):
 def _switch(of: weakref.ref[Owner[P]], before: P, after: P) -> Switch:
     """Return the switch between the parts of an owner before and after a change.
 
-    What else may have changed meanwhile stays: weights, and that a plugin is quarantined.
+    What else has changed in between stays: weights, and that a plugin is quarantined.
     """
 
     def switch(is_new: bool) -> None:

@@ -52,7 +52,7 @@ class AdapterResolvers(Companion):
         Raises:
             RequestError: one refuses the name.
             PluginFaultError: one failed, or took longer than `adapters.resolve_seconds`.
-            EngineClosedError: the engine was closed meanwhile.
+            EngineClosedError: the engine was closed in the meantime.
         """
         for resolver, source in self._resolvers:
             try:

@@ -25,8 +25,8 @@ from hardpoint.registry.plugin_set import resolve_plugins
 class Owner:
     """An owner of the parts of played engines."""
 
-    def __init__(self, group):
-        start = group._replicas.start
+    def __init__(self, world, group):
+        start = world.start
         self.parts = EngineParts(
             config=start.config, config_sources=start.config_sources,
             plugins=resolve_plugins(start.config, start.config_sources), hooks=None,
@@ -98,7 +98,7 @@ def restarting(world, group):
 
 def test_an_engine_whose_start_ends_when_others_commit_has_the_change(world, change):
     group = world.group(2, restarts=3)
-    owner = Owner(group)
+    owner = Owner(world, group)
     change(owner, "commit", restarting(world, group))
     assert owner.parts.config.scheduler.max_waiting == 7
     assert world.of(1).start.config.scheduler.max_waiting == 7
@@ -106,7 +106,7 @@ def test_an_engine_whose_start_ends_when_others_commit_has_the_change(world, cha
 
 def test_an_engine_whose_start_ends_when_others_take_weights_has_them(world, monkeypatch, tmp_path):
     group = world.group(2, restarts=3)
-    owner, end = Owner(group), restarting(world, group)
+    owner, end = Owner(world, group), restarting(world, group)
     call = answered({"weights_prepared": True}, [])
 
     def ends_start(engine, method, *args):
@@ -121,7 +121,7 @@ def test_an_engine_whose_start_ends_when_others_take_weights_has_them(world, mon
 
 
 def test_weights_that_cannot_be_used_are_those_of_no_later_start(world, monkeypatch, tmp_path):
-    owner = Owner(world.group(2))
+    owner = Owner(world, world.group(2))
     before, call = owner.parts.config.load, answered({"weights_prepared": True}, [])
 
     def fails(engine, method, *args):
@@ -133,11 +133,12 @@ def test_weights_that_cannot_be_used_are_those_of_no_later_start(world, monkeypa
     save_file({"w": torch.zeros(1)}, tmp_path / "new.safetensors")
     with pytest.raises(HardpointError, match="the engine sleeps"):
         Calls(owner).update_weights(tmp_path / "new.safetensors", version="7")
-    assert owner.parts.config.load == owner.parts.client._replicas.start.config.load == before
+    owner.parts.client.scale(3, 0.0)
+    assert owner.parts.config.load == world.of(2).start.config.load == before
 
 
 def test_weights_that_come_while_a_change_is_prepared_stay(world, change):
-    owner = Owner(world.group(2))
+    owner = Owner(world, world.group(2))
     load = msgspec.structs.replace(owner.parts.config.load, version="1", updates=("/new",))
     change(owner, "state", lambda: owner.set_load(load))
     assert owner.parts.config.load == load
@@ -145,7 +146,7 @@ def test_weights_that_come_while_a_change_is_prepared_stay(world, change):
 
 
 def test_a_plugin_that_is_quarantined_while_a_change_is_prepared_stays_so(world, change):
-    owner = Owner(world.group(2))
+    owner = Owner(world, world.group(2))
     fewer = resolve_plugins(owner.parts.config, owner.parts.config_sources)
 
     def quarantine():

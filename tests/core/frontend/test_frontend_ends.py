@@ -182,12 +182,16 @@ def test_when_an_engine_ends_sinks_hear_that_nothing_runs(scripted, monkeypatch)
     assert [ended.finish_reason for each in Sink.seen for ended in each.finished] == ["error"]
 
 
+def die(llm):
+    engine_of(llm)._engine_died(EngineDeadError("gone"))
+
+
 def test_in_an_event_loop_they_hear_it_at_once(scripted):
     async def main():
         config = scripted_config(scripted, {**SINK, "engine": {"in_process": False}})
         async with AsyncLLM(config=config) as llm:
             await anext(llm.generate("long", ENDLESS))
-            engine_of(llm)._engine_died(EngineDeadError("gone"))
+            die(llm)
             assert Sink.seen[-1].scheduler.num_running == 0  # not only with the next report
 
     asyncio.run(main())
@@ -199,6 +203,7 @@ class Unclosing(Tagged):
     contract = 1
 
     def close(self):
+        super().close()
         if self.arguments.tag == "x":
             raise OSError("a file is gone")
 
@@ -212,7 +217,7 @@ def test_a_parser_that_fails_then_keeps_the_error_from_nobody(scripted, caplog):
             streams = [llm.generate("long", params) for params in (ENDLESS, own, ENDLESS)]
             for stream in streams:
                 await anext(stream)
-            engine_of(llm)._engine_died(EngineDeadError("gone"))
+            die(llm)
             for stream in streams:
                 with pytest.raises(EngineDeadError, match="gone"):
                     async for _ in stream:

@@ -149,7 +149,7 @@ class World:
         )
         plugins = resolve_plugins(config, ConfigSources())
         budget = RestartBudget(enabled=restarts > 0, max_per_minute=max(restarts, 1))
-        start = EngineStart(config, ConfigSources(), plugins.manifest)
+        start = self.start = EngineStart(config, ConfigSources(), plugins.manifest)
         choice = EngineChoice(plugins, config)
         make = WaveGroup if expert else EngineGroup
         group = make(start, choice, budget, self.hosts, sink=self.received.append)

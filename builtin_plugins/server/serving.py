@@ -266,7 +266,7 @@ class Serving:
             ]
         while (dead := service.engine.dead_error) is None:
             service.follow_levels()
-            if service.drain_asked:
+            if service.drain_asked and self._serves_users:  # else they are drained elsewhere
                 self._drain("POST /drain")
             if not service.engine.is_running:
                 service.paused = None  # an engine that was restarted is not paused

@@ -48,7 +48,7 @@ from .calls.weights import AsyncWeightCalls
 from .chat import Chat, Messages
 from .conversations.parts import ConversationOptions, PromptPart, check_options
 from .conversations.turns import AsyncConversation
-from .images import has_unread_images
+from .images import ImageThreads, has_unread_images
 from .open_model import COMPANIONS, AsyncProcessorCalls
 from .progress import ProgressDisplay
 from .requests import check_generates, make_extras, takes_options
@@ -167,6 +167,7 @@ class AsyncLLM(
                 config, config_sources, progress=display.report, handed=handed, **how
             )
         self._begin(built)
+        self._image_threads = ImageThreads(built.parts)
 
     @takes_options
     def generate(
@@ -305,7 +306,7 @@ class AsyncLLM(
         """
         check_generates(sampling_params)
         chat, of_request = Chat.taken_from(options)
-        prompt = await asyncio.to_thread(chat.rendered, self.tokenizer, messages, self._images)
+        prompt = await self._image_threads.rendered(chat.rendered, messages)
         outputs = self._generate(prompt, sampling_params, request_id, of_request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -348,7 +349,7 @@ class AsyncLLM(
         self, prompt: Prompt, params: Params | None, request_id: str | None, extras: RequestExtras
     ) -> AsyncGenerator[Any, None]:
         """Generate, or pool, with images, which are decoded first, in another thread."""
-        read = await asyncio.to_thread(self._images.prompt, prompt)
+        read = await self._image_threads.prompt(prompt)
         opened = self._open_requests.opener(params)
         outputs = self._engine.generate(read, params, request_id, extras, opened)
         async with contextlib.aclosing(outputs):
@@ -370,8 +371,7 @@ class AsyncLLM(
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
         """
-        rendered = Chat(**options).rendered
-        return await asyncio.to_thread(rendered, self.tokenizer, messages, self._images)
+        return await self._image_threads.rendered(Chat(**options).rendered, messages)
 
     async def prompt_tokens(self, prompt: Mapping[str, Any]) -> list[int]:
         """Return the tokens that a prompt would have, read as `generate` reads it.
@@ -474,6 +474,7 @@ class AsyncLLM(
         It blocks for a moment; `aclose` does not block the event loop.
         """
         self._conversations.end_all("the engine was closed")
+        self._image_threads.close()
         self._engine.close()
         self._weight_files.keep(())
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from hardpoint.core.frontend.engine_parts import EngineParts
-from hardpoint.errors import RequestError, shown
+from hardpoint.errors import EngineClosedError, RequestError, shown
 from hardpoint.plugins.image_input import ImageSource
 from hardpoint.plugins.media import ProcessedImage
 from hardpoint.typed import copied, is_list
 
-__all__ = ["IMAGE_PARTS", "PromptImages", "has_unread_images", "image_of"]
+__all__ = ["IMAGE_PARTS", "ImageThreads", "PromptImages", "has_unread_images", "image_of"]
+
+T = TypeVar("T")
 
 IMAGE_PARTS = ("image_url", "input_image", "image")
 """Types of parts of messages that have an image."""
 
 _MEDIA, _IMAGE = "multi_modal_data", "image"
+
+_THREADS = 8  # images are decoded one after the other; it is hosts that they wait for
 
 _DETAILS = (None, "auto")
 """Values of `detail` that are taken: how large an image is read, the model's processor decides."""
@@ -38,9 +45,13 @@ class PromptImages:
             none if the model takes no images.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        """Read by the part that places images."""
-        self._parts = parts.step_parts
+    def __init__(self, parts: EngineParts, check_wanted: Callable[[], None] = lambda: None) -> None:
+        """Read by the part that places images.
+
+        Args:
+            check_wanted: called before each image; raises an error once no more are wanted.
+        """
+        self._parts, self._check_wanted = parts.step_parts, check_wanted
         self.tokens: Sequence[int] = self._parts.media_tokens.get(_IMAGE, ())
 
     def read(self, images: Sequence[tuple[str, Any]]) -> Sequence[Any]:
@@ -52,7 +63,9 @@ class PromptImages:
         Raises:
             RequestError: one is wrong, or above a limit; the message names it.
         """
-        return self._parts.read_media(_IMAGE, images) if images else []
+        if not images:
+            return []
+        return self._parts.read_media(_IMAGE, _WhileWanted(images, self._check_wanted))
 
     def prompt(self, prompt: Any, place: str = "") -> Any:
         """Return a prompt whose images are read; any other prompt as it is.
@@ -74,6 +87,102 @@ class PromptImages:
             [(f"{place}{_MEDIA}.{_IMAGE}[{index}]", image) for index, image in enumerate(listed)]
         )
         return {**prompt, _MEDIA: {**media, _IMAGE: read}}
+
+
+class _WhileWanted(Sequence[tuple[str, Any]]):
+    """The images of a prompt; an iteration ends with an error once no more are wanted."""
+
+    def __init__(self, images: Sequence[tuple[str, Any]], check: Callable[[], None]) -> None:
+        self._images, self._check = images, check
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._images[index]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for image in self._images:
+            self._check()
+            yield image
+
+
+class ImageThreads:
+    """Reads the images of an event loop's prompts in threads of their own.
+
+    Those of the loop stay free for what is quick. Nothing more is read for a caller that is
+    cancelled, nor once it is closed, than the image under way.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Start no thread yet."""
+        self._parts = parts
+        self._takes_images = bool(PromptImages(parts).tokens)
+        self._threads = ThreadPoolExecutor(_THREADS, "images")
+        self._closed = threading.Event()
+
+    async def prompt(self, prompt: Any) -> Any:
+        """Return a prompt whose images are read.
+
+        Raises:
+            RequestError: an image is wrong, or above a limit; the message names it.
+            EngineClosedError: it was closed.
+        """
+        return await self._run(lambda images: images.prompt(prompt))
+
+    async def rendered(
+        self, render: Callable[..., Mapping[str, Any]], messages: Any
+    ) -> Mapping[str, Any]:
+        """Return a conversation as a prompt, rendered in another thread.
+
+        Args:
+            render: `Chat.rendered`.
+
+        Raises:
+            RequestError: raised by `render`.
+            EngineClosedError: it was closed while it had images to read.
+        """
+        tokenizer = self._parts.tokenizer
+        if self._takes_images and _has_images(messages):
+            return await self._run(lambda images: render(tokenizer, messages, images))
+        return await asyncio.to_thread(render, tokenizer, messages, PromptImages(self._parts))
+
+    def close(self) -> None:
+        """Read no further images; callers that wait for some get EngineClosedError."""
+        self._closed.set()
+        self._threads.shutdown(wait=False)
+
+    async def _run(self, read: Callable[[PromptImages], T]) -> T:
+        gone = threading.Event()
+
+        def check_wanted() -> None:
+            if gone.is_set() or self._closed.is_set():
+                raise _closed()
+
+        try:
+            running = self._threads.submit(read, PromptImages(self._parts, check_wanted))
+        except RuntimeError:
+            raise _closed() from None
+        try:
+            return await asyncio.wrap_future(running)
+        finally:
+            gone.set()
+
+
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine is closed")
+
+
+def _has_images(messages: Any) -> bool:
+    """Return whether plain messages have parts that are images."""
+    plain = [one for one in messages if isinstance(one, dict)] if is_list(messages) else []
+    contents = [message.get("content") for message in plain]
+    return any(
+        isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+        for content in contents
+        if isinstance(content, list | tuple)
+        for part in content
+    )
 
 
 def image_of(part: dict[Any, Any], type_: str, path: str) -> tuple[str, Any]:

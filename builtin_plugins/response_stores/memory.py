@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from .bounds import Bounds
 
 
 class MemoryStore:
-    """Keeps the newest responses, as many as its bounds allow; a restart forgets them."""
+    """Keeps the newest responses, as many as its bounds allow; a restart forgets them.
+
+    Beyond them, the oldest go of the owner who has most, so that no owner empties it for others.
+    """
 
     is_shared = False
 
@@ -17,6 +21,8 @@ class MemoryStore:
         """Keep nothing yet; `clock` returns seconds."""
         self._bounds, self._clock = bounds, clock
         self._kept: dict[tuple[str, str], tuple[float, bytes]] = {}  # oldest first
+        self._ids: dict[str, dict[str, None]] = {}  # of each owner, oldest first
+        self._sizes: Counter[str] = Counter()
         self._size = 0
 
     async def put(self, owner: str, response_id: str, content: bytes) -> None:
@@ -27,11 +33,16 @@ class MemoryStore:
         """
         self._bounds.check(content)
         self._forget((owner, response_id))
-        now = self._clock()
-        self._kept[owner, response_id] = now + self._bounds.seconds, content
-        self._size += len(content)
-        while self._size > self._bounds.max_bytes or next(iter(self._kept.values()))[0] <= now:
+        now, size = self._clock(), len(content)
+        while self._kept and next(iter(self._kept.values()))[0] <= now:
             self._forget(next(iter(self._kept)))
+        while self._size + size > self._bounds.max_bytes:
+            largest = max(self._ids, key=lambda one: self._sizes[one] + size * (one == owner))
+            self._forget((largest, next(iter(self._ids[largest]))))
+        self._kept[owner, response_id] = now + self._bounds.seconds, content
+        self._ids.setdefault(owner, {})[response_id] = None
+        self._sizes[owner] += size
+        self._size += size
 
     async def get(self, owner: str, response_id: str) -> bytes | None:
         """Return a response."""
@@ -45,5 +56,11 @@ class MemoryStore:
         return was_there
 
     def _forget(self, key: tuple[str, str]) -> None:
-        _, content = self._kept.pop(key, (0.0, b""))
+        if key not in self._kept:
+            return
+        (owner, response_id), (_, content) = key, self._kept.pop(key)
         self._size -= len(content)
+        self._sizes[owner] -= len(content)
+        del self._ids[owner][response_id]
+        if not self._ids[owner]:
+            del self._ids[owner], self._sizes[owner]

@@ -24,7 +24,8 @@ class ResponseStores:
             use: where responses are kept; None keeps none.
             path: file of "sqlite", which is made where it is missing.
             seconds: how long a response is kept.
-            max_bytes: size of all responses together; beyond it, the oldest go.
+            max_bytes: size of all responses together; beyond it, the oldest go of the key that has
+                most.
             max_response_bytes: size of one, with the conversation before it; a larger one is not
                 kept, and its request ends with an error.
             retain_seconds: how long the keys and values of a stored response are to stay in the

@@ -22,13 +22,19 @@ CREATE TABLE IF NOT EXISTS responses (
     content BLOB NOT NULL, PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS responses_by_age ON responses (ends_at, size);
-CREATE TABLE IF NOT EXISTS total (size INTEGER NOT NULL);
-INSERT INTO total SELECT coalesce(sum(size), 0) FROM responses
-    WHERE NOT EXISTS (SELECT 1 FROM total);
-CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses
-    BEGIN UPDATE total SET size = size + NEW.size; END;
-CREATE TRIGGER IF NOT EXISTS response_deleted AFTER DELETE ON responses
-    BEGIN UPDATE total SET size = size - OLD.size; END;
+CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner, ends_at);
+CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, size INTEGER NOT NULL);
+INSERT INTO owners SELECT owner, sum(size) FROM responses
+    WHERE NOT EXISTS (SELECT 1 FROM owners) GROUP BY owner;
+CREATE TRIGGER IF NOT EXISTS owner_grew AFTER INSERT ON responses
+    BEGIN INSERT INTO owners VALUES (NEW.owner, NEW.size)
+        ON CONFLICT DO UPDATE SET size = size + NEW.size; END;
+CREATE TRIGGER IF NOT EXISTS owner_shrank AFTER DELETE ON responses
+    BEGIN UPDATE owners SET size = size - OLD.size WHERE owner = OLD.owner;
+        DELETE FROM owners WHERE owner = OLD.owner AND size = 0; END;
+DROP TRIGGER IF EXISTS response_added; -- these are of an earlier version
+DROP TRIGGER IF EXISTS response_deleted;
+DROP TABLE IF EXISTS total;
 COMMIT;
 """
 _WAIT_SECONDS = 5.0
@@ -93,13 +99,15 @@ class SQLiteStore:
         with self._opened() as database:
             same = "owner = ? AND id = ?"  # REPLACE would not call the trigger of what it deletes
             database.execute(f"DELETE FROM responses WHERE {same} OR ends_at <= ?", (*row[:2], now))
-            database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
-            (size,) = database.execute("SELECT size FROM total").fetchone()
-            while size > self._bounds.max_bytes:
-                query = "SELECT rowid, size FROM responses ORDER BY ends_at, rowid LIMIT 1"
-                oldest, its_size = database.execute(query).fetchone()
+            (total,) = database.execute("SELECT coalesce(sum(size), 0) FROM owners").fetchone()
+            while total + row[3] > self._bounds.max_bytes:
+                query = "SELECT owner FROM owners ORDER BY size + ? * (owner = ?) DESC LIMIT 1"
+                largest = database.execute(query, (row[3], owner)).fetchone()
+                query = "SELECT rowid, size FROM responses WHERE owner = ? ORDER BY ends_at, rowid"
+                oldest, its_size = database.execute(f"{query} LIMIT 1", largest).fetchone()
                 database.execute("DELETE FROM responses WHERE rowid = ?", (oldest,))
-                size -= its_size
+                total -= its_size
+            database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
 
     def _get(self, owner: str, response_id: str) -> bytes | None:
         query = "SELECT content FROM responses WHERE owner = ? AND id = ? AND ends_at > ?"

@@ -246,9 +246,17 @@ class Serving:
         _log.info("requests are refused; %d are being answered", service.load.num_own)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_seconds):
-                while service.load.num_own:
+                while service.load.num_own or service.traffic.num_own or self._has_unsent():
                     await asyncio.sleep(_POLL_SECONDS)
         self._end.set()
+
+    def _has_unsent(self) -> bool:
+        """Return whether a client still has to read of an answer that is whole."""
+        return any(
+            isinstance(connection, Connection) and connection.transport.get_write_buffer_size()
+            for listener in self._listeners
+            for connection in listener.server_state.connections
+        )
 
     async def _watch(self, announce: Callable[[], None] | None) -> None:
         """Announce the server; drain it when it is asked to; end it when its engine is dead."""
@@ -266,7 +274,7 @@ class Serving:
             ]
         while (dead := service.engine.dead_error) is None:
             service.follow_levels()
-            if service.drain_asked:
+            if service.drain_asked and self._serves_users:  # else they are drained elsewhere
                 self._drain("POST /drain")
             if not service.engine.is_running:
                 service.paused = None  # an engine that was restarted is not paused

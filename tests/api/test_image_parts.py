@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -11,13 +13,16 @@ from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
+from hardpoint.boundary.parts.frontend_parts import FrontendParts
 from hardpoint.chat import PartReader, read_messages
+from hardpoint.errors import EngineClosedError
 from hardpoint.testing import scripted_config, write_scripted_model
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
 FIRST, SECOND = gradient(20, 10), gradient(9, 31)
 URL = data_url(encoded(FIRST))
 PLACEHOLDER, SOFT = 4, 6
+READERS = 8
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +229,74 @@ def test_an_event_loop_goes_on_while_images_are_decoded(folder, llm):
     assert tokens(found) == tokens(again) == expected
     assert counted == found.prompt_token_ids == again.prompt_token_ids
     assert counted.count(SOFT) == SOFT_TOKENS
+
+
+@contextlib.contextmanager
+def held_reads():
+    """Let reads of images wait; provide the images begun, and the event that ends the wait."""
+    go_on, begun = threading.Event(), []
+
+    def read_media(parts, modality, items):
+        read = []
+        for item in items:
+            begun.append(item)
+            go_on.wait(20)
+            read.append(item)
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrontendParts, "read_media", read_media)
+        try:
+            yield begun, go_on
+        finally:
+            go_on.set()
+
+
+def test_images_keep_no_text_waiting_and_are_read_no_longer_than_they_are_wanted(folder):
+    pictured, plain = user(*[by_url()] * 3), user(text("hello"))
+
+    async def run():
+        async with AsyncLLM(str(folder), config=settings()) as opened:
+            with held_reads() as (begun, go_on):
+                tasks = [
+                    asyncio.ensure_future(opened.apply_chat_template(pictured)) for _ in range(40)
+                ]
+                while len(begun) < READERS:
+                    await asyncio.sleep(0.01)
+                assert (await opened.apply_chat_template(plain))["prompt_token_ids"]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                go_on.set()
+                media = {"image": [encoded(FIRST)]}
+                given = {"prompt": f"{IMAGE}", "multi_modal_data": media}
+                with pytest.raises(RequestError):  # what is read here is no image
+                    async for _ in opened.generate(given, GREEDY):
+                        pass
+                assert len(begun) == READERS + 1
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_engine_that_is_closed_reads_no_further_images(folder):
+    pictured = user(*[by_url()] * 3)
+
+    async def run():
+        opened = AsyncLLM(str(folder), config=settings())
+        with held_reads() as (begun, go_on):
+            tasks = [asyncio.ensure_future(opened.apply_chat_template(pictured)) for _ in range(20)]
+            while len(begun) < READERS:
+                await asyncio.sleep(0.01)
+            await opened.aclose()
+            go_on.set()
+            for task in tasks:
+                with pytest.raises(EngineClosedError):
+                    await task
+            assert len(begun) == READERS
+        with pytest.raises(EngineClosedError):
+            await opened.apply_chat_template(pictured)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_messages_of_other_kinds_pass_unchanged():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from hardpoint.errors import HardpointError
+from hardpoint.errors import EngineClosedError, HardpointError
 from hardpoint.toolkit.limited import LimitedProcess
 
 PROGRAM = """
@@ -68,6 +71,20 @@ def test_a_request_has_a_time(tmp_path):
         assert made.ask(b"sleep") is None
     finally:
         made.close()
+
+
+def test_one_that_is_closed_is_not_started_again_for_those_who_wait(tmp_path):
+    made = process(tmp_path, seconds=0.5)
+    made.ask(b"a")
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(made.ask, b"sleep") for _ in range(4)]
+        time.sleep(0.1)  # the first one is being answered
+        made.close()
+        errors = [one.exception() for one in asked]
+    assert made.pid is None
+    assert sum(isinstance(error, EngineClosedError) for error in errors) >= 2
+    with pytest.raises(EngineClosedError, match="the process to test was closed"):
+        made.ask(b"a")
 
 
 def test_a_program_that_cannot_start_is_an_error(tmp_path):

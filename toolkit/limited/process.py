@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardpoint.errors import HardpointError
+from hardpoint.errors import EngineClosedError, HardpointError
 
 from . import program as limited_program
 from .program import read_frame, write_frame
@@ -55,6 +55,7 @@ class LimitedProcess:
         self._settings = dict(settings or {})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
         self._owner = 0  # the process that started it; a fork of it starts another one
 
     def ask(self, *parts: bytes) -> bytes | None:
@@ -65,8 +66,11 @@ class LimitedProcess:
 
         Raises:
             HardpointError: no process can be started.
+            EngineClosedError: it was closed, perhaps while others were answered.
         """
         with self._lock:
+            if self._is_closed:
+                raise EngineClosedError(f"the process {self._purpose} was closed")
             if self._owner != os.getpid():
                 self._process = None
             if self._process is None or self._process.poll() is not None:
@@ -79,7 +83,8 @@ class LimitedProcess:
         return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """End the process."""
+        """End the process after the request that it answers; there is no other one after it."""
+        self._is_closed = True
         with self._lock:
             self._end()
 

@@ -166,6 +166,7 @@ class Traffic:
         """
         self.counts = counts or Counts()
         self._connections = _CONNECTIONS[of_admin]
+        self._running: set[Exchange] = set()
         self.closes = False
         self._format = {"text": as_text, "json": as_json}.get(access_log)
         self.write = write or _write_error
@@ -186,6 +187,11 @@ class Traffic:
     def open(self) -> int:
         """The number of requests that are being answered."""
         return self.counts.total(_OPEN)
+
+    @property
+    def num_own(self) -> int:
+        """The number of those of this process, without probes and WebSockets."""
+        return len(self._running)
 
     @property
     def requests(self) -> Counter[tuple[str, int]]:
@@ -212,12 +218,15 @@ class Traffic:
         if self.closes:
             headers = [*headers, (b"connection", b"close")]
         exchange = Exchange(scope, send, headers)
+        if scope["type"] == "http" and scope["path"] not in _PROBES:
+            self._running.add(exchange)
         _CURRENT.set(exchange)
         return exchange
 
     def end(self, exchange: Exchange, scope: Scope, *, admin: bool) -> None:
         """Count and log a request whose answer has ended."""
         self.counts.add(_OPEN, -1)
+        self._running.discard(exchange)
         status = exchange.status or _CLIENT_GONE
         state = exchange.state
         self.counts.add(f"{_ANSWERED}{state.get('route', 'none')} {status}")

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import msgspec
 
 from hardpoint.builtin_plugins.server.access.counts import SharedCounts
 from hardpoint.builtin_plugins.server.access.keys import Stores, installed, stores_of
-from hardpoint.builtin_plugins.server.assembly import assemble
+from hardpoint.builtin_plugins.server.assembly import Applications, assemble
 from hardpoint.builtin_plugins.server.config import ServerConfig
 from hardpoint.builtin_plugins.server.operations.addresses import BoundAddress
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving
@@ -117,7 +117,6 @@ class Supervisor:
         self._num_workers = settings.workers
         self._memory = SharedCounts.create(settings.workers + 1)
         self._counts = SharedCounts(self._memory, settings.workers, settings.workers + 1)
-        self._signals: list[signal.Signals] = []
 
     async def run(self) -> int:
         """Serve until the workers have ended; return the exit code.
@@ -139,20 +138,27 @@ class Supervisor:
         self._service = applications.service
         with self._handled_signals(loop):
             await workers.start(self._plan())
-            serving = None
-            if self._admin is not None:
-                serving = Serving(applications, None, self._admin)
-                asyncio.ensure_future(serving.run(handle_signals=False))  # noqa: RUF006 - awaited below
-            self._announce()
-            self._manager.ready()
-            watching = asyncio.ensure_future(self._watch())
-            try:
-                code = await workers.wait()
-            finally:
-                watching.cancel()
-                if serving is not None:
-                    serving.stop()
-        return code
+            async with self._serving_administrators(applications):
+                self._announce()
+                self._manager.ready()
+                watching = asyncio.ensure_future(self._watch())
+                try:
+                    return await workers.wait()
+                finally:
+                    watching.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _serving_administrators(self, applications: Applications) -> AsyncIterator[None]:
+        if self._admin is None:
+            yield
+            return
+        serving = Serving(applications, None, self._admin)
+        task = asyncio.ensure_future(serving.run(handle_signals=False))
+        try:
+            yield
+        finally:
+            serving.stop()
+            await task
 
     def _plan(self) -> WorkerPlan:
         data = WorkerData(
@@ -186,7 +192,6 @@ class Supervisor:
         yield
 
     def _signalled(self, number: signal.Signals) -> None:
-        self._signals.append(number)
         self._manager.stopping()
         self._service.phase = Phase.LEAVING
         self._workers.send_signal(number)
@@ -204,8 +209,7 @@ class Supervisor:
                 self._counts.clear(index)
             if self._service.drain_asked and not is_draining:
                 is_draining = True
-                self._manager.stopping()
-                self._workers.send_signal(signal.SIGTERM)
+                self._signalled(signal.SIGTERM)
             if not self._workers.engine.is_running:
                 self._service.paused = None  # engines that were restarted are not paused
             await asyncio.sleep(_POLL_SECONDS)

@@ -1,17 +1,22 @@
 """The admin address and its routes."""
 
+import asyncio
 import logging
 import re
 import stat
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.responses import Response
 from support.fake_engine import FakeEngine, configured
 from support.http_server import client_of, running
 from support.processes import ROOT
+from support.waiting import wait_until
 
+from hardpoint.builtin_plugins.server.service import Phase
 from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
 from hardpoint.plugins import ConfigError, HardpointError, RequestError
 from hardpoint.plugins.manifest import Manifest, PluginEntry
@@ -272,6 +277,35 @@ def test_drain_ends_the_server(tmp_path):
         assert not server.thread.is_alive()
         assert server.code == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["/waits", "/large"])
+def test_a_drain_waits_for_answers_that_are_not_generated(tmp_path, path):
+    may_end, size = threading.Event(), 32 << 20
+
+    async def answer(request):
+        if request.url.path == "/waits":
+            await asyncio.to_thread(may_end.wait, 20)
+        return Response(bytes(size))
+
+    engine = FakeEngine(
+        config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=20),
+        extensions=tuple(("acme", Route(path=p, endpoint=answer)) for p in ("/waits", "/large")),
+    )
+    with running(engine) as server, server.socket() as client:
+        client.sendall(b"GET %b HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % path.encode())
+        wait_until(lambda: server.service.traffic.open or server.service.traffic.requests, 10)
+        assert post(server, "/drain").status_code == 200
+        wait_until(lambda: server.service.phase is Phase.REFUSING, 10)
+        time.sleep(0.5)  # in which nothing may end
+        assert server.socket().close() is None
+        may_end.set()
+        received = 0
+        while part := client.recv(1 << 20):
+            received += len(part)
+        assert received > size
+        server.thread.join(10)
+        assert server.code == 0
 
 
 async def hello(request):

@@ -160,6 +160,21 @@ def test_answers_whole(server):
 
 
 @pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({str(n): "" for n in range(17)}, "metadata: expected a table of length <= 16"),
+        ({"k" * 65: ""}, "metadata: expected a string of length <= 64"),
+        ({"k": "x" * 513}, "metadata.k: expected a string of length <= 512"),
+    ],
+)
+def test_metadata_are_few_and_short(server, metadata, message):
+    answer = server.post(PATH, {"input": "Hi", "metadata": metadata})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert len(answer.text) < 1000
+
+
+@pytest.mark.parametrize(
     "deltas",
     [
         CALLED,

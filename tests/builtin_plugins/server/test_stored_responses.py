@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import sqlite3
 
@@ -341,14 +342,16 @@ def bounded(**bounds):
     return Bounds(**{"seconds": 10.0, "max_bytes": 100, "max_response_bytes": 100, **bounds})
 
 
+def store_of_kind(kind, tmp_path, clock):
+    if kind == "memory":
+        return MemoryStore(bounded(), clock)
+    return SQLiteStore(str(tmp_path / "kept.db"), bounded(), clock)
+
+
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 def test_a_store_keeps_its_bounds(tmp_path, kind):
     now = [1000.0]
-    bounds, clock = bounded(), lambda: now[0]
-    if kind == "memory":
-        store = MemoryStore(bounds, clock)
-    else:
-        store = SQLiteStore(str(tmp_path / "kept.db"), bounds, clock)
+    store = store_of_kind(kind, tmp_path, lambda: now[0])
 
     async def scenario():
         await store.put("a", "1", b"x" * 40)
@@ -372,13 +375,35 @@ def test_a_store_keeps_its_bounds(tmp_path, kind):
     asyncio.run(scenario())
 
 
-def test_the_total_of_a_file_is_that_of_its_responses(tmp_path):
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_no_owner_empties_a_store_for_others(tmp_path, kind):
+    times = itertools.count(1000.0, 0.01)
+    store = store_of_kind(kind, tmp_path, lambda: next(times))
+
+    async def scenario():
+        await store.put("a", "1", b"x" * 20)
+        for index in range(8):
+            await store.put("b", str(index), b"y" * 30)
+        kept = [await store.get("b", str(index)) is not None for index in range(8)]
+        assert kept == [False] * 6 + [True] * 2
+        assert await store.get("a", "1") == b"x" * 20
+        await store.put("c", "1", b"z" * 70)  # of the one who has most, and new: it stays
+        kept = [await store.get(*key) is not None for key in (("a", "1"), ("b", "7"), ("c", "1"))]
+        assert kept == [True, False, True]
+        await store.put("c", "2", b"z" * 80)
+        assert await store.get("a", "1") == b"x" * 20
+
+    asyncio.run(scenario())
+
+
+def test_the_sizes_in_a_file_are_those_of_its_responses(tmp_path):
     path, now = tmp_path / "kept.db", [1000.0]
 
     def totals():
         with contextlib.closing(sqlite3.connect(path)) as database:
             kept = database.execute("SELECT coalesce(sum(size), 0), count(*) FROM responses")
-            return (*database.execute("SELECT size FROM total").fetchone(), *kept.fetchone())
+            total = database.execute("SELECT coalesce(sum(size), 0) FROM owners")
+            return (*total.fetchone(), *kept.fetchone())
 
     async def scenario():
         store = SQLiteStore(str(path), bounds, lambda: now[0])
@@ -387,9 +412,9 @@ def test_the_total_of_a_file_is_that_of_its_responses(tmp_path):
             now[0] += drawn.choice([0, 1, 4])
             name = str(drawn.randrange(4))
             if drawn.random() < 0.2:
-                await store.delete("a", name)
+                await store.delete(drawn.choice("ab"), name)
             else:
-                await store.put("a", name, bytes(drawn.randrange(60)))
+                await store.put(drawn.choice("ab"), name, bytes(drawn.randrange(60)))
             total, size, _ = totals()
             assert total == size <= 100
 
@@ -397,7 +422,10 @@ def test_the_total_of_a_file_is_that_of_its_responses(tmp_path):
     asyncio.run(scenario())
     with contextlib.closing(sqlite3.connect(path)) as database:  # as of an earlier version
         database.executescript(
-            "DROP TRIGGER response_added; DROP TRIGGER response_deleted; DROP TABLE total"
+            "DROP TRIGGER owner_grew; DROP TRIGGER owner_shrank; DROP TABLE owners;"
+            "CREATE TABLE total (size INTEGER);"
+            "CREATE TRIGGER response_added AFTER INSERT ON responses"
+            " BEGIN UPDATE total SET size = size + NEW.size; END;"
         )
     asyncio.run(SQLiteStore(str(path), bounds, lambda: now[0]).put("a", "5", b"x" * 7))
     total, size, number = totals()

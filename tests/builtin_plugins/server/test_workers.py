@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import httpx
 import psutil
@@ -399,12 +400,15 @@ def test_an_engine_that_dies_is_restarted_for_all(server):
     wait_until(lambda: restarts() == {1}, 30)
 
 
-def test_a_drain_lets_requests_finish(server):
+def test_a_drain_lets_requests_finish_and_serves_administrators_until_then(server):
     """The last test of the shared server."""
     streams = [Stream(server, max_tokens=200) for _ in range(4)]
     for stream in streams:
         stream.begun()
-    server.process.send_signal(signal.SIGTERM)
+    assert admin(server, "POST", "/pause", mode="keep").status_code == 200
+    assert admin(server, "POST", "/drain").status_code == 200
+    time.sleep(1)  # in which nothing may end
+    assert admin(server, "POST", "/resume").status_code == 200
     assert [stream.end().failure for stream in streams] == [None] * 4
     assert all(stream.done for stream in streams)
     assert server.process.wait(30) == 0

@@ -40,6 +40,8 @@ _NO_CONVERSATIONS = (
     "there are no conversations on the server; send the whole one as input, or "
     "previous_response_id where responses are stored"
 )
+_Key = Annotated[str, Meta(max_length=64)]
+_Value = Annotated[str, Meta(max_length=512)]
 _LOGPROBS = "message.output_text.logprobs"
 _NAMES: Renaming = (
     (re.compile(r"^(tools\[\d+\])\.function\b"), r"\1"),
@@ -160,6 +162,7 @@ class ResponsesRequest(GenerationFields):
             which are OpenAI's, add nothing. A name without one is that of a step part, such as
             "speculation", whose figures the response has as `part_figures`.
         top_logprobs: likeliest tokens per position; needs that.
+        metadata: up to 16 texts, which the response has too.
         previous_response_id: a stored response, whose items, and those that it answers, come before
             the input. Its instructions do not.
         store: whether the response is kept, for `previous_response_id`; left out is true where the
@@ -196,7 +199,7 @@ class ResponsesRequest(GenerationFields):
     parallel_tool_calls: bool = True
     include: list[str] = []
     top_logprobs: Annotated[int, Meta(ge=0)] = 0
-    metadata: dict[str, str] = {}
+    metadata: Annotated[dict[_Key, _Value], Meta(max_length=16)] = {}
     previous_response_id: Annotated[str, Meta(min_length=1)] | None = None
     store: bool | None = None
     background: bool = False

@@ -170,6 +170,7 @@ class ChangeOwner(Generic[P]):
         self._owner = weakref.ref(owner)
         self._changes, self._lingers = Changes(slots), lingers
         self._restarts = Switch(lambda _: None)
+        self._is_following = False
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -219,6 +220,7 @@ class ChangeOwner(Generic[P]):
             BusyError, ConfigError, PluginError: as `begin`.
         """
         change, plugins = self._begin(asked)
+        self._is_following = True
         self._changes.prepare(change, plugins)
 
     def is_prepared(self) -> bool:
@@ -230,7 +232,9 @@ class ChangeOwner(Generic[P]):
         return self._changes.is_prepared()
 
     def finish(self, action: Action) -> None:
-        """Commit, keep or undo the change that another process runs."""
+        """Commit, keep or undo the change that another process runs; without one, do nothing."""
+        if not self._is_following:
+            return
         match action:
             case "commit":
                 self._restarts.commit()
@@ -240,5 +244,6 @@ class ChangeOwner(Generic[P]):
             case "undo":
                 self._changes.undo()
                 self._restarts.undo()
-        if action != "commit" and self._lock.locked():
+        if action != "commit":
+            self._is_following = False
             self._lock.release()

@@ -280,9 +280,11 @@ class Workers:
     async def _answer_live_change(self, _: int, asked: Any) -> Manifest:
         return await self.engine.change(asked_of(asked))
 
-    async def _answer_change_state(self, index: int, kind: str | None, text: str) -> None:
+    async def _answer_change_state(
+        self, index: int, number: int, kind: str | None, text: str
+    ) -> None:
         _, link = self._running[index]
-        self.engine.shared.changes.answer(link.token, kind, text)
+        self.engine.shared.changes.answer(link.token, number, kind, text)
 
     async def _answer_update_weights(
         self, _: int, weights: str, version: str | None, mode: Any, recompute: bool

@@ -22,7 +22,7 @@ from hardpoint.boundary.plugin_health import PluginHealth
 from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.engine_parts import Companion, Opening
-from hardpoint.errors import shown
+from hardpoint.errors import BusyError, shown
 from hardpoint.live.settings import Asked
 from hardpoint.open_model import COMPANIONS
 from hardpoint.plugins import EngineConfig, HardpointError, RequestError
@@ -108,6 +108,8 @@ class WorkerLLM(AsyncLLM):
 
     _client: OpenRelayed
     _figures: Figures
+    _followed: int | None = None  # number of the live change that is under way here
+    _preparing: asyncio.Task[None] | None = None
 
     @classmethod
     def connect(
@@ -162,7 +164,10 @@ class WorkerLLM(AsyncLLM):
         try:
             while True:
                 for notice in await asyncio.wrap_future(self._client.client.next_notices()):
-                    await readers[notice.topic](notice)
+                    try:
+                        await readers[notice.topic](notice)
+                    except HardpointError as error:  # others are to be read all the same
+                        _log.error("notice %r of the engines' owner: %s", notice.topic, error)
         except HardpointError as error:  # it has ended, and so does this process
             _log.debug("no more notices: %s", error)
         finally:
@@ -181,16 +186,24 @@ class WorkerLLM(AsyncLLM):
         self._engine.parts.companion(SharedFaults).health.add(*notice.value)
 
     async def _read_change(self, notice: Notice) -> None:
-        action, asked = notice.value
-        if action != "prepare":
+        action, number, asked = notice.value
+        if action == "prepare":  # which may take a while; it may be undone before that
+            self._preparing = asyncio.create_task(self._prepare(number, asked_of(asked)))
+        elif number == self._followed:
+            if action != "commit":
+                self._followed = None
             self._engine.finish_change(action)
-            return
+
+    async def _prepare(self, number: int, asked: Asked) -> None:
         try:
-            await self._engine.follow_change(asked_of(asked))
+            if self._followed is not None:
+                raise BusyError("another live change is under way; try again once it is done")
+            self._followed = number
+            await self._engine.follow_change(asked)
         except HardpointError as error:
-            await self._ask("change_state", kind_of(error), str(error))
+            self._post("change_state", number, kind_of(error), str(error))
         else:
-            await self._ask("change_state", None, "")
+            self._post("change_state", number, None, "")
 
     async def _read_replay(self, notice: Notice) -> None:
         await self._engine.change(asked_of(notice.value))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -37,13 +38,21 @@ class FrontendChanges:
             committed: sends a notice to all frontends but some, now and once they connect.
         """
         self._links, self._notify, self._committed = links, notify, committed
-        self._answers: dict[str, tuple[str | None, str]] = {}
+        self._answers: dict[int, dict[str, tuple[str | None, str]]] = {}
         self._answered = threading.Condition()
+        self._numbers = itertools.count(1)
 
-    def answer(self, token: str, kind: str | None, text: str) -> None:
-        """Take a frontend's answer: None if it has prepared the change, or else why it cannot."""
+    def answer(self, token: str, number: int, kind: str | None, text: str) -> None:
+        """Take a frontend's answer: None if it has prepared the change, or else why it cannot.
+
+        Args:
+            token: the frontend's.
+            number: number of the change; an answer to an earlier one, which is undone, does not count.
+            kind, text: kind and text of the error.
+        """
         with self._answered:
-            self._answers[token] = kind, text
+            if number in self._answers:
+                self._answers[number][token] = kind, text
             self._answered.notify_all()
 
     def prepare(self, change: Change, plugins: PluginSet) -> Prepared:
@@ -53,38 +62,40 @@ class FrontendChanges:
             HardpointError: one cannot, or does not answer in time.
         """
         del plugins
-        with self._answered:
-            self._answers.clear()
-        asked = msgspec.to_builtins(change.asked)
+        number, asked = next(self._numbers), msgspec.to_builtins(change.asked)
         taking_part = set(self._links())
-        self._send("prepare", taking_part, asked)
-        try:
-            self._wait(taking_part, change.config.plugins.change_seconds)
-        except BaseException:
-            self._send("undo", taking_part)
-            raise
+
+        def send(action: Action, value: object = None) -> None:
+            self._notify(Notice(CHANGE, [action, number, value]), taking_part)
 
         def keep() -> None:
-            self._send("keep", taking_part)
+            send("keep")
             self._committed(Notice(REPLAY, asked), taking_part)
 
-        return Switch(
-            lambda is_new: self._send("commit", taking_part) if is_new else None,
-            keep,
-            lambda: self._send("undo", taking_part),
-        )
+        answers = self._answers[number] = {}
+        send("prepare", asked)
+        try:
+            self._wait(answers, taking_part, change.config.plugins.change_seconds)
+        except BaseException:
+            send("undo")
+            raise
+        finally:
+            del self._answers[number]
+        return Switch(lambda is_new: send("commit") if is_new else None, keep, lambda: send("undo"))
 
-    def _send(self, action: Action, tokens: Collection[str], asked: object = None) -> None:
-        self._notify(Notice(CHANGE, [action, asked]), tokens)
-
-    def _wait(self, tokens: Collection[str], seconds: float) -> None:
+    def _wait(
+        self,
+        answers: Mapping[str, tuple[str | None, str]],
+        tokens: Collection[str],
+        seconds: float,
+    ) -> None:
         ends = time.monotonic() + seconds
         with self._answered:
             while True:
-                for kind, text in self._answers.values():
+                for kind, text in answers.values():
                     if kind is not None:
                         raise error_of(kind, text)
-                waiting = (set(tokens) & set(self._links())) - self._answers.keys()
+                waiting = (set(tokens) & set(self._links())) - answers.keys()
                 if not waiting:
                     return
                 if (left := ends - time.monotonic()) <= 0:

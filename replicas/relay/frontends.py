@@ -48,7 +48,8 @@ class FrontendChanges:
         Args:
             token: the frontend's.
             number: number of the change; an answer to an earlier one, which is undone, does not count.
-            kind, text: kind and text of the error.
+            kind: kind of the error; None without one.
+            text: text of the error.
         """
         with self._answered:
             if number in self._answers:

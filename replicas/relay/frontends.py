@@ -47,7 +47,7 @@ class FrontendChanges:
 
         Args:
             token: the frontend's.
-            number: number of the change; an answer to an earlier one, which is undone, does not count.
+            number: number of the change; answers to an earlier one, which is undone, do not count.
             kind: kind of the error; None without one.
             text: text of the error.
         """

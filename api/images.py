@@ -117,7 +117,6 @@ class ImageThreads:
     def __init__(self, parts: EngineParts) -> None:
         """Start no thread yet."""
         self._parts = parts
-        self._takes_images = bool(PromptImages(parts).tokens)
         self._threads = ThreadPoolExecutor(_THREADS, "images")
         self._closed = threading.Event()
 
@@ -142,10 +141,10 @@ class ImageThreads:
             RequestError: raised by `render`.
             EngineClosedError: it was closed while it had images to read.
         """
-        tokenizer = self._parts.tokenizer
-        if self._takes_images and _has_images(messages):
+        tokenizer, images = self._parts.tokenizer, PromptImages(self._parts)
+        if images.tokens and _has_images(messages):
             return await self._run(lambda images: render(tokenizer, messages, images))
-        return await asyncio.to_thread(render, tokenizer, messages, PromptImages(self._parts))
+        return await asyncio.to_thread(render, tokenizer, messages, images)
 
     def close(self) -> None:
         """Read no further images; callers that wait for some get EngineClosedError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +34,9 @@ _MEMORY = Path("/dev/shm")
 _PREFIX, _FILE = "hardpoint-weights-", "weights.safetensors"
 _POLL_SECONDS = (0.002, 0.05)
 """The shortest and the longest time between two questions whether something is read."""
+
+_ABANDONED_S = 60.0
+"""Age of a folder that no program locks: a younger one may be about to be locked."""
 
 Weights: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor]"
 """Path of a safetensors file or a folder of them; or tensors by their names in the checkpoint."""
@@ -77,7 +81,7 @@ class SyncWeightCalls:
             HardpointError: the engine sleeps.
         """
         engine, files, calls = self._engine, self._weight_files, EngineUtilities
-        with files.lock:
+        with files.lock, files.kept_of(engine):
             load = files.after(engine.parts.config, weights, version)
             call, updates = engine.call_utility, list(load.updates)
             try:
@@ -92,8 +96,6 @@ class SyncWeightCalls:
                 with contextlib.suppress(HardpointError):
                     calls.drop_weights.call(call)
                 raise
-            finally:
-                files.keep(engine.parts.config.load.updates)
         return load.version
 
 
@@ -118,28 +120,54 @@ class AsyncWeightCalls:
         mode: PauseModeName = "keep",
         recompute: bool = True,
     ) -> str:
-        """Do what `LLM.update_weights` does."""
-        engine, files, calls = self._engine, self._weight_files, EngineUtilities
+        """Do what `LLM.update_weights` does.
+
+        A task that is cancelled while the engine takes the weights ends once it has them.
+        """
+        files = self._weight_files
         async with self._update_lock:
-            load = await asyncio.to_thread(files.after, engine.parts.config, weights, version)
-            call, updates = engine.call_utility, list(load.updates)
-            try:
-                await calls.prepare_weights.call_async(
-                    call, updates, load.version, mode, recompute=recompute
-                )
-                for pause in pauses():
-                    if await calls.weights_prepared.call_async(call):
-                        break
-                    await asyncio.sleep(pause)
-                with _starting_with(load, engine):
-                    await calls.use_weights.call_async(call, mode, recompute=recompute)
-            except BaseException:
-                with contextlib.suppress(HardpointError):
-                    await calls.drop_weights.call_async(call)
-                raise
-            finally:
-                files.keep(engine.parts.config.load.updates)
+            with files.kept_of(self._engine):
+                return await self._update(weights, version, mode, recompute)
+
+    async def _update(
+        self, weights: Weights, version: str | None, mode: PauseModeName, recompute: bool
+    ) -> str:
+        engine, calls = self._engine, EngineUtilities
+        after = self._weight_files.after
+        load = await asyncio.to_thread(after, engine.parts.config, weights, version)
+        call, updates = engine.call_utility, list(load.updates)
+
+        async def use() -> None:
+            with _starting_with(load, engine):
+                await calls.use_weights.call_async(call, mode, recompute=recompute)
+
+        try:
+            await calls.prepare_weights.call_async(
+                call, updates, load.version, mode, recompute=recompute
+            )
+            for pause in pauses():
+                if await calls.weights_prepared.call_async(call):
+                    break
+                await asyncio.sleep(pause)
+            await _to_its_end(use())
+        except BaseException:
+            with contextlib.suppress(HardpointError):
+                await calls.drop_weights.call_async(call)
+            raise
         return load.version
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await what must not be left half-way; a task that is cancelled ends once it is done."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None and task.exception() is None:
+        raise cancelled
+    task.result()
 
 
 @contextlib.contextmanager
@@ -198,6 +226,14 @@ class WeightFiles:
                 later |= names
         return msgspec.structs.replace(load, updates=tuple(reversed(updates)))
 
+    @contextlib.contextmanager
+    def kept_of(self, engine: LLMEngine | AsyncEngine) -> Iterator[None]:
+        """Remove the files, once an update is over, that the engine does not have."""
+        try:
+            yield
+        finally:
+            self.keep(engine.parts.config.load.updates)
+
     def keep(self, updates: Collection[str]) -> None:
         """Remove the files that were written and are none of these."""
         self._folders.keep({Path(path).parent for path in updates})
@@ -242,7 +278,10 @@ def pauses() -> Iterator[float]:
 
 
 class TensorFolders:
-    """Folders in shared memory, if it has room; they go with this object, if not before."""
+    """Folders in shared memory, if it has room; they go with this object, if not before.
+
+    Each is locked. Those of a program that was killed are not, and go with the next that is made.
+    """
 
     def __init__(self, prefix: str, field: str) -> None:
         """Write nothing yet.
@@ -252,8 +291,8 @@ class TensorFolders:
             field: names the tensors in messages.
         """
         self._prefix, self._field = prefix, field
-        self._folders: set[Path] = set()
-        weakref.finalize(self, _remove, self._folders)
+        self._locks: dict[Path, int] = {}  # the descriptor that locks each folder
+        weakref.finalize(self, _remove_all, self._locks)
 
     def write(self, name: str, tensors: Any, others: Mapping[str, bytes] | None = None) -> Path:
         """Write tensors to a folder of their own; return its path.
@@ -270,8 +309,9 @@ class TensorFolders:
         self._check(tensors)
         size = sum(tensor.nbytes for tensor in tensors.values())
         folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=_place(size)))
-        self._folders.add(folder)
         try:
+            self._locks[folder] = _locked(folder)
+            _remove_abandoned(folder.parent, self._prefix)
             write_tensors(folder / name, tensors)
             for other, data in (others or {}).items():
                 (folder / other).write_bytes(data)
@@ -296,7 +336,7 @@ class TensorFolders:
 
     def keep(self, used: Collection[Path]) -> None:
         """Remove all folders but these."""
-        self.remove(self._folders - set(used))
+        self.remove(self._locks.keys() - set(used))
 
     def empty(self, folder: Path) -> None:
         """Remove the files of a folder, but no folders in it."""
@@ -306,8 +346,8 @@ class TensorFolders:
 
     def remove(self, folders: Collection[Path]) -> None:
         """Remove folders."""
-        self._folders -= set(folders)
-        _remove(folders)
+        for folder in folders:
+            _remove(folder, self._locks.pop(folder, None))
 
 
 def _place(size: int) -> Path | None:
@@ -318,6 +358,36 @@ def _place(size: int) -> Path | None:
     return None
 
 
-def _remove(folders: Collection[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+def _locked(folder: Path) -> int:
+    """Return a descriptor that locks a folder until it is closed, or its process is gone.
+
+    Raises:
+        OSError: it is locked already.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_abandoned(place: Path, prefix: str) -> None:
+    """Remove the folders of programs of this user that are gone, and so lock them no more."""
+    for folder in place.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is in use, or gone
+            found = folder.lstat()
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _ABANDONED_S:
+                _remove(folder, _locked(folder))
+
+
+def _remove(folder: Path, descriptor: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _remove_all(locks: dict[Path, int]) -> None:
+    while locks:
+        _remove(*locks.popitem())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,3 +93,37 @@ def test_a_program_that_cannot_start_is_an_error(tmp_path):
     (tmp_path / "program.py").write_text("import a_module_that_is_not_there")
     with pytest.raises(HardpointError, match="a process to test: .* is nothing installed there"):
         made.ask(b"a")
+
+
+@pytest.mark.parametrize("starts", [0, 1], ids=["when it starts", "in a request"])
+def test_a_request_that_no_thread_can_time_leaves_no_answer_to_the_next(
+    tmp_path, monkeypatch, starts
+):
+    made, start, begun = process(tmp_path), threading.Timer.start, []
+
+    def no_thread(timer):
+        begun.append(timer)
+        if len(begun) == starts + 1:
+            raise RuntimeError("can't start new thread")
+        start(timer)
+
+    monkeypatch.setattr(threading.Timer, "start", no_thread)
+    with pytest.raises(HardpointError, match="no time limit: can't start new thread"):
+        made.ask(b"a")
+    assert [made.ask(b"b"), made.ask(b"c")] == [b"<bb", b"<cc"]
+    made.close()
+
+
+def test_an_interrupt_at_any_moment_leaves_no_answer_to_the_next(tmp_path, monkeypatch):
+    made = process(tmp_path)
+    assert made.ask(b"a") == b"<aa"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Timer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.ask(b"b")
+    assert made.ask(b"c") == b"<cc"
+    made.close()

@@ -55,7 +55,7 @@ class LimitedProcess:
         self._settings = dict(settings or {})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
+        self._is_closed = self._is_idle = False
         self._owner = 0  # the process that started it; a fork of it starts another one
 
     def ask(self, *parts: bytes) -> bytes | None:
@@ -73,7 +73,9 @@ class LimitedProcess:
                 raise EngineClosedError(f"the process {self._purpose} was closed")
             if self._owner != os.getpid():
                 self._process = None
-            if self._process is None or self._process.poll() is not None:
+            # One that may still answer an earlier request would give it to this one.
+            if self._process is None or not self._is_idle or self._process.poll() is not None:
+                self._end()
                 self._start()
             return self._exchange(parts, self._seconds)
 
@@ -94,6 +96,7 @@ class LimitedProcess:
         Raises:
             HardpointError: it cannot be started.
         """
+        self._is_idle = False
         if not sys.executable:
             raise HardpointError(
                 f"sys.executable: expected the path of a Python interpreter {self._purpose} with, "
@@ -134,18 +137,22 @@ class LimitedProcess:
         assert process.stdout is not None
         timer = threading.Timer(seconds, process.kill)
         timer.daemon = True
-        timer.start()
         answer: bytes | None = None
+        self._is_idle = False
         try:
+            timer.start()
             if parts is not None:
                 write_frame(process.stdin, *parts)
             answer = read_frame(process.stdout, self._max_answer_bytes)
         except OSError:  # it has ended
             return None
+        except RuntimeError as cause:  # no thread is left
+            raise HardpointError(f"a process {self._purpose} has no time limit: {cause}") from cause
         finally:
             timer.cancel()
             if answer is None:  # an interrupt leaves half an answer, too
                 self._end()
+        self._is_idle = True
         return answer
 
     def _end(self) -> None:

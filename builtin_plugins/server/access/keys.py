@@ -133,7 +133,7 @@ class KeyStore:
         self._single = (
             [] if single is None else [entry_of(single, Client(name="default", admin=admin))]
         )
-        self._seen = self._state()
+        self._seen, self._problem = self._state(), ""
         self._checked_at = clock()
         self._entries = self._read()
 
@@ -190,13 +190,19 @@ class KeyStore:
 
     def reload(self) -> None:
         """Read the file again; keep the keys there are, and log why, if it is wrong."""
-        self._seen = self._state()
+        state = self._state()
         try:
             self._entries = self._read()
         except ConfigError as error:
-            _log.error("%s; the keys from before stay", error)
+            if isinstance(error.__cause__, OSError):
+                state = None  # so that it is read again: the cause may pass
+            if str(error) != self._problem:
+                _log.error("%s; the keys from before stay", error)
+            self._problem = str(error)
         else:
+            self._problem = ""
             _log.info("%s: %d keys were read", self._what, len(self._entries))
+        self._seen = state
 
     def _state(self) -> tuple[int, ...] | None:
         """Return the state that changes with the file; None without a file."""
@@ -349,7 +355,7 @@ def _read_private(path: Path, what: str) -> str:
         finally:
             os.close(opened)
     except OSError as cause:
-        raise ConfigError(f"{what}: {str(path)!r} cannot be read: {cause.strerror}") from None
+        raise ConfigError(f"{what}: {str(path)!r} cannot be read: {cause.strerror}") from cause
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{what}: {str(path)!r} has more than {_MAX_BYTES} bytes")
     try:

@@ -80,11 +80,11 @@ class ServiceManager:
         if self._path is None:
             return
         address = "\0" + self._path[1:] if self._path.startswith("@") else self._path
-        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
-            sender.setblocking(False)
-            try:
+        try:
+            with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
+                sender.setblocking(False)
                 sender.sendto(message, address)
-            except OSError as cause:
-                if not self._has_failed:
-                    _log.warning("%s: %s cannot be notified: %s", _SOCKET, self._path, cause)
-                self._has_failed = True
+        except OSError as cause:
+            if not self._has_failed:
+                _log.warning("%s: %s cannot be notified: %s", _SOCKET, self._path, cause)
+            self._has_failed = True

@@ -1,6 +1,7 @@
 """Keys: the file's form and rights, comparison, reloading, and that nothing shows them."""
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import logging
@@ -272,6 +273,26 @@ def test_a_malformed_file_leaves_the_keys_and_is_logged_once(file, caplog, spoil
     write(file, table("carol", BOB))
     clock.now = 4.0
     assert client_of(store, x_api_key=ALICE) is None
+
+
+def test_a_file_that_could_not_be_opened_for_once_is_read_again(file, caplog, monkeypatch):
+    """A key that was taken back must not stay because the process had no descriptor then."""
+    clock, opened = ScriptedClock(), os.open
+    store = KeyStore(str(file), clock=clock)
+    write(file, table("carol", BOB))
+
+    def no_descriptor(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", no_descriptor)
+    for seconds in (1.0, 2.0, 3.0):
+        clock.now = seconds
+        assert client_of(store, x_api_key=ALICE).name == "alice"
+    monkeypatch.setattr(os, "open", opened)
+    clock.now = 4.0
+    assert client_of(store, x_api_key=ALICE) is None
+    assert client_of(store, x_api_key=BOB).name == "carol"
+    assert caplog.text.count("keys from before stay") == 1
 
 
 def test_a_users_key_is_no_administrators(file, tmp_path):

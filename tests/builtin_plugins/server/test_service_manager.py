@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -98,6 +99,18 @@ def test_nobody_there_is_logged_once_and_harmless(caplog, path):
         told.stopping()
     assert len(caplog.records) == (path != "")
     assert all("NOTIFY_SOCKET" in record.getMessage() for record in caplog.records)
+
+
+def test_a_process_without_descriptors_goes_on(caplog, monkeypatch):
+    def no_descriptor(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    manager = ServiceManager("/run/systemd/notify", 1.0)
+    monkeypatch.setattr(socket, "socket", no_descriptor)
+    manager.ready()
+    manager.ping()
+    manager.stopping()
+    assert caplog.text.count("cannot be notified: [Errno 24] Too many open files") == 1
 
 
 def test_a_manager_that_reads_nothing_does_not_hold_the_server_up(manager, tmp_path):

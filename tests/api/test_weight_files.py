@@ -1,0 +1,130 @@
+"""The files of later weights: when they are removed, whatever an update comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from hardpoint import ModelError
+from hardpoint.calls import weights
+from hardpoint.calls.weights import AsyncWeightCalls, TensorFolders, WeightFiles
+from hardpoint.plugins import EngineConfig
+
+TENSORS = {"w": torch.ones(4)}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """The folder in the place of shared memory."""
+    monkeypatch.setattr(weights, "_MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+class Engine:
+    """Takes weights while `goes_on` is not set."""
+
+    def __init__(self):
+        self.parts = SimpleNamespace(config=EngineConfig(model="x"))
+        self.goes_on, self.uses, self.calls = asyncio.Event(), asyncio.Event(), []
+
+    def set_load(self, load):
+        self.parts.config = msgspec.structs.replace(self.parts.config, load=load)
+
+    async def call_utility(self, method, *args):
+        del args
+        self.calls.append(method)
+        if method == "use_weights":
+            self.uses.set()
+            await self.goes_on.wait()
+        return True if method == "weights_prepared" else None
+
+
+class Calls(AsyncWeightCalls):
+    def __init__(self):
+        self._engine = Engine()
+        self.engine = self._engine
+
+
+def test_an_update_that_is_cancelled_while_the_engine_takes_the_weights_is_whole(place):
+    async def main():
+        llm = Calls()
+        task = asyncio.create_task(llm.update_weights(TENSORS))
+        await llm.engine.uses.wait()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done()
+        llm.engine.goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        load = llm.engine.parts.config.load
+        assert load.version == "1"
+        assert [Path(path).parent.parent for path in load.updates] == [place]
+        assert all(Path(path).exists() for path in load.updates)
+        assert await llm.update_weights(TENSORS) == "2"
+
+    asyncio.run(main())
+
+
+def test_tensors_of_an_update_that_fails_are_removed(place):
+    async def main():
+        llm = Calls()
+        load = msgspec.structs.replace(llm.engine.parts.config.load, updates=("/gone.safetensors",))
+        llm.engine.set_load(load)
+        for _ in range(2):
+            with pytest.raises(ModelError, match="gone"):
+                await llm.update_weights(TENSORS)
+        assert llm.engine.calls == []
+
+    asyncio.run(main())
+    assert list(place.iterdir()) == []
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch
+from hardpoint.calls import weights
+weights._MEMORY = Path(sys.argv[1])
+folders = weights.TensorFolders("hardpoint-weights-", "weights")
+print(folders.write("w.safetensors", {"w": torch.ones(4)}), flush=True)
+time.sleep(60)
+"""
+
+
+def test_folders_of_a_program_that_was_killed_go_with_the_next_update(place, monkeypatch):
+    command = [sys.executable, "-c", PROGRAM, str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        left = Path(program.stdout.readline().strip())
+        monkeypatch.setattr(weights, "_ABANDONED_S", -1.0)
+        other = place / "hardpoint-weights-of-nobody"
+        files, lives = WeightFiles(), TensorFolders("hardpoint-weights-", "weights")
+        try:
+            kept = lives.write("w.safetensors", TENSORS)
+            assert left.exists()  # its program runs
+            other.touch()  # no folder
+            program.send_signal(signal.SIGKILL)
+            program.wait()
+            monkeypatch.setattr(weights, "_ABANDONED_S", 60.0)
+            files.after(EngineConfig(model="x"), TENSORS, None)
+            assert left.exists()  # it is young: another program may be about to lock it
+            os.utime(left, (0, 0))
+            files.after(EngineConfig(model="x"), TENSORS, None)
+            assert not left.exists()
+            assert kept.exists()
+            assert other.exists()
+        finally:
+            program.kill()
+            files.keep(())
+            lives.keep(())
+    assert [path.name for path in place.iterdir()] == [other.name]

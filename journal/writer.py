@@ -51,7 +51,9 @@ class JournalWriter:
         self._encoder = msgspec.msgpack.Encoder()
         self._number = 0
         self._num_bytes = START_BYTES
-        self._num_pending = 0
+        self._num_put = self._num_written = 0  # of bytes, each counted in one thread
+        self._waiting: list[threading.Event] = []
+        self._is_last = False  # whether the thread has taken all that comes
         self.why_over = ""
         self._queue: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._descriptor = _create(path)
@@ -68,7 +70,7 @@ class JournalWriter:
         size = FRAME_BYTES + len(payload)
         if len(payload) > MOST_BYTES or self._num_bytes + size > self._most_bytes:
             self._finish(f"it has reached engine.journal_bytes ({self._most_bytes})")
-        elif self._num_pending > _MOST_PENDING:
+        elif self._num_put - self._num_written > _MOST_PENDING:
             self._finish("the disk is too slow")
         else:
             self._append(payload)
@@ -98,43 +100,50 @@ class JournalWriter:
 
     def _put(self, data: bytes) -> None:
         self._num_bytes += len(data)
-        self._num_pending += len(data)
+        self._num_put += len(data)
         self._queue.put(data)
 
     def _run(self) -> None:
         try:
-            while self._write_next():
-                pass
-        except OSError as cause:
-            self.why_over = f"it cannot be written: {cause}"
+            while not self._is_last:
+                self._write_next()
+        except BaseException as cause:  # such as a full disk; the engine goes on
+            self.why_over = f"it cannot be written: {cause or type(cause).__name__}"
             _log.error("the journal %s ends here: %s", self._path, self.why_over)
-            while (item := self._queue.get()) is not None:
-                if isinstance(item, threading.Event):
-                    item.set()
+            self._release()
+            while not self._is_last:
+                self._take(self._queue.get())
+                self._release()
         finally:
             os.close(self._descriptor)
 
-    def _write_next(self) -> bool:
-        """Write what waits, or what comes next; return whether more can come."""
-        item = self._queue.get()
-        if isinstance(item, bytes):
+    def _write_next(self) -> None:
+        """Write what waits, or what comes next."""
+        pieces = [self._take(self._queue.get())]
+        if pieces[0]:
             time.sleep(_GATHER_S)
-        pieces: list[bytes] = []
-        waiting: list[threading.Event] = []
         with contextlib.suppress(queue.Empty):
-            while item is not None:
-                if isinstance(item, bytes):
-                    pieces.append(item)
-                else:
-                    waiting.append(item)
-                item = self._queue.get_nowait()
+            while not self._is_last:
+                pieces.append(self._take(self._queue.get_nowait()))
         data = memoryview(b"".join(pieces))
-        self._num_pending -= len(data)
+        self._num_written += len(data)
         while data:
             data = data[os.write(self._descriptor, data) :]
-        for event in waiting:
-            event.set()
-        return item is not None
+        self._release()
+
+    def _take(self, item: bytes | threading.Event | None) -> bytes:
+        """Return the bytes to write of an item, and note what else it is."""
+        if isinstance(item, bytes):
+            return item
+        if item is None:
+            self._is_last = True
+        else:
+            self._waiting.append(item)
+        return b""
+
+    def _release(self) -> None:
+        while self._waiting:
+            self._waiting.pop().set()
 
 
 class RingWriter:
@@ -154,7 +163,7 @@ class RingWriter:
         self._encoder = msgspec.msgpack.Encoder()
         self._segments: deque[list[bytes | Keyframe]] = deque([[]])
         self._sizes: deque[int] = deque([0])
-        self._number = 0
+        self._number, self._written = 0, -1
         self.why_over = ""
 
     @property
@@ -177,16 +186,17 @@ class RingWriter:
             self._sizes.popleft()
 
     def sync(self) -> None:
-        """Write what is kept into the file: a step has failed."""
+        """Write what is kept into the file: a step has failed. The engine may go on."""
         self._dump("a step failed")
 
     def close(self, reason: str) -> None:
-        """Write what is kept into the file."""
-        if not self.why_over:
+        """Write what is kept into the file, unless it is there."""
+        self.why_over = reason
+        if self._number > self._written:
             self._dump(reason)
 
     def _dump(self, reason: str) -> None:
-        self.why_over = reason
+        self._written = self._number
         payloads = [self._encoder.encode(self._header)]
         for segment in self._segments:
             payloads += [

@@ -483,6 +483,7 @@ class EngineParts:
         users = self._by_request.pop(request_id, None)
         self._asked.pop(request_id, None)
         self._faults.pop(request_id, None)
+        self.gates.forget(request_id)
         if users:
             for part in users:
                 part.users.discard(request_id)

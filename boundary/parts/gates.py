@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,8 @@ from hardpoint.plugins.scheduler import EncoderCache
 from .bound_half import BoundPart, call_for
 from .returns import cost_defect, kept_defect, matched_defect, reason_defect, shown_reason
 
+_Costs: TypeAlias = list[tuple[BoundPart, Mapping[str, int]]]
+
 
 class PartGates:
     """The gates and resources of the parts, for a scheduler; see `Gates` of the contract."""
@@ -36,7 +38,9 @@ class PartGates:
         """Ask the parts that `parts_of` returns for the id of a request."""
         self._parts_of = parts_of
         self._used: dict[str, Counter[str]] = {}  # by part
-        self._costs: dict[str, list[tuple[BoundPart, Mapping[str, int]]]] = {}  # by running request
+        self._num_passed: dict[str, int] = {}  # parts of each request whose gate it has passed
+        self._costs: dict[str, _Costs] = {}  # of each request
+        self._held: dict[str, _Costs] = {}  # of each that runs
 
     def holds(self, request: Request) -> bool:
         """Return whether a part has a gate for a request, or counts what it costs."""
@@ -45,11 +49,14 @@ class PartGates:
 
     def wait_reason(self, request: Request) -> WaitReason | None:
         """Return why a request that has not run is not ready; None if it is."""
-        for part in self._parts_of(request.request_id):
+        parts = self._parts_of(request.request_id)
+        for place in range(self._num_passed.get(request.request_id, 0), len(parts)):
+            part = parts[place]
             if part.overrides("gate"):
                 reason = _as_reason(part, call_for(part, "gate", request))
                 if reason is not None:
                     return reason
+            self._num_passed[request.request_id] = place + 1
         for part, cost in self._cost_of(request):
             for name, amount in cost.items():
                 if amount > part.capacity.get(name, 0):
@@ -78,21 +85,28 @@ class PartGates:
     def acquire(self, request: Request) -> None:
         """Count the resources of a request that starts to run."""
         if costs := self._cost_of(request):
-            self._costs[request.request_id] = costs
+            self._held[request.request_id] = costs
             for part, cost in costs:
                 self._used.setdefault(part.key, Counter()).update(cost)
 
     def release(self, request: Request) -> None:
         """Release the resources of a request that no longer runs."""
-        for part, cost in self._costs.pop(request.request_id, ()):
+        for part, cost in self._held.pop(request.request_id, ()):
             self._used[part.key].subtract(cost)
 
-    def _cost_of(self, request: Request) -> list[tuple[BoundPart, Mapping[str, int]]]:
-        return [
-            (part, _checked_cost(part, request))
-            for part in self._parts_of(request.request_id)
-            if part.overrides("cost")
-        ]
+    def forget(self, request_id: str) -> None:
+        """Forget which gates a request has passed, and what it costs."""
+        self._num_passed.pop(request_id, None)
+        self._costs.pop(request_id, None)
+
+    def _cost_of(self, request: Request) -> _Costs:
+        """Return the costs of a request; the parts are asked once."""
+        if (costs := self._costs.get(request.request_id)) is None:
+            parts = self._parts_of(request.request_id)
+            costs = [(p, _checked_cost(p, request)) for p in parts if p.overrides("cost")]
+            if parts:
+                self._costs[request.request_id] = costs
+        return costs
 
 
 class PartTransfers(KVConnectorScheduler):

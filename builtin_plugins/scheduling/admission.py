@@ -53,12 +53,18 @@ class _Outcome(Enum):
     """It keeps waiting; no further request is admitted in this step."""
 
 
-def poll_blocked(tracker: RequestTracker, step: Step) -> None:
-    """Enqueue blocked requests that no step part holds back; finish those that can never run."""
+def poll_blocked(tracker: RequestTracker, step: Step, pause: PauseState) -> None:
+    """Enqueue blocked requests that no step part holds back; finish those that can never run.
+
+    While all are paused no part is asked, since workers that sleep could not answer it.
+    """
     gates = tracker.context.gates
     for request in tracker.loading.values():
         step.waiting[request.request_id] = wait_reasons.remote_kv(request.num_loading_tokens)
     for request in list(tracker.blocked.values()):
+        if pause is PauseState.PAUSED_ALL:
+            step.waiting[request.request_id] = wait_reasons.paused()
+            continue
         assert gates is not None, "without gates no request waits at one"
         try:
             held = gates.wait_reason(request)

@@ -145,7 +145,7 @@ class DefaultScheduler(Scheduler):
         for request in tracker.pop_expired(step.now):
             step.timed_out.append(request.request_id)
             tracker.finish_in_planning(request, FinishReason.TIMEOUT)
-        poll_blocked(tracker, step)
+        poll_blocked(tracker, step, self._pause)
         step.max_requests = self._share()
         if tracker.running and self._pause is not PauseState.PAUSED_ALL:
             schedule_running(tracker, step, self.context.options.max_slowdown)

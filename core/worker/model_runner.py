@@ -382,11 +382,12 @@ class ModelRunner:
                 batch.append_sampled(sampled)
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
+        if self._sampling is not None:  # before another request may have one of their ids
+            self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
         for new in plan.new_requests:
             self._add(new, batch, plan.step)
         update = batch.settle()
         if self._sampling is not None:
-            self._sampling.pipeline.observed_states.drop(plan.finished_request_ids)
             self._sampling.pipeline.update(update, batch.full_update)
 
     def _add(self, new: NewRequest, batch: InputBatch, step: int) -> None:

@@ -154,6 +154,12 @@ class DraftPlanner(EngineHalf):
         if resumed is not None and resumed.part_figures:
             live.add_figures(resumed.part_figures.get(self._name, {}))
 
+    def workers_started(self) -> Mapping[str, RequestFault]:
+        """Begin again with all requests, which halves of workers do not know after a sleep."""
+        for live in self._live.values():
+            live.num_known = None
+        return {}
+
     def begin(self, plan: SchedulerOutput) -> bytes | None:
         """Return the limits of drafts after this step; None if the worker has nothing to do."""
         started: dict[str, str] = {}

@@ -270,6 +270,17 @@ def test_a_pipeline_that_is_too_deep_is_refused(scripted):
         scripted_engine(scripted, {"executor": {"use": f"{__name__}:Deep"}})
 
 
+def test_a_request_whose_id_has_just_ended_has_a_state_of_its_own(scripted, expected):
+    engine = scripted_engine(scripted, {**ENABLE, "engine": {"random_request_ids": False}})
+    (_, prompt, used) = JOBS[0]
+    engine.add_request("greedy", prompt, used)
+    engine.step()
+    engine.abort_requests("greedy")  # the next plan reports the end, and has the other one
+    assert run(engine, [("greedy", prompt, used)])["greedy"] == expected["greedy"]
+    assert num_kept(engine) == 0
+    engine.close()
+
+
 def num_kept(engine):
     """Return for how many requests states are kept, once the worker knows which have ended."""
     if not engine.has_unfinished_requests():

@@ -6,7 +6,9 @@ import re
 
 import pytest
 from msgspec.structs import replace
+from support.adapters import write_model
 from support.driving import FINAL, alone, run
+from support.internals import engine_of
 from support.parallel import write_random_model
 from support.plugins import speculating
 
@@ -271,3 +273,21 @@ def test_hidden_states_are_those_of_the_tokens_since_the_last_call(scripted, chu
     for rows, _, length in shown:
         seen += rows
         assert seen == len(prompt) + length - 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_that_are_kept_have_drafts_after_a_sleep(tmp_path, level):
+    write_model(tmp_path / "m")
+    config = {**speculating_with("ngram"), "kv_cache": {"num_blocks": 64}}
+    params = replace(GREEDY, max_tokens=100)
+    with LLM(str(tmp_path / "m"), config=config) as llm:
+        engine = engine_of(llm)
+        engine.add_request("a", {"prompt_token_ids": [1, 2, 3, 4] * 20}, params)
+        for _ in range(10):
+            engine.step()
+        before = llm.scheduler_stats().num_drafts
+        llm.sleep(level, mode="keep")
+        llm.wake_up()
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert llm.scheduler_stats().num_drafts > before > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from hardpoint.calls.engines import with_restart
 from hardpoint.calls.weights import Weights
 from hardpoint.core.engine.utility_calls import PauseModeName
 from hardpoint.core.frontend.frontend import listed_ids
-from hardpoint.errors import PluginFaultError
+from hardpoint.errors import PluginFaultError, reason_of
 from hardpoint.journal import with_journal
 from hardpoint.live.settings import Asked
 from hardpoint.open_model import COMPANIONS
@@ -37,6 +38,9 @@ from .process import SharedFaults, WorkerLaunch, WorkerProcess, own_requests
 _log = logging.getLogger("hardpoint")
 
 _POLL_S = 0.05
+_PAUSE_S = 5.0
+"""Until a worker that could not be started is tried again: the system may have memory by then."""
+
 _ENDED = 3
 """Exit code where workers end too often."""
 
@@ -121,7 +125,7 @@ class Workers:
         """Own the engines.
 
         Args:
-            max_per_minute: how often workers that ended are replaced.
+            max_per_minute: how often it is tried to replace workers that ended.
         """
         self.engine = engine
         self._sources = config_sources
@@ -130,6 +134,7 @@ class Workers:
         self._running: dict[int, tuple[WorkerProcess, Link]] = {}
         self._ready: set[int] = set()
         self._replaced: list[int] = []
+        self._due: dict[int, float] = {}  # when those that could not be started are tried again
         self._is_ending = False
         self._code = 0
         self._handlers: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -210,34 +215,58 @@ class Workers:
     async def _watch(self) -> None:
         """Replace workers that end, and notify the others of changes of the engines."""
         view = self.engine.shared.view
-        while self._running:
+        while self._running or self._due:
             await asyncio.sleep(_POLL_S)
             for index, (process, link) in list(self._running.items()):
                 if process.returncode is not None:
                     await self._ended(index, process, link)
+            if self._is_over:
+                self._due.clear()
+            for index, due in list(self._due.items()):
+                if self._loop.time() >= due:
+                    del self._due[index]
+                    await self._replace(index)
             if (now := self.engine.shared.view) != view:
                 view = now
                 self.engine.shared.notify(Notice("engines", msgspec.to_builtins(view)), keep=False)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ending or self.engine.dead_error is not None
 
     async def _ended(self, index: int, process: WorkerProcess, link: Link) -> None:
         """Take a worker that has ended off, and start another one."""
         code = process.returncode or 0
         failure = process.failure()
         del self._running[index]
-        await asyncio.to_thread(self.engine.shared.disconnect, link)
-        await asyncio.to_thread(process.close)
-        if self._is_ending or self.engine.dead_error is not None:
+        for release in (functools.partial(self.engine.shared.disconnect, link), process.close):
+            with contextlib.suppress(RuntimeError):  # no thread can be started: a later one does it
+                await asyncio.to_thread(release)
+        if self._is_over:
             self._code = max(self._code, code)
             return
         _log.warning("worker %d ended, and is replaced: %s", index, failure)
         self._ready.discard(index)
         self._replaced.append(index)
+        await self._replace(index)
+
+    async def _replace(self, index: int) -> None:
+        """Start a worker for one that has ended; later, where that fails."""
         if not self._budget.may_restart():
             _log.error("workers end too often; the others are ended, too")
             self._code = _ENDED
             self.send_signal(signal.SIGTERM)
             return
-        await self._start(index)
+        try:
+            await self._start(index)
+        except Exception as cause:  # no memory, process or descriptor is left now
+            _log.warning(
+                "worker %d could not be started, and is tried again in %g s: %s",
+                index,
+                _PAUSE_S,
+                reason_of(cause),
+            )
+            self._due[index] = self._loop.time() + _PAUSE_S
 
     async def _end_all(self) -> None:
         self._is_ending = True

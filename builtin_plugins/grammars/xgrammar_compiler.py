@@ -114,8 +114,14 @@ class CompileProcess:
             raise HardpointError(f"xgrammar: {command[0]} did not start: {cause}") from cause
         self._owner = os.getpid()
         start = msgspec.msgpack.encode(self._start_message)
-        if self._is_closed or self._exchange(start, _START_SECONDS) is None:
-            self.end()
+        answer = None
+        try:
+            if not self._is_closed:
+                answer = self._exchange(start, _START_SECONDS)
+        finally:
+            if answer is None:  # no thread for the time limit, too: it waits for the start
+                self.end()
+        if answer is None:
             raise HardpointError(
                 f"xgrammar: {command[0]} cannot compile grammars; does 'import xgrammar' work "
                 f"there?"

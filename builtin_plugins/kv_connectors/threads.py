@@ -42,19 +42,31 @@ class TaskThreads:
         self._closed = False
 
     def submit(self, task: Task, *, first: bool = False) -> None:
-        """Run a task; `first` is before all others."""
+        """Run a task; `first` is before all others.
+
+        Raises:
+            RuntimeError: no thread can be started, and none runs that could take it.
+        """
         with self._changed:
             if self._closed:
                 return
-            (self._tasks.appendleft if first else self._tasks.append)(task)
-            if self._idle < len(self._tasks):
+            if self._idle <= len(self._tasks):  # none of them is for this task
                 self._replace_stuck()
                 may_start = len(self._stuck) < _MOST_STUCK * self._count
                 if len(self._running) < self._count and may_start:
-                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._running[thread] = None
-                    thread.start()
+                    self._start_thread()
+            (self._tasks.appendleft if first else self._tasks.append)(task)
             self._changed.notify()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has none left now
+            if not self._running:
+                raise
+        else:
+            self._running[thread] = None
 
     def _replace_stuck(self) -> None:
         now = time.monotonic()

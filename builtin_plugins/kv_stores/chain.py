@@ -200,7 +200,7 @@ class _Later:
         self._closed = False
 
     def submit(self, key: bytes, buffer: BlockBuffer) -> bool:
-        """Store a copy of a block; return False if there is no room."""
+        """Store a copy of a block; return False if there is no room, or no thread."""
         if self._is_full(key):
             return False
         whole = memoryview(bytes(buffer.whole))
@@ -208,11 +208,15 @@ class _Later:
         with self._changed:
             if self._is_full(key):
                 return False
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="KVChain", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has none left now
+                    return False
+                self._thread = thread
             self._copies[key] = copy
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="KVChain", daemon=True)
-                self._thread.start()
         return True
 
     def _is_full(self, key: bytes) -> bool:

@@ -204,12 +204,14 @@ class _Slots:
     def allocate(self) -> None:
         """Allocate the tensors, all zero."""
         count, rank = self._count, self._max_rank
-        for name, matrix in self._matrices.items():
-            self._tensors[name] = (
+        self._tensors = {
+            name: (
                 torch.zeros((count, rank, len(matrix.columns)), dtype=self._dtype).to(self._device),
                 torch.zeros((count, len(matrix.rows), rank), dtype=self._dtype).to(self._device),
                 torch.zeros(count, dtype=torch.float32).to(self._device),
             )
+            for name, matrix in self._matrices.items()
+        }
 
     def release(self) -> None:
         """Forget all contents and tensors."""
@@ -223,14 +225,16 @@ class _Slots:
             self.allocate()
         self.contents[index] = None  # until it is complete
         self._views = {}
-        for name in {*self._ranks[index], *adapter.changes}:
+        ranks = {name: len(change.a) for name, change in adapter.changes.items()}
+        self._ranks[index] |= ranks  # if it fails half-way, the next one clears all of it
+        for name in self._ranks[index]:
             a, b, scales = self._tensors[name]
             a[index], b[index], scales[index] = 0, 0, 0
             if (change := adapter.changes.get(name)) is not None:
                 rank = len(change.a)
                 a[index, :rank], b[index, :, :rank] = change.a, change.b
                 scales[index] = change.scale
-        self._ranks[index] = {name: len(change.a) for name, change in adapter.changes.items()}
+        self._ranks[index] = ranks
         self.contents[index] = adapter.content
 
     def use(self, indices: Sequence[int]) -> None:

@@ -188,6 +188,23 @@ def test_copies_that_wait_have_a_limit():
     chain.store.close()
 
 
+def test_without_a_thread_blocks_are_in_the_nearest_store_alone(monkeypatch):
+    chain = Chain("near", "far", write="behind")
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", start)
+        assert chain.store.store(key_of(1), block_of(1)) is True
+    chain.before = failing(("near", "lookup"))
+    assert found(chain.store, 1) == [False]  # nothing waits for a thread
+    keep(chain.store, 2)
+    chain.store.drain()
+    assert found(chain.stores["far"], 1, 2) == [False, True]
+    chain.store.close()
+
+
 def test_draining_waits_for_copies_and_then_for_each_store():
     chain = Chain("near", "far", write="behind")
     chain.before = lambda name, method: (name, method) == ("far", "store") and time.sleep(0.05)

@@ -122,6 +122,34 @@ def test_there_are_only_so_many_stuck_threads(make):
     assert threads.drain(10.0)
 
 
+def no_thread(_):
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_cannot_start_does_not_count(make, monkeypatch):
+    threads, ran = make(2), []
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", no_thread)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                threads.submit(lambda: ran.append("refused"))
+        assert threads.drain(0.0)
+    for index in range(10):
+        threads.submit(lambda index=index: ran.append(index))
+    threads.close(10.0)
+    assert sorted(ran) == list(range(10))
+
+
+def test_a_task_waits_for_a_thread_that_runs_if_no_other_can_start(make, monkeypatch):
+    threads, hold, ran = make(2), threading.Event(), []
+    threads.submit(lambda: hold.wait(10.0))
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    threads.submit(lambda: ran.append(1))
+    hold.set()
+    assert threads.drain(10.0)
+    assert ran == [1]
+
+
 def test_drain_ends_in_time(make):
     threads, hold = make(1, timeout=60.0), threading.Event()
     threads.submit(lambda: hold.wait(10.0))

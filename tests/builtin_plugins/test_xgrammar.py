@@ -571,6 +571,18 @@ def test_a_program_that_does_not_start_is_named(tmp_path):
         made.compile(Job("regex", "a"))
 
 
+def test_a_process_whose_start_was_not_sent_is_ended(fake, monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            fake.compile(Job("regex", "a"))
+    assert fake.pids == []
+    assert fake.compile(Job("regex", "a")).grammar == "a"
+
+
 def test_frames_that_end_early_are_no_answers():
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as read:

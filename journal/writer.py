@@ -112,26 +112,26 @@ class JournalWriter:
             _log.error("the journal %s ends here: %s", self._path, self.why_over)
             self._release()
             while not self._is_last:
-                self._take(self._queue.get())
+                self._bytes_of(self._queue.get())
                 self._release()
         finally:
             os.close(self._descriptor)
 
     def _write_next(self) -> None:
         """Write what waits, or what comes next."""
-        pieces = [self._take(self._queue.get())]
+        pieces = [self._bytes_of(self._queue.get())]
         if pieces[0]:
             time.sleep(_GATHER_S)
         with contextlib.suppress(queue.Empty):
             while not self._is_last:
-                pieces.append(self._take(self._queue.get_nowait()))
+                pieces.append(self._bytes_of(self._queue.get_nowait()))
         data = memoryview(b"".join(pieces))
         self._num_written += len(data)
         while data:
             data = data[os.write(self._descriptor, data) :]
         self._release()
 
-    def _take(self, item: bytes | threading.Event | None) -> bytes:
+    def _bytes_of(self, item: bytes | threading.Event | None) -> bytes:
         """Return the bytes to write of an item, and note what else it is."""
         if isinstance(item, bytes):
             return item

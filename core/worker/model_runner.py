@@ -377,9 +377,8 @@ class ModelRunner:
         batch.remove(plan.finished_request_ids | plan.preempted_request_ids)
         self._pooled -= plan.finished_request_ids
         batch.drop_rejected(plan.cached_requests)
-        for sampled in plan.sampled:
-            if self._sampling is None:  # else it sampled them itself
-                batch.append_sampled(sampled)
+        for sampled in plan.sampled if self._sampling is None else ():  # else by itself
+            batch.append_sampled(sampled)
         for request_id, block_ids in plan.cached_requests.new_block_ids.items():
             batch.extend_blocks(request_id, block_ids)
         if self._sampling is not None:  # before another request may have one of their ids

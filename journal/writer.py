@@ -163,7 +163,7 @@ class RingWriter:
         self._encoder = msgspec.msgpack.Encoder()
         self._segments: deque[list[bytes | Keyframe]] = deque([[]])
         self._sizes: deque[int] = deque([0])
-        self._number, self._written = 0, -1
+        self._number = 0
         self.why_over = ""
 
     @property
@@ -186,17 +186,17 @@ class RingWriter:
             self._sizes.popleft()
 
     def sync(self) -> None:
-        """Write what is kept into the file: a step has failed. The engine may go on."""
+        """Write what is kept into the file: a step has failed."""
         self._dump("a step failed")
+        _log.warning("the journal %s ends here: %s", self._path, self.why_over)
 
     def close(self, reason: str) -> None:
-        """Write what is kept into the file, unless it is there."""
-        self.why_over = reason
-        if self._number > self._written:
+        """Write what is kept into the file."""
+        if not self.why_over:
             self._dump(reason)
 
     def _dump(self, reason: str) -> None:
-        self._written = self._number
+        self.why_over = reason
         payloads = [self._encoder.encode(self._header)]
         for segment in self._segments:
             payloads += [

@@ -78,7 +78,7 @@ class SyncWeightCalls:
             RequestError: a field is wrong, or the engine cannot do this; names the field.
             ModelError: files or tensors are missing, broken or not the model's; names file, tensor
                 and value. Or memory is short.
-            HardpointError: the engine sleeps.
+            HardpointError: the engine sleeps or is about to, or the update was given up.
         """
         engine, files, calls = self._engine, self._weight_files, EngineUtilities
         with files.lock, files.kept_of(engine):

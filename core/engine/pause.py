@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from .parts_start import PartsStart
 MEMORY_TAGS = ("weights", "kv_cache")
 SCHEDULING_TAG = "scheduling"
 _RELEASES_MODEL = 2  # level of sleep
+_USER, _UPDATE = "user", "update"  # owners of pauses: `pause` and `sleep`, or `run_paused`
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class PauseController:
     def __init__(self, core: PauseDependencies) -> None:
         """Start unpaused and awake."""
         self._core = core
-        self._state = PauseState.UNPAUSED
+        self._states = {_USER: PauseState.UNPAUSED}  # by owner
         self._asleep: set[str] = set()  # memory tags
         self._sleep_level = 0
-        # What to do once the engine is idle, with the future of the call that wants it.
-        self._when_idle: list[tuple[Callable[[], None], Future[None]]] = []
+        # What to do once the engine is idle, for whom, with the future of the call.
+        self._when_idle: list[tuple[Callable[[], None], str, Future[None]]] = []
         self._last_sleep: Future[None] | None = None
         self.has_loop = False
         self.num_wake_ups = 0
@@ -67,7 +68,7 @@ class PauseController:
     @property
     def is_paused(self) -> bool:
         """Whether a pause keeps some requests, or all, from running."""
-        return self._state is not PauseState.UNPAUSED
+        return set(self._states.values()) != {PauseState.UNPAUSED}
 
     @property
     def is_pending(self) -> bool:
@@ -91,7 +92,7 @@ class PauseController:
             RequestError: an unknown mode, or one that this engine does not support.
         """
         self._begin(mode)
-        return self._run_when_idle(self._clear_caches if clear_cache else _do_nothing)
+        return self._run_when_idle(self._clear_caches if clear_cache else lambda: None)
 
     def resume(self) -> None:
         """Schedule again; fail the futures of pauses that are not complete.
@@ -99,9 +100,9 @@ class PauseController:
         Raises:
             HardpointError: the engine is asleep.
         """
-        if self._asleep:
-            raise HardpointError(f"the engine sleeps ({self._sleeping_tags}); call wake_up() first")
+        self._check_awake()
         self.fail_pending("the engine was resumed before it was idle")
+        self._states.clear()
         self._set_state(PauseState.UNPAUSED)
 
     def sleep(self, level: int, mode: str) -> Future[None]:
@@ -120,8 +121,7 @@ class PauseController:
             return self.pause(mode, clear_cache=False)
         if self._asleep:
             raise HardpointError(f"the engine sleeps already ({self._sleeping_tags})")
-        if self._last_sleep is not None and not self._last_sleep.done():
-            raise HardpointError("the engine is about to sleep already, once it is idle")
+        self._check_no_sleep_waits()
         self._begin(mode)
         self._last_sleep = self._run_when_idle(lambda: self._release_memory(level))
         return self._last_sleep
@@ -172,56 +172,81 @@ class PauseController:
 
         Raises:
             RequestError: as `pause`.
-            HardpointError: the engine is asleep.
+            HardpointError: the engine is asleep, or is about to be.
         """
-        if self._asleep:
-            raise HardpointError(f"the engine sleeps ({self._sleeping_tags}); call wake_up() first")
+        self._check_awake()
+        self._check_no_sleep_waits()
         self._checked(mode)
 
     def run_paused(self, mode: str, action: Callable[[], None]) -> Future[None]:
-        """Pause, run an action, and continue as before.
+        """Pause, run an action, and continue as the user's pauses have it by then.
 
         Args:
             mode: as for `pause`.
-            action: called when no step is under way; what it raises the future gets.
+            action: called when no step is under way; what it raises the future gets. One that
+                waits from before is given up.
 
         Raises:
             RequestError, HardpointError: as `check`.
         """
         self.check(mode)
-        before = self._state
-        self._begin(mode)
+        self.give_up()
+        self._begin(mode, _UPDATE)
 
         def run() -> None:
             try:
+                self._check_awake()
                 action()
             finally:
                 self.num_wake_ups += 1  # workers may have work to do ahead again
-                self._set_state(before)
+                self._set_state(PauseState.UNPAUSED, _UPDATE)
 
-        return self._run_when_idle(run)
+        return self._run_when_idle(run, _UPDATE)
+
+    def give_up(self) -> None:
+        """Fail the future of `run_paused` whose action has not run, and end its pause."""
+        self.fail_pending("the update of the weights was given up", (_UPDATE,))
+        self._set_state(PauseState.UNPAUSED, _UPDATE)
 
     def went_idle(self) -> None:
         """Complete the pauses that wait for the engine to be idle."""
         while self._when_idle:
-            action, future = self._when_idle.pop(0)
-            _complete(action, future)
+            action, owner, future = self._when_idle.pop(0)
+            if future.set_running_or_notify_cancel():
+                try:
+                    action()
+                except BaseException as error:
+                    raise_unless_fault(error)
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            if owner == _UPDATE and self._core.scheduler.has_requests():
+                break  # its own pause was the stricter one
 
-    def fail_pending(self, message: str) -> None:
+    def fail_pending(self, message: str, owners: Collection[str] = (_USER, _UPDATE)) -> None:
         """Fail the futures of pauses that are not complete."""
-        pending, self._when_idle = self._when_idle, []
-        for _, future in pending:
+        pending = [entry for entry in self._when_idle if entry[1] in owners]
+        self._when_idle = [entry for entry in self._when_idle if entry not in pending]
+        for _, _, future in pending:
             if future.set_running_or_notify_cancel():
                 future.set_exception(HardpointError(message))
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise HardpointError(f"the engine sleeps ({self._sleeping_tags}); call wake_up() first")
+
+    def _check_no_sleep_waits(self) -> None:
+        if self._last_sleep is not None and not self._last_sleep.done():
+            raise HardpointError("the engine is about to sleep already, once it is idle")
 
     @property
     def _sleeping_tags(self) -> str:
         return ", ".join(tag for tag in MEMORY_TAGS if tag in self._asleep)
 
-    def _begin(self, mode: str) -> None:
+    def _begin(self, mode: str, owner: str = _USER) -> None:
         mode = self._checked(mode)
         pauses_all = mode is PauseMode.KEEP or self._asleep
-        self._set_state(PauseState.PAUSED_ALL if pauses_all else PauseState.PAUSED_NEW)
+        self._set_state(PauseState.PAUSED_ALL if pauses_all else PauseState.PAUSED_NEW, owner)
         if mode is PauseMode.ABORT:
             self._core.abort_all()
 
@@ -234,13 +259,16 @@ class PauseController:
             )
         return checked
 
-    def _set_state(self, state: PauseState) -> None:
-        self._core.scheduler.set_pause(state)
-        self._state = state
+    def _set_state(self, state: PauseState, owner: str = _USER) -> None:
+        """Set the state of an owner; the scheduler gets the stricter one of both."""
+        self._states[owner] = state
+        self._core.scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
 
-    def _run_when_idle(self, action: Callable[[], None]) -> Future[None]:
+    def _run_when_idle(self, action: Callable[[], None], owner: str = _USER) -> Future[None]:
         future: Future[None] = Future()
-        self._when_idle.append((action, future))
+        # An update is first: the pauses of the user may have to wait again once its own is over.
+        place = 0 if owner == _UPDATE else len(self._when_idle)
+        self._when_idle.insert(place, (action, owner, future))
         if not self.has_loop:
             self._core.settle()
             self.went_idle()
@@ -255,19 +283,3 @@ class PauseController:
         self._set_state(PauseState.PAUSED_ALL)  # no request can run now, whatever the mode
         self._core.executor.collective_rpc("sleep", (level,))
         self._asleep, self._sleep_level = set(MEMORY_TAGS), level
-
-
-def _do_nothing() -> None:
-    """Do nothing."""
-
-
-def _complete(action: Callable[[], None], future: Future[None]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        action()
-    except BaseException as error:
-        raise_unless_fault(error)
-        future.set_exception(error)
-    else:
-        future.set_result(None)

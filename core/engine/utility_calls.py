@@ -42,13 +42,7 @@ _log = logging.getLogger("hardpoint")
 
 T = TypeVar("T")
 
-WORKER_METHODS = frozenset(
-    {
-        "plugin_meters",
-        "start_profile",
-        "stop_profile",
-    }
-)
+WORKER_METHODS = frozenset({"plugin_meters", "start_profile", "stop_profile"})
 """Methods of Worker that `collective_rpc` may call: those that leave the engine's state alone."""
 
 
@@ -286,12 +280,7 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def prepare_weights(
-        self: UtilityHost,
-        updates: list[str],
-        version: str,
-        mode: PauseModeName,
-        *,
-        recompute: bool,
+        self: UtilityHost, updates: list[str], version: str, mode: PauseModeName, *, recompute: bool
     ) -> None:
         """Begin to read other weights of the model, while it runs.
 
@@ -301,6 +290,7 @@ class EngineUtilities(ControlCalls):
             mode, recompute: as `use_weights` is going to have them.
         """
         self._pause.check(mode)
+        self._pause.give_up()
         self._weights.prepare(updates, version, recompute=recompute)
 
     @utility(has_timeout=False)
@@ -315,7 +305,8 @@ class EngineUtilities(ControlCalls):
 
     @utility()
     def drop_weights(self: UtilityHost) -> None:
-        """Forget the weights that were prepared."""
+        """Forget the weights that were prepared; a `use_weights` that waits fails."""
+        self._pause.give_up()
         self._weights.drop()
 
     @utility(has_timeout=False)
@@ -371,13 +362,7 @@ def call_utility(core: EngineUtilities, call: UtilityCall, answer: Answer) -> No
 
     A future is answered when it is done, as is one that another future gives as its result.
     """
-    try:
-        result = run_utility(core, call.method, call.args)
-    except BaseException as error:
-        raise_unless_fault(error)
-        answer(failed_call(call, error))
-    else:
-        _answer(call, result, answer)
+    _answer(call, partial(run_utility, core, call.method, call.args), answer)
 
 
 def run_utility(core: EngineUtilities, method: str, arguments: Sequence[Any]) -> Any:
@@ -463,18 +448,15 @@ def _check_name(method: str, callable_names: Collection[str]) -> None:
         )
 
 
-def _answer(call: UtilityCall, result: Any, answer: Answer) -> None:
-    if isinstance(result, Future):
-        result.add_done_callback(lambda future: _answer_of(call, future, answer))
-    else:
-        answer(UtilityOutput.succeeded(call.call_id, result))
-
-
-def _answer_of(call: UtilityCall, future: Future[Any], answer: Answer) -> None:
+def _answer(call: UtilityCall, made: Callable[[], Any], answer: Answer) -> None:
+    """Answer with what the call, once it is made, returns or raises."""
     try:
-        result = future.result()
+        result = made()
     except BaseException as error:
         raise_unless_fault(error)
         answer(failed_call(call, error))
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(lambda future: _answer(call, future.result, answer))
     else:
-        _answer(call, result, answer)
+        answer(UtilityOutput.succeeded(call.call_id, result))

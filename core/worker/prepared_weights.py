@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
+from threading import Lock, Thread
 
 import msgspec
 import torch
@@ -38,6 +38,7 @@ class PreparedWeights:
         updates: Sequence[str],
         version: str,
         plan: Callable[[WorkerSpec], PlannedModel],
+        earlier: PreparedWeights | None,
     ) -> None:
         """Begin.
 
@@ -46,27 +47,34 @@ class PreparedWeights:
             updates: as `load.updates`.
             version: as `load.version`.
             plan: builds the model without weights.
+            earlier: those that were given up; they may be read still, and this waits for them.
         """
         load = msgspec.structs.replace(spec.config.load, updates=tuple(updates), version=version)
         config = msgspec.structs.replace(spec.config, load=load)
         self.spec = dataclasses.replace(spec, config=config, progress=no_progress)
-        self._plan = plan
+        self._plan, self._lock, self._is_given_up = plan, Lock(), False
         self.planned: PlannedModel | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="hardpoint-weights", daemon=True)
+        self._thread = Thread(
+            target=self._run, args=[earlier], name="hardpoint-weights", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, earlier: PreparedWeights | None) -> None:
         try:
-            self.planned = self._load()
+            if earlier is not None:
+                earlier.close()
+            if not self._is_given_up:
+                self.planned = self._load()
         except BaseException as error:
             self._error = error
+        if self._is_given_up:
+            self.give_up()
 
     def _load(self) -> PlannedModel:
         loader, updates = self.spec.loader, self.spec.config.load.updates
         base = loader.base if isinstance(loader, UpdatedWeights) else loader
-        spec = dataclasses.replace(self.spec, loader=UpdatedWeights(base, updates))
-        self.spec = spec
+        self.spec = spec = dataclasses.replace(self.spec, loader=UpdatedWeights(base, updates))
         planned = self._plan(spec)
         with contextlib.ExitStack() as undo:
             undo.callback(planned.model.close)
@@ -95,12 +103,18 @@ class PreparedWeights:
         named = attribute_error(error, self.spec.plugins)
         return False, kind_of(named), str(named)
 
+    def give_up(self) -> None:
+        """Forget the model, now or once it is read; wait for nothing."""
+        self._is_given_up, self._error = True, None
+        with self._lock:  # the thread may have come to its end just now
+            planned, self.planned = self.planned, None
+        if planned is not None:
+            planned.model.close()
+
     def close(self) -> None:
-        """Wait until the model is read, and forget it."""
+        """Give up, and wait until nothing is read."""
+        self.give_up()
         self._thread.join()
-        if self.planned is not None:
-            self.planned.model.close()
-            self.planned = None
 
 
 def _check_memory(planned: PlannedModel) -> None:

@@ -11,12 +11,7 @@ import torch
 
 from hardpoint.boundary.errors import close_all
 from hardpoint.core.weights.worker_spec import ONLY_ENGINE, EnginePlace
-from hardpoint.plugins.parallel import (
-    Communicator,
-    Parallel,
-    Placement,
-    SingleRank,
-)
+from hardpoint.plugins.parallel import Communicator, Parallel, Placement, SingleRank
 from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.system.process.arrivals import count_arrivals
 

@@ -390,7 +390,7 @@ class LocalWorker:
         assert self._spec is not None
         ops, backend = self.runner.ops, self.runner.attention.backend
         plan = functools.partial(self._plan_model, ops=ops, backend=backend)
-        self._prepared = PreparedWeights(self._spec, updates, version, plan)
+        self._prepared = PreparedWeights(self._spec, updates, version, plan, self._prepared)
 
     def weights_prepared(self) -> tuple[bool, str | None, str]:
         """Return whether the other weights are read, and kind and text of what prevented it."""
@@ -412,10 +412,9 @@ class LocalWorker:
         earlier.close()
 
     def drop_weights(self) -> None:
-        """Forget the weights that were prepared."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.close()
+        """Forget the weights that were prepared; what is read still is closed when it is read."""
+        if self._prepared is not None:
+            self._prepared.give_up()
 
     def start_profile(self) -> None:
         """Start a profile."""
@@ -458,7 +457,9 @@ class LocalWorker:
             raise error
 
     def _release(self) -> None:
-        self.drop_weights()
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
         if self._weight_cache is not None:
             self._weight_cache.close()
         self.movable_weights = None

@@ -290,6 +290,102 @@ class TestSleep:
         assert rig.run()["a"] == expected([1, 2, 3], 2)
 
 
+class TestUpdatesOfWeights:
+    """A user and an update, which pause an engine at the same time."""
+
+    def began(self, **fields):
+        """A rig with a request that has begun, of a loop that the test runs."""
+        rig = Rig(updates=True)
+        rig.add("a", max_tokens=6, **fields)
+        loop = Waits(rig)
+        rig.step()
+        return rig, loop
+
+    def use(self, rig, version, mode, *, recompute=True):
+        rig.core.prepare_weights([], version, mode, recompute=recompute)
+        return rig.core.use_weights(mode, recompute=recompute)
+
+    def test_an_engine_that_is_about_to_sleep_refuses_it(self):
+        rig, loop = self.began()
+        rig.core.prepare_weights([], "1", "keep", recompute=True)
+        asleep = rig.core.sleep(1, WAIT)
+        for call in (
+            lambda: rig.core.use_weights(KEEP, recompute=True),
+            lambda: rig.core.prepare_weights([], "1", KEEP, recompute=True),
+        ):
+            with pytest.raises(HardpointError, match="the engine is about to sleep already"):
+                call()
+        loop.run_until_idle()
+        assert asleep.result(0) is None
+        assert rig.tokens["a"] == expected([1, 2, 3], 6)
+        rig.add("b", max_tokens=2)
+        assert not rig.core.has_requests()
+        rig.core.wake_up()
+        assert rig.run()["b"] == expected([1, 2, 3], 2)
+
+    def test_a_sleep_that_follows_waits_for_it(self):
+        rig, loop = self.began()
+        used, asleep = self.use(rig, "1", WAIT), rig.core.sleep(1, KEEP)
+        loop.run_until_idle()
+        assert (used.result(0), asleep.result(0)) == (None, None)
+        names = [call[0] for call in rig.executor.calls]
+        assert names.index("use_weights") < names.index("sleep")
+        assert not rig.core.has_requests()
+        rig.core.wake_up()
+        assert rig.run()["a"] == expected([1, 2, 3], 6)
+
+    @pytest.mark.parametrize("drops", [True, False])
+    def test_one_that_is_given_up_is_over_before_the_next(self, drops):
+        rig, loop = self.began()
+        first = self.use(rig, "1", WAIT, recompute=False)
+        if drops:
+            rig.core.drop_weights()
+            assert not rig.core.is_paused()
+        second = self.use(rig, "2", ABORT)
+        with pytest.raises(HardpointError, match="the update of the weights was given up"):
+            first.result(0)
+        loop.run_until_idle()
+        assert second.result(0) is None
+        assert [call[0] for call in rig.executor.calls].count("use_weights") == 1
+        assert not rig.core.is_paused()
+        rig.add("b", max_tokens=2)
+        assert rig.run()["b"] == expected([1, 2, 3], 2)
+
+    def test_a_pause_that_comes_meanwhile_stays(self):
+        rig, loop = self.began()
+        used, paused = self.use(rig, "1", WAIT), rig.core.pause(KEEP)
+        loop.run_until_idle()
+        assert (used.result(0), paused.result(0)) == (None, None)
+        assert rig.core.is_paused()
+        assert not rig.core.has_requests()
+        assert len(rig.tokens["a"]) < 6
+        rig.core.resume()
+        assert rig.run()["a"] == expected([1, 2, 3], 6)
+
+    def test_requests_that_a_pause_holds_stay_held(self):
+        rig, loop = self.began()
+        rig.core.pause(KEEP)
+        loop.run_until_idle()
+        before = list(rig.tokens["a"])
+        used = self.use(rig, "1", WAIT)
+        loop.run_until_idle()
+        assert used.result(0) is None
+        assert rig.tokens["a"] == before
+        assert rig.core.is_paused()
+        rig.core.resume()
+        assert rig.run()["a"] == expected([1, 2, 3], 6)
+
+    def test_a_pause_that_waits_for_running_requests_goes_on_waiting(self):
+        rig, loop = self.began()
+        paused, used = rig.core.pause(WAIT), self.use(rig, "1", KEEP)
+        rig.core.went_idle()
+        assert used.result(0) is None
+        assert not paused.done()
+        loop.run_until_idle()
+        assert paused.result(0) is None
+        assert rig.ends == {"a": "length"}
+
+
 class TestInABusyLoop:
     def call(self, rig, number, method, *args):
         rig.send(UtilityCall(0, number, method, list(args)))

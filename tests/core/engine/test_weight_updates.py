@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import weakref
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import write_model, write_two_models
 from support.internals import engine_of
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM, HardpointError, ModelError, RequestError, SamplingParams
 from hardpoint.plugins import EngineCoreRequest, Model
@@ -216,6 +218,38 @@ def test_earlier_weights_are_released(folders):
         count = len(models())
         assert count == len(earlier)
         assert None in [model() for model in earlier]
+
+
+def test_what_is_given_up_while_it_is_read_holds_nobody_up(folders, expected, monkeypatch):
+    from hardpoint.core.worker import prepared_weights
+
+    go_on, reading, models = threading.Event(), [], []
+    load = prepared_weights.load_weights
+
+    def held(spec, planned, cache, any_rank):
+        reading.append(1)
+        models.append(weakref.ref(planned.model))
+        assert go_on.wait(PATIENCE_S)
+        load(spec, planned, cache, any_rank)
+        reading.pop()
+
+    monkeypatch.setattr(prepared_weights, "load_weights", held)
+    with opened(folders[0]) as llm:
+        call = engine_of(llm).call_utility
+        for _ in range(2):  # the second waits for the first
+            call("prepare_weights", [str(file_of(folders[1]))], "1", "keep", True)
+            wait_until(lambda: reading)
+            call("drop_weights")
+        assert results(llm) == expected[0]
+        call("prepare_weights", [str(file_of(folders[1]))], "1", "keep", True)
+        assert not call("weights_prepared")
+        assert len(reading) == 1
+        go_on.set()
+        wait_until(lambda: call("weights_prepared"))
+        gc.collect()
+        assert [model() is None for model in models] == [True, False]
+        call("use_weights", "keep", True)
+        assert results(llm) == expected[1]
 
 
 def wrong(**changes):

@@ -18,10 +18,12 @@ from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.engine.step import EngineCoreParts
 from hardpoint.core.engine.step_cost import StepTimes
+from hardpoint.core.engine.weight_updates import WeightUpdates
 from hardpoint.core.engine_process.loop import EngineLoop, LoopOptions, LoopQueues, Prepared
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.kv_cache import BlockManager
 from hardpoint.plugins import (
+    EngineConfig,
     EngineCoreRequest,
     ModelRunnerOutput,
     PolicyContext,
@@ -248,6 +250,7 @@ class Rig:
         idle_method=None,
         config=None,
         cache_changes=None,
+        updates=False,
         make_core=EngineCore,
         **limits,
     ):
@@ -297,10 +300,18 @@ class Rig:
                 sleep_levels=sleep_levels,
                 idle_method=idle_method,
                 cache_changes=cache_changes,
+                weights=self._weights() if updates else None,
             )
         )
         self.tokens = {}
         self.ends = {}
+
+    def _weights(self):
+        """Weights that are read at once, whenever others are prepared."""
+        self.executor.rpc["weights_prepared"] = (True, None, "")
+        return WeightUpdates(
+            EngineConfig(), None, self.executor, self.scheduler, None, lambda: None
+        )
 
     def add(self, name, **fields):
         self.core.add_request(request(name, **fields))

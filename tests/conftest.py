@@ -14,9 +14,10 @@ from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
 from support.installed_metadata import read_metadata_once
-from support.nightly import is_nightly
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
+from support.selection import Selection
+from support.stress import Stress
 
 from hardpoint.testing import write_scripted_model
 
@@ -58,7 +59,10 @@ class NamesOfFailures:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run what takes long, too")
+    parser.addoption("--all", action="store_true", help="run the tests marked nightly, too")
+    parser.addoption("--timing", action="store_true", help="run the tests marked timing alone")
+    parser.addoption("--shuffle", metavar="SEED", help="run the files in a random order")
+    parser.addoption("--stress", type=int, metavar="SEED", help="delay threads, reads and starts")
     parser.addoption("--durations-file", type=Path, help="write the seconds of each test there")
 
 
@@ -74,21 +78,17 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hp-", dir=shared)
     settings.load_profile("nightly" if config.getoption("all") else "ci")
+    config.pluginmanager.register(Selection(config))
     STARTS.install()
     read_metadata_once()
+    if (seed := config.getoption("stress")) is not None:
+        config.pluginmanager.register(Stress(seed))
 
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("all"):
-        for item in items:
-            if item.get_closest_marker("nightly") or is_nightly(item.nodeid):
-                item.add_marker(pytest.mark.skip(reason="takes long: scripts/test --all runs it"))
 
 
 def pytest_collection_finish() -> None:

@@ -70,7 +70,7 @@ ON_USE = {
 
 @pytest.fixture(scope="module")
 def script():
-    loader = importlib.machinery.SourceFileLoader("build_core", str(ROOT / "scripts/build-core"))
+    loader = importlib.machinery.SourceFileLoader("build_core", str(ROOT / "scripts/build_core.py"))
     spec = importlib.util.spec_from_loader("build_core", loader)
     module = importlib.util.module_from_spec(spec)
     sys.modules["build_core"] = module
@@ -315,7 +315,7 @@ def make_environment(wheel: Path, folder: Path) -> Path:
 
 
 def build_wheel(out: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "scripts/build-core", out], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts/build_core.py", out], check=True)
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import ROOT, run
+from support.selection import ALWAYS_RUN, changed_pages
 from support.source_tree import (
     FOLDERS,
     class_nodes,
@@ -53,7 +54,22 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+IN_EACH_RUN = {*ALWAYS_RUN, *changed_pages()}
+
+
+def page_params() -> list:
+    """Return the pages as parameters; most of them run with --all only."""
+    return [
+        pytest.param(
+            page,
+            id=label(page),
+            marks=[] if label(page) in IN_EACH_RUN else pytest.mark.nightly,
+        )
+        for page in PAGES
+    ]
+
+
+@pytest.mark.parametrize("page", page_params())
 def test_examples_run(page, tmp_path):
     """Blocks that begin with `# file: NAME` become files; the other Python ones run in order.
 

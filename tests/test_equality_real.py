@@ -135,7 +135,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_own():
 @pytest.mark.nightly
 def test_the_reference_is_what_transformers_computes():
     done = subprocess.run(
-        [sys.executable, "scripts/demo-reference", "--check"],
+        [sys.executable, "scripts/demo_reference.py", "--check"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from support.processes import ROOT
 
-SCRIPT = str(ROOT / "scripts" / "gpu-check")
+SCRIPT = str(ROOT / "scripts" / "gpu_check.py")
 KERNEL_TESTS = sorted((ROOT / "tests" / "kernels").glob("test_triton_*.py"))
 LIMIT = 180  # seconds of a dry run
 

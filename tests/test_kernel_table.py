@@ -52,7 +52,7 @@ def kernel_table(*arguments: str, path: Path | None = None) -> subprocess.Comple
         found = [str(path), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         arguments = ("--package", "tiny_kernels", "--page", str(path / "page.md"), *arguments)
-    command = [sys.executable, str(ROOT / "scripts" / "kernel-table"), *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "kernel_table.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

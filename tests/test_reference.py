@@ -179,4 +179,4 @@ def test_the_gallery_names_costs_and_proofs(pages):
     ],
 )
 def test_costs_are_rounded_to_what_can_be_told(value, up, text):
-    assert runpy.run_path(str(ROOT / "scripts" / "gallery-costs"))["about"](value, up=up) == text
+    assert runpy.run_path(str(ROOT / "scripts" / "gallery_costs.py"))["about"](value, up=up) == text

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def vocabulary():
     """The script as a module."""
-    loader = importlib.machinery.SourceFileLoader("vocabulary", str(ROOT / "scripts/vocabulary"))
+    loader = importlib.machinery.SourceFileLoader("vocabulary", str(ROOT / "scripts/vocabulary.py"))
     spec = importlib.util.spec_from_loader("vocabulary", loader)
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Notes how long each test takes; scripts/durations makes tables of it, by file and by folder."""
+"""Durations and outcomes of the tests of a run, which scripts/durations makes tables of."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ class Durations:
         """Start the clock; the file is written at the end of the session."""
         self._path = path
         self._seconds: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
         self._started = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add set-up, call or tear-down of a test."""
         self._seconds[report.nodeid] += report.duration
+        if report.when == "call" or report.skipped or report.failed:
+            self._outcomes[report.outcome] += 1
 
     def pytest_sessionfinish(self) -> None:
         """Write the seconds of the tests, and those of the session."""
         tests = {name: round(seconds, 3) for name, seconds in self._seconds.most_common()}
-        found = {"wall": round(time.monotonic() - self._started, 1), "tests": tests}
+        wall = round(time.monotonic() - self._started, 1)
+        record = {"wall": wall, "outcomes": self._outcomes, "tests": tests}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(found, indent=0), encoding="utf-8")
+        self._path.write_text(json.dumps(record, indent=0), encoding="utf-8")

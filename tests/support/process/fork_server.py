@@ -274,6 +274,13 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     sys.argv[:] = request["argv"]
     importlib.invalidate_caches()
+    delay_if_stressed()
+
+
+def delay_if_stressed() -> None:
+    """Delay this child process as `scripts/test --stress` delays its parent."""
+    if "HARDPOINT_TEST_STRESS" in os.environ:
+        importlib.import_module("support.stress").install_in_child()
 
 
 def _run_child() -> None:

@@ -24,6 +24,7 @@ from support.installed_metadata import read_metadata_once
 from support.process.fork_server import (
     STARTS,
     ForkServer,
+    delay_if_stressed,
     fork_on_request,
     import_builtins,
     one_thread,
@@ -171,6 +172,7 @@ def _run_request(base: list[str], request: dict[str, Any], descriptors: list[int
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [path for path in paths if path] + base
     importlib.invalidate_caches()
+    delay_if_stressed()
     _fork_servers(STARTS.fork_server(functools.partial(_run_request, base)))
     if request.get("is_torn_down"):
         _run(request["arguments"])

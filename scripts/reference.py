@@ -1,0 +1,807 @@
+"""Write docs/reference/*.md from the code, or with --check say whether they are stale.
+
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md and gallery.md,
+                            and the rules of the suites in docs/conformance-kit*.md
+scripts/reference --check   writes nothing; exits 1 and names the files that differ
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import enum
+import importlib
+import inspect
+import json
+import re
+import sys
+import tomllib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
+
+from hardpoint import plugins, testing
+from hardpoint.builtin_plugins.server.assembly import core_routes
+from hardpoint.builtin_plugins.server.routes.fields import GenerationFields
+from hardpoint.live.settings import settings_of
+from hardpoint.plugins import SamplingParams, Wrapper
+from hardpoint.plugins.arguments import ComponentWithArguments
+from hardpoint.plugins.behaviour import declared_of
+from hardpoint.plugins.component import Component
+from hardpoint.plugins.hooks import HookSpecs
+from hardpoint.plugins.logits import Phase
+from hardpoint.registry.configuration import default_config_type
+from hardpoint.registry.kinds import KINDS, Kind, Stability
+from hardpoint.testing.suite import Rule
+from hardpoint.typed import join_path
+from hardpoint.typed.describing import (
+    FieldDoc,
+    attribute_docs,
+    first_paragraph,
+    struct_fields,
+    walk_structs,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_FOLDER = ROOT / "docs" / "reference"
+MODULES = {
+    "hardpoint.errors": "stable",
+    "hardpoint.typed": "stable",
+    "hardpoint.plugins.commands": "provisional",
+    "hardpoint.plugins.device": "provisional",
+    "hardpoint.plugins.output_parser": "provisional",
+    "hardpoint.plugins.server": "provisional",
+    "hardpoint.plugins.request_options": "provisional",
+    "hardpoint.plugins.grammars": "provisional",
+    "hardpoint.plugins.structured": "provisional",
+    "hardpoint.plugins.executor": "provisional",
+    "hardpoint.plugins.exponential_race": "provisional",
+    "hardpoint.plugins.parallel": "provisional",
+    "hardpoint.plugins.quantization": "provisional",
+    "hardpoint.toolkit.bitmasks": "provisional",
+    "hardpoint.toolkit.branches": "provisional",
+    "hardpoint.toolkit.encoder_cache": "provisional",
+    "hardpoint.toolkit.hf_config": "provisional",
+    "hardpoint.toolkit.layers": "provisional",
+    "hardpoint.toolkit.parsing.format_parser": "provisional",
+    "hardpoint.toolkit.parsing.json_text": "provisional",
+    "hardpoint.toolkit.workers.calls": "provisional",
+    "hardpoint.toolkit.workers.joining": "provisional",
+}
+"""Public modules besides `hardpoint.plugins`: below it, of single kinds, and libraries for authors."""
+OURS = ("hardpoint.errors", "hardpoint.plugins", "hardpoint.toolkit", "hardpoint.typed")
+"""What authors import, as prefixes."""
+COSTS = ROOT / "docs" / "reference" / "gallery-costs.json"
+"""What scripts/gallery-costs has measured."""
+NOTE = "<!-- Written by scripts/reference from the code. Change the code, then run it again. -->"
+
+END_OF_RULES = "<!-- end of rules -->"
+RULES = re.compile(
+    rf"(?P<begin><!-- rules of (?P<where>[\w.]+), written by .*? -->).*?{END_OF_RULES}", re.DOTALL
+)
+"""Marks in a guide of the kit, between which the tests of a suite are, or the rules of a module."""
+
+
+def main() -> int:
+    """Write or check the pages; return the exit code."""
+    parser = argparse.ArgumentParser(description="Write docs/reference from the code.")
+    parser.add_argument("--check", action="store_true", help="only say whether it is stale")
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER, help="where the pages are")
+    options = parser.parse_args()
+    folder: Path = options.folder
+    pages = {
+        folder / "kinds.md": kinds_page(),
+        folder / "types.md": types_page(),
+        folder / "hooks.md": hooks_page(),
+        folder / "config.md": config_page(),
+        folder / "server.md": server_page(),
+        folder / "gallery.md": gallery_page(),
+    }
+    guides = sorted(folder.parent.glob("conformance-kit*.md"))
+    pages |= {path: with_rules(path.read_text(encoding="utf-8")) for path in guides}
+    stale = [path for path, text in pages.items() if _read(path) != text]
+    if options.check:
+        for path in stale:
+            print(f"{path} is stale; run scripts/reference", file=sys.stderr)
+        return 1 if stale else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
+        print(f"wrote {path}")
+    return 0
+
+
+def with_rules(guide: str) -> str:
+    """Return a guide with the tests of a suite, or rules of a module, between their marks."""
+
+    def table(found: re.Match[str]) -> str:
+        where = found["where"]
+        rows = _tests(where) if hasattr(testing, where) else _rules(where)
+        return "\n".join([found["begin"], "", *rows, "", END_OF_RULES])
+
+    return RULES.sub(table, guide)
+
+
+def _tests(suite_name: str) -> Iterator[str]:
+    """Yield the table of the tests that a suite has and the suite above it has not."""
+    suite = getattr(testing, suite_name)
+    above = [base for base in suite.__bases__ if base.__name__ in testing.__all__]
+    yield from (_row("test", "rule"), "|---|---|")
+    for name in dict.fromkeys(name for cls in reversed(suite.__mro__) for name in vars(cls)):
+        if name.startswith("test_") and not any(hasattr(base, name) for base in above):
+            yield _row(f"`{name}`", " ".join(getattr(suite, name).__doc__.split()))
+
+
+def _rules(module: str) -> Iterator[str]:
+    """Yield the table of the rules of a module: the name of each, its text, and how to keep it."""
+    yield from (_row("rule", "what always holds", "to keep it"), "|---|---|---|")
+    for value in vars(importlib.import_module(module)).values():
+        if isinstance(value, Rule):
+            yield _row(*value.text.split(": ", 1), value.fix)
+
+
+def gallery_page() -> str:
+    """Return the page of all plugins in this repository: built-in ones, and those of examples."""
+    measured = json.loads(COSTS.read_text(encoding="utf-8"))
+    lines = [
+        *_title("Gallery"),
+        "All plugins of this repository by kind: the built-in ones, and those of the example",
+        "packages, which are written as anybody's are. Tests run the suites of the kinds for them;",
+        "`hardpoint plugins check NAME` runs one against an installed plugin, and measures what that",
+        "costs on this machine. `hardpoint plugins list` names those that are enabled.",
+        "",
+        "The costs are what `plugins check` measured once, in microseconds to the nearest of 1, 2, 5,",
+        f"10 and so on, on {measured['machine']}, in steps of the scripted",
+        "model with 8 requests and the simplest arguments: of a logits processor the time in its own",
+        "methods, of others how much longer a step took. One of `< 50` was too small for a figure. Where",
+        "there is none, no run of that model uses the plugin, or each does. `scripts/gallery-costs`",
+        "measures again. The proof is the test that runs the suite for it; of the few without one, the",
+        "tests of its module or package.",
+    ]
+    found: dict[str, list[tuple[str, ...]]] = {}
+    proofs = _proofs()
+    for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("examples/*/pyproject.toml"))):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        where = "built in" if file.parent == ROOT else _example(file.parent)
+        for group, entries in project.get("entry-points", {}).items():
+            kind = group.removeprefix("hardpoint.")
+            for name, target in entries.items() if kind in KINDS else ():
+                text, lines_of_code = _summary_of(target, file.parent)
+                cost = measured["microseconds"].get(f"{kind}/{name}", {})
+                costs = (cost.get("row", "-"), cost.get("step", "-"))
+                module, _, cls = target.partition(":")
+                proof = proofs.get((KINDS[kind].suite, cls or module.rpartition(".")[2]))
+                shown = _link_of_test(proof or _test_of(module, file.parent))
+                row = (f"`{name}`", text, where, lines_of_code, *costs, shown)
+                found.setdefault(kind, []).append(row)
+    for kind in KINDS.values():
+        if rows := found.get(kind.name):
+            lines += ["", f"## {kind.name}", "", f"{kind.summary} Proved by `{kind.suite}`.", ""]
+            columns = ("name", "", "package", "lines", "µs per row", "µs per step", "proof")
+            lines += [_row(*columns), "|---|---|---|---|---|---|---|"]
+            lines += [_row(*row) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _proofs() -> dict[tuple[str, str], Path]:
+    """Return the tests that run a suite for a plugin, by the names of suite and class or module."""
+    found: dict[tuple[str, str], Path] = {}
+    files = (*sorted(ROOT.glob("tests/**/test_*.py")), *ROOT.glob("examples/*/tests/*.py"))
+    for file in sorted(files, key=lambda file: "kit_catches" in file.stem):
+        suites: dict[str, set[str]] = {}
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+                above = {name for base in bases for name in suites.get(base, {base})}
+                suites[node.name] = {name for name in above if name.endswith("Suite")}
+                values = [one.value for one in node.body if isinstance(one, ast.Assign)]
+                names = [ast.unparse(v).rpartition(".")[2] for v in values]
+                for suite in suites[node.name]:
+                    found |= {(suite, n): file for n in names if (suite, n) not in found}
+    return found
+
+
+def _test_of(module: str, folder: Path) -> Path | None:
+    """Return the test of a plugin whose suite runs in none: by the name of its module or package."""
+    if folder != ROOT:
+        return folder / "tests"
+    for part in reversed(module.split(".")[2:]):
+        for pattern in (f"test_{part}.py", f"test_{part}_*.py", part):
+            if found := sorted(ROOT.glob(f"tests/**/{pattern}")):
+                return found[0]
+    return None
+
+
+def _link_of_test(file: Path | None) -> str:
+    return "-" if file is None else f"[{file.stem}](../../{file.relative_to(ROOT)})"
+
+
+def _example(folder: Path) -> str:
+    return f"[{folder.name}](../../examples/{folder.name})"
+
+
+def _summary_of(target: str, folder: Path) -> tuple[str, str]:
+    """Return the first sentence of what a target is, and the lines of its class or module."""
+    module, _, name = target.partition(":")
+    if folder == ROOT:
+        cls = importlib.import_module(module)
+        for part in filter(None, name.split(".")):
+            cls = getattr(cls, part)
+        return _first_sentence(inspect.getdoc(cls)), str(len(inspect.getsource(cls).splitlines()))
+    path = folder / "src" / Path(*module.split("."))
+    files = [path.with_suffix(".py")] if path.with_suffix(".py").exists() else path.glob("*.py")
+    flat = folder / f"{module}.py"
+    for file in [flat] if flat.exists() else sorted(files):
+        text = file.read_text(encoding="utf-8")
+        source = ast.parse(text)
+        if not name:
+            return _first_sentence(ast.get_docstring(source)), str(text.count("\n"))
+        for node in ast.walk(source):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                count = (node.end_lineno or 0) - node.lineno + 1
+                return _first_sentence(ast.get_docstring(node)), str(count)
+    raise SystemExit(f"{folder / 'pyproject.toml'}: {target} has no source")
+
+
+def _first_sentence(text: str | None) -> str:
+    first = " ".join((text or "").split("\n\n")[0].split())
+    return first.replace("|", "\\|")
+
+
+def kinds_page() -> str:
+    """Return the page of the extension points."""
+    lines = [
+        *_title("Extension points"),
+        "A plugin is a class that derives from the interface of its kind, states `contract = 1` in",
+        "its own body, and is offered under the kind's entry-point group. Everything here is",
+        "imported from `hardpoint.plugins`.",
+        "",
+        "| kind | interface | number | what it does |",
+        "|---|---|---|---|",
+    ]
+    for kind in KINDS.values():
+        interfaces = ", ".join(f"`{name}`" for name in kind.interface_names) or "functions"
+        link = f"[`{kind.name}`](#{kind.name})"
+        lines.append(f"| {link} | {interfaces} | {kind.number.value} | {kind.summary} |")
+    lines += ["", "## Every component", "", *_prose(Component), "", *_members(Component)]
+    taking = ", ".join(f"`{kind.name}`" for kind in KINDS.values() if kind.takes_arguments)
+    lines += ["## Components with arguments", "", f"Of the kinds {taking}.", ""]
+    lines += [*_prose(ComponentWithArguments), "", *_members(ComponentWithArguments)]
+    lines += ["## Wrappers", "", *_prose(Wrapper), "", "[The guide](../wrap-a-component.md).", ""]
+    for kind in KINDS.values():
+        lines += _kind_section(kind)
+    return _page(lines)
+
+
+def types_page() -> str:
+    """Return the page of the public names, and of the types that they pass."""
+    groups = public_groups()
+    shown = {name for _, _, names in groups for name in names}
+    named = named_in_guides()
+    passed = [cls for cls in passed_types(shown) if cls.__name__ in named]
+    shown |= {cls.__name__ for cls in passed}
+    lines = [
+        *_title("Names and types"),
+        "All names of `hardpoint.plugins`, and the types that its interfaces pass. A name of a group",
+        "that is *stable* changes only with the contract version of its kind, and the version before",
+        "is accepted. A *provisional* one may change in any release; its notes say how. Modules of",
+        "Hardpoint that are not listed here are *internal*. Public names are described below, and those",
+        "others that a guide or the page of the kinds names; the docstrings have the rest.",
+        "",
+        "| group | | names |",
+        "|---|---|---|",
+    ]
+    for title, stability, names in groups:
+        links = ", ".join(f"[`{name}`](#{name.lower()})" for name in names)
+        lines.append(f"| {title} | {stability} | {links} |")
+    links = ", ".join(f"[`{cls.__name__}`](#{cls.__name__.lower()})" for cls in passed)
+    lines += [f"| Passed, without a public name | provisional | {links} |", ""]
+    lines += ["| further module | | names |", "|---|---|---|"]
+    for name, stability in MODULES.items():
+        module = importlib.import_module(name)
+        names = ", ".join(f"`{one}`" for one in module.__all__)
+        lines.append(f"| `{module.__name__}` | {stability} | {names} |")
+    lines.append("")
+    for title, stability, names in groups:
+        lines += [f"## {title}", "", f"These are {stability}.", ""]
+        for name in names:
+            lines += _type_section(name, getattr(plugins, name))
+    lines += ["## Passed, without a public name", "", "These are provisional.", ""]
+    for cls in passed:
+        lines += _type_section(cls.__name__, cls)
+    for name in MODULES:
+        if name in ("hardpoint.errors", "hardpoint.typed", "hardpoint.plugins.commands"):
+            continue
+        module = importlib.import_module(name)
+        here = module.__name__
+        own = [one for one in module.__all__ if _module_of(getattr(module, one)).startswith(here)]
+        lines += [f"## {name}", "", *_prose(module), ""]
+        for one in sorted((named - shown).intersection(own), key=own.index):
+            lines += _type_section(one, getattr(module, one))
+    return _page(lines)
+
+
+def named_in_guides() -> set[str]:
+    """Return the words in code of the guides and of the pages of kinds and hooks."""
+    guides = [path.read_text("utf-8") for path in sorted(DEFAULT_FOLDER.parent.glob("*.md"))]
+    code = (
+        text
+        for page in (*guides, kinds_page(), hooks_page())
+        for text in re.findall(r"```.*?```|`[^`\n]+`", page, re.DOTALL)
+    )
+    return {word for text in code for word in re.findall(r"[A-Za-z_]\w*", text)}
+
+
+def _module_of(value: object) -> str:
+    """Return where a class or function is defined; nothing for a constant."""
+    return getattr(value, "__module__", None) or ""
+
+
+def public_groups() -> list[tuple[str, str, list[str]]]:
+    """Return title, stability and names of each group of `hardpoint.plugins.__all__`."""
+    source = inspect.getsource(plugins).split("__all__ = [", 1)[1].split("\n", 1)[1]
+    groups: list[tuple[str, str, list[str]]] = []
+    for line in map(str.strip, source.splitlines()):
+        if line.startswith("# "):
+            title, _, stability = line[2:].rpartition(": ")
+            groups.append((title, Stability(stability).value, []))
+        elif line.startswith('"'):
+            groups[-1][2].append(line.strip('",'))
+    return groups
+
+
+def passed_types(public: set[str]) -> list[type]:
+    """Return the types of the contract that public ones name in annotations and are not public."""
+    found: dict[str, type] = {}
+    waiting = [getattr(plugins, name) for name in sorted(public)]
+    seen = set()
+    while waiting:
+        cls = waiting.pop()
+        if not inspect.isclass(cls) or cls in seen or not _is_ours(cls):
+            continue
+        seen.add(cls)
+        if cls.__name__ not in public and not issubclass(cls, Component):
+            found[cls.__name__] = cls
+        namespace = vars(inspect.getmodule(cls))
+        waiting += [
+            namespace[name]
+            for annotation in _annotations(cls)
+            for name in re.findall(r"[A-Za-z_]\w*", annotation)
+            if name in namespace
+        ]
+    return [found[name] for name in sorted(found)]
+
+
+def _annotations(cls: type) -> Iterator[str]:
+    """Yield the annotations of a class: of its attributes, and of its public methods."""
+    yield from map(str, inspect.get_annotations(cls).values())
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (function := _function_of(member)) is not None:
+            yield from map(str, inspect.get_annotations(function).values())
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith(OURS)
+
+
+def _type_section(name: str, thing: Any) -> list[str]:
+    """Return what a public name stands for."""
+    lines = [f"### {name}", ""]
+    kind = next((k for k in KINDS.values() if name in k.interface_names), None)
+    if kind is not None:
+        return [*lines, f"The interface of [`{kind.name}`](kinds.md#{kind.name}).", ""]
+    if inspect.isfunction(thing):
+        return [*lines, *_function(name, thing), ""]
+    if not inspect.isclass(thing) or not _is_ours(thing):
+        return [*lines, *_other(name, thing), ""]
+    lines += [*_prose(thing), ""]
+    if issubclass(thing, enum.Enum):
+        return lines + [f"- `{member.name}`: {_member_doc(member)}" for member in thing] + [""]
+    if issubclass(thing, Exception):
+        bases = ", ".join(f"`{base.__name__}`" for base in thing.__bases__)
+        return [*lines, f"An exception, derived from {bases}.", ""]
+    is_plain = not dataclasses.is_dataclass(thing) and not getattr(thing, "_is_protocol", False)
+    if is_plain and inspect.isfunction(vars(thing).get("__init__")):
+        code = _function(name, thing.__init__)
+        code = [line.replace("(self, ", "(").replace(" -> None", "") for line in code]
+        lines += [line for line in code if line != "    self,"] + [""]
+        lines[lines.index("```python") + 1] = lines[lines.index("```python") + 1][4:]
+    return lines + _fields(thing) + _members(thing, is_component=False)
+
+
+def _other(name: str, thing: Any) -> list[str]:
+    """Return a line on a name that stands for no class of the contract."""
+    if getattr(thing, "__module__", "") in ("typing", "msgspec") or name in ("Annotated", "Meta"):
+        return [f"As in `{'typing' if name == 'Annotated' else 'msgspec'}`."]
+    if name == "hookimpl":
+        return ["Marks a function as the implementation of a [hook](hooks.md)."]
+    return [f"`{str(thing).replace('typing.', '')}`"]
+
+
+def _fields(cls: type) -> list[str]:
+    """Return the attributes of a class with type, default and meaning."""
+    docs = attribute_docs(cls)
+    if not docs and typing.is_typeddict(cls):  # it has fields of others alone
+        return []
+    annotations = {
+        name: getattr(annotation, "__forward_arg__", None) or str(annotation)
+        for base in reversed(cls.__mro__)
+        if _is_ours(base)
+        for name, annotation in inspect.get_annotations(base).items()
+        if not name.startswith("_")
+    }
+    annotations |= {n: "" for n in docs if n not in annotations and not _described(cls, n)}
+    if not annotations:
+        return []
+    lines = ["| field | type | default | |", "|---|---|---|---|"]
+    for name, annotation in annotations.items():
+        type_text = f"`{annotation}`" if annotation else ""
+        cells = (f"`{name}`", type_text, _default_of(cls, name), docs.get(name, ""))
+        lines.append(_row(*cells))
+    return [*lines, ""]
+
+
+def _described(cls: type, name: str) -> bool:
+    """Return whether a name is a method or property, which has a section of its own."""
+    return _function_of(inspect.getattr_static(cls, name, None)) is not None
+
+
+def _default_of(cls: type, name: str) -> str:
+    """Return a field's default as text; empty if it has none."""
+    if issubclass(cls, tuple) and name in getattr(cls, "_fields", ()):
+        defaults = cls._field_defaults  # type: ignore[attr-defined]
+        return f"`{defaults[name]!r}`" if name in defaults else ""
+    if issubclass(cls, msgspec.Struct):
+        fields = {field.name: field for field in msgspec.structs.fields(cls)}
+        missing: Any = msgspec.NODEFAULT
+    elif dataclasses.is_dataclass(cls):
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        missing = dataclasses.MISSING
+    else:
+        fields, missing = {}, None
+    if name in fields:
+        factory, default = fields[name].default_factory, fields[name].default
+        if factory is not missing:
+            default = factory() if inspect.isclass(factory) else missing  # `time.time`, say
+        if default is missing:
+            return ""
+    elif name in vars(cls) and not callable(vars(cls)[name]):
+        default = vars(cls)[name]
+    else:
+        return ""
+    text = "a function" if inspect.isfunction(default) else repr(default)
+    return "" if " at 0x" in text or type(default).__name__ == "member_descriptor" else f"`{text}`"
+
+
+def hooks_page() -> str:
+    """Return the page of the hooks."""
+    lines = [
+        *_title("Hooks"),
+        *_prose(inspect.getmodule(HookSpecs)),
+        "",
+        "The process that calls a hook stands in brackets. See [extension points](kinds.md#hooks)",
+        "for how a plugin of hooks is found and enabled.",
+        "",
+    ]
+    for name, hook in vars(HookSpecs).items():
+        if not name.startswith("_"):
+            # In a plugin it is a plain function.
+            code = [
+                line.replace("(self, ", "(").replace("(self)", "()")
+                for line in _function(name, hook)
+            ]
+            lines += [f"## {name}", "", *code, ""]
+    return _page(lines)
+
+
+def config_page() -> str:
+    """Return the page of the configuration."""
+    lines = [
+        *_title("Configuration"),
+        "Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where",
+        "values come from and which wins. `none` stands for a value that is not set. A value that",
+        "changes *live* is one that [`set_config`](../live-changes.md) changes while the engine runs;",
+        "the others need a restart.",
+        "",
+        *_table_section(default_config_type(), ""),
+    ]
+    return _page(lines)
+
+
+def server_page() -> str:
+    """Return the page of the server's routes, with every field and how it is treated."""
+    routes = [route for route in core_routes(Mock()) if not route.admin]
+    lines = [
+        *_title("The server's fields"),
+        "Every route of `hardpoint serve`, and every field of its requests: what it means, whether it",
+        "is ignored, or refused by name. A field that is null is one that is left out. Any other",
+        "field is an error that names the nearest known one, unless `server.unknown_fields` is",
+        '"warn". [The guide](../serving.md) has examples.',
+        "",
+        "| route | | body | answer |",
+        "|---|---|---|---|",
+    ]
+    for route in routes:
+        types = (route.request_type, route.response_type)
+        links = (f"[`{t.__name__}`](#{t.__name__.lower()})" if t else "" for t in types[:1])
+        answer = f"`{types[1].__name__}`" if types[1] else ""
+        methods = ", ".join(route.methods)
+        cells = (f"`{methods} {route.path}`", route.summary, *links, answer)
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append("")
+    asked = [route.request_type for route in routes if route.request_type is not None]
+    shown: dict[type[msgspec.Struct], None] = {}
+    for struct in asked:
+        shown.update(dict.fromkeys(walk_structs(struct)))
+    for struct in sorted(shown, key=lambda struct: struct not in asked):
+        lines += _request_section(struct)
+    return _page(lines)
+
+
+def _request_section(struct: type[msgspec.Struct]) -> list[str]:
+    """Return the fields of a request's body, or of a part of one."""
+    lines = [f"## {struct.__name__}", "", first_paragraph(struct), ""]
+    # Others have fields of the same names with other meanings.
+    shared = attribute_docs(SamplingParams) if issubclass(struct, GenerationFields) else {}
+    rows = [
+        dataclasses.replace(field, doc=field.doc or shared.get(field.name, ""))
+        for field in struct_fields(struct)
+    ]
+    config = struct.__struct_config__
+    if config.tag_field:
+        lines += [f'`{config.tag_field}` is `"{config.tag}"`.', ""]
+    if rows:
+        lines += ["| field | type | default | |", "|---|---|---|---|"]
+        lines += [_request_row(struct, field) for field in rows] + [""]
+    for title, names in (
+        ("Known and ignored", getattr(struct, "ignored", {})),
+        ("Known and refused", getattr(struct, "refused", {})),
+    ):
+        if names:
+            lines += ["| " + title.lower() + " | because |", "|---|---|"]
+            lines += [f"| `{name}` | {reason} |" for name, reason in sorted(names.items())] + [""]
+    return lines
+
+
+def _request_row(struct: type[msgspec.Struct], field: FieldDoc) -> str:
+    (info,) = [f for f in msgspec.structs.fields(struct) if f.encode_name == field.name]
+    if info.default is msgspec.UNSET:
+        default = "the model's"
+    else:
+        default = "required" if field.required else f"`{_toml(field.default)}`"
+    cells = (f"`{field.name}`", field.type_text, default, field.doc)
+    return _row(*cells)
+
+
+def _changes(kind: Kind) -> str:
+    if kind.restart is not None:
+        return f"with a restart: {kind.restart}"
+    says = "; of a class that says `changes_live = True`"
+    default = getattr(kind.interface, "changes_live", True)
+    return f"[live](../live-changes.md){'' if default else says}"
+
+
+def _kind_section(kind: Kind) -> list[str]:
+    processes = " and ".join(process.value for process in kind.processes)
+    chosen = f"`{kind.chosen_by}`" if kind.chosen_by else _chosen_otherwise(kind)
+    lines = [
+        f"## {kind.name}",
+        "",
+        kind.summary,
+        "",
+        f"- entry-point group: `{kind.group}`",
+        f"- chosen by: {chosen}",
+        f"- number: {kind.number.value}. {_member_doc(kind.number)}",
+        f"- runs in: {processes}",
+        f"- changes: {_changes(kind)}",
+        f"- a fault ends: {_lower(_member_doc(kind.fault_scope))}",
+        f"- contract version: {kind.contract}, {kind.stability.value}: "
+        f"{_lower(_member_doc(kind.stability))}",
+    ]
+    if kind.suite:
+        lines.append(f"- tested by: `hardpoint.testing.{kind.suite}`")
+    lines.append("")
+    if kind.interface is None:
+        return [*lines, "The hooks themselves are [on their own page](hooks.md).", ""]
+    if kind.forms:
+        lines += _interface(kind.interface, "What its forms share")
+    for form in kind.forms or (kind.interface,):
+        lines += _interface(form, form.__name__)
+    if kind.name == "logits_processors":
+        lines += ["### Phases", "", "Processors run phase by phase, in this order.", ""]
+        lines += [f"- `{phase.name}`: {_member_doc(phase)}" for phase in Phase] + [""]
+    return lines
+
+
+def _chosen_otherwise(kind: Kind) -> str:
+    by_requests = kind.role is not None or kind.name == "grammars"
+    named = "a request" if by_requests else "a model"
+    named = f"`{kind.named_by}` or {named}" if kind.named_by else named
+    return "`plugins.enable`; built-in ones are on" + (
+        f", and used when {named} names them" if kind.number.value == "by name" else ""
+    )
+
+
+def _interface(cls: type[Component], title: str) -> list[str]:
+    """Return an interface with what it adds itself: attributes, arguments, context, methods."""
+    lines = [f"### {title}", "", *_prose(cls), ""]
+    if docs := attribute_docs(cls) if cls.__doc__ and "Attributes:" in cls.__doc__ else {}:
+        types = {n: a for base in cls.__mro__ for n, a in inspect.get_annotations(base).items()}
+        typed = {name: f"{name}: {types[name]}" if name in types else name for name in docs}
+        lines += [*(f"- `{typed[name]}`: {text}" for name, text in docs.items()), ""]
+    if (context := inspect.get_annotations(cls).get("context")) is not None:
+        lines += _context(getattr(inspect.getmodule(cls), str(context)))
+    return lines + _members(cls)
+
+
+def _of_unlisted(cls: type) -> dict[str, Any]:
+    """Return the abstract methods of a form from a base that is on no page of its own."""
+    names = getattr(cls, "__abstractmethods__", frozenset())
+    return {
+        name: vars(base)[name]
+        for base in cls.__mro__[1:]
+        if base.__name__ not in plugins.__all__
+        for name in names & vars(base).keys()
+    }
+
+
+def _members(cls: type, *, is_component: bool = True) -> list[str]:
+    """Return the methods that a class adds, those of a component to implement first."""
+    lines: list[str] = []
+    members = [
+        (name, member)
+        for name, member in {**_of_unlisted(cls), **vars(cls)}.items()
+        if not name.startswith("_") or (name == "__call__" and not is_component)
+    ]
+    methods = [(name, member) for name, member in members if _function_of(member) is not None]
+    for wanted, heading in ((True, "To implement"), (False, "To override where wanted")):
+        chosen = [(n, m) for n, m in methods if _is_abstract(m) is wanted]
+        if chosen and is_component:
+            lines += [f"**{heading}**", ""]
+        for name, member in chosen:
+            lines += [*_function(name, member), ""]
+    return lines
+
+
+def _context(context: type) -> list[str]:
+    """Return what a component's constructor is given."""
+    docs = attribute_docs(context)
+    annotations = {
+        name: annotation
+        for base in reversed(context.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
+    }
+    lines = [f"`self.context: {context.__name__}`. {first_paragraph(context)}", ""]
+    for name, annotation in annotations.items():
+        tail = f": {docs[name]}" if name in docs else ""
+        lines.append(f"- `{name}: {annotation}`{tail}")
+    return [*lines, ""]
+
+
+def _function_of(member: Any) -> Any:
+    """Return the function of a method, class method or property; None for anything else."""
+    member = member.fget if isinstance(member, property) else member
+    member = getattr(member, "__func__", member)
+    return member if inspect.isfunction(member) else None
+
+
+def _is_abstract(member: Any) -> bool:
+    return bool(getattr(member, "__isabstractmethod__", False))
+
+
+def _function(name: str, member: Any) -> list[str]:
+    """Return a function's signature as code, then its docstring."""
+    function = _function_of(member)
+    signature = str(inspect.signature(function)).replace("'", "")
+    marks = {property: "@property\n", classmethod: "@classmethod\n"}
+    mark = marks.get(type(member), "")
+    code = f"{mark}def {name}{signature}"
+    if len(code.removeprefix(mark)) > 90:
+        code = f"{mark}def {name}({_wrapped(function)}"
+    lines = ["```python", *code.splitlines(), "```", "", *_prose(function, whole=True)]
+    behaviour = declared_of(function)
+    return lines if behaviour is None else [*lines, "", f"{behaviour}"]
+
+
+def _wrapped(function: Any) -> str:
+    """Return a long signature, one parameter per line."""
+    signature = inspect.signature(function)
+    parts: list[str] = []
+    keyword_only = False
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        parts.append(str(parameter).replace("'", ""))
+    returns = str(signature.return_annotation).replace("'", "")
+    return "\n    " + ",\n    ".join(parts) + f",\n) -> {returns}"
+
+
+def _table_section(struct: type[msgspec.Struct], path: str) -> list[str]:
+    """Return one table of the configuration, then the tables in it."""
+    fields = struct_fields(struct)
+    heading = f"## [{path}]" if path else "## Top level"
+    lines = [heading, "", first_paragraph(struct), ""]
+    plain = [field for field in fields if field.table is None]
+    if plain:
+        changes = dict(settings_of(struct))
+        lines += ["| key | type | default | changes | |", "|---|---|---|---|---|"]
+        lines += [_field_row(field, changes.get(field.name, "by kind")) for field in plain]
+        lines.append("")
+    for field in fields:
+        if field.table is not None:
+            lines += _table_section(field.table, join_path(path, field.name))
+    return lines
+
+
+def _field_row(field: FieldDoc, change: str) -> str:
+    default = "required" if field.required else f"`{_toml(field.default)}`"
+    cells = (f"`{field.name}`", field.type_text, default, change, field.doc)
+    return _row(*cells)
+
+
+def _toml(value: Any) -> str:
+    return "none" if value is None else json.dumps(msgspec.to_builtins(value))
+
+
+def _member_doc(member: enum.Enum) -> str:
+    """Return the docstring that follows an enum member in the source, else its value."""
+    lines = inspect.getsource(type(member)).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{member.name} ="))
+    after = lines[start + 1].strip() if start + 1 < len(lines) else ""
+    return after.strip('"') if after.startswith('"') else repr(member.value)
+
+
+def _prose(thing: Any, *, whole: bool = False) -> list[str]:
+    """Return a docstring as Markdown; without `whole`, up to its first section."""
+    text = inspect.cleandoc(getattr(thing, "__doc__", None) or "")
+    return list(_sections(text, whole=whole))
+
+
+def _sections(text: str, *, whole: bool) -> Iterator[str]:
+    """Turn `Args:` and the like into bold words and lists."""
+    inside = ""
+    for line in text.splitlines():
+        if line in ("Attributes:", "Args:", "Returns:", "Raises:", "Example:"):
+            if not whole:
+                return
+            inside = line
+            yield f"**{line.removesuffix(':')}**"
+            yield ""
+        elif inside in ("Args:", "Raises:") and line.startswith("    ") and line[4] != " ":
+            yield f"- {line.strip()}"
+        elif inside:
+            yield f"  {line.strip()}" if inside in ("Args:", "Raises:") else line.strip()
+        else:
+            yield line
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _title(title: str) -> list[str]:
+    return [f"# {title}", "", NOTE, ""]
+
+
+def _page(lines: list[str]) -> str:
+    """Join lines; never more than one empty line, and one newline at the end."""
+    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+    return "\n".join(line.rstrip() for line in kept).rstrip() + "\n"
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:].rstrip(".")
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Print how large the parts of the package are: goal, limit, value now.
+
+scripts/sizes           the table; its limits are `tool.hardpoint.sizes` of pyproject.toml
+scripts/sizes --check   exits with 1 if a value is above its limit
+scripts/sizes --walk    with the files and calls of a prompt of one token, which takes some seconds
+                        and needs the package installed (benchmarks/walk.py)
+
+A file or function over its limit that has a reason is a line of `tool.hardpoint.sizes.exceptions`:
+its path, for a function "path:name", and the reason. Raise a limit in a commit of its own that
+says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+DURATIONS = ROOT / ".venv-test" / "durations.json"
+"""What scripts/durations reads: seconds of the last whole run of the tests."""
+
+FILE_LINES = {
+    **dict.fromkeys(("api", "core", "registry", "plugins"), 500),
+    **dict.fromkeys(("toolkit", "features", "boundary", "system", "typed", "replicas"), 500),
+    **dict.fromkeys(("simulation", "ray_serve", "journal", "live", "bench"), 500),
+    **dict.fromkeys(("testing", "builtin_plugins", "kernels"), 650),
+}
+"""Most lines of a file, by top-level folder of the package."""
+FUNCTION_LINES = 60
+"""Most lines of a function outside kernels/."""
+
+
+class Row(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        key: name of the limit in pyproject.toml.
+        title: what is counted.
+        goal: value that is aimed at.
+        value: value now; None if it was not measured.
+        parts: what the value consists of, for its reader.
+    """
+
+    key: str
+    title: str
+    goal: str
+    value: float | None
+    parts: list[str] = []
+
+
+def main() -> int:
+    """Print the table; return 1 if values must be checked and one is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 above a limit")
+    parser.add_argument("--walk", action="store_true", help="count a prompt's files and calls, too")
+    options = parser.parse_args()
+    limits = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hardpoint"]["sizes"]
+    exceptions: dict[str, str] = limits.pop("exceptions", {})
+    rows = list(measured(exceptions))
+    if options.walk:
+        rows += walked()
+    # Minutes are shown alone: they are those of this machine, and of the run before this one.
+    checked = [row for row in rows if row.value is not None and row.key != "gate-minutes"]
+    over = [row for row in checked if (row.value or 0) > limits[row.key]]
+    print_table(rows, limits)
+    stale = sorted(exceptions.keys() - {*long_files(), *long_functions()})
+    for place in stale:
+        print(f"exception without need, remove it: {place}")
+    for row in over:
+        print(f"{row.title}: {row.value:g}, the limit is {limits[row.key]:g}")
+    return 1 if options.check and (over or stale) else 0
+
+
+def measured(exceptions: dict[str, str]) -> Iterator[Row]:
+    """Yield the rows that reading the source gives."""
+    chain = longest_chain()
+    root = [f.name for f in sorted((ROOT / "core").glob("*.py")) if f.name != "__init__.py"]
+    files = {name: lines for name, lines in long_files().items() if name not in exceptions}
+    functions = {name: n for name, n in long_functions().items() if name not in exceptions}
+    core = sum(lines(path) for path in sources("core"))
+    # Those of step parts bind features to the step, which guards no kind.
+    guards = sum(lines(path) for path in sources("boundary") if path.parent.name != "parts")
+    names = {folder: public_names(folder) for folder in ("plugins", "toolkit")}
+    yield Row(
+        "core-levels", "import levels in core, by folder", "7", len(chain), [" > ".join(chain)]
+    )
+    yield Row("core-root-files", "files at core's root", "5", len(root), [", ".join(root)])
+    yield Row("long-files", "files over 500 lines (kit, built-ins, kernels: 650)", "0",
+              len(files), listed(files))  # fmt: skip
+    yield Row("long-functions", f"functions over {FUNCTION_LINES} lines outside kernels", "0",
+              len(functions), listed(functions))  # fmt: skip
+    yield Row("most-exceptions", "exceptions from these two", "8", len(exceptions),
+              [f"{place}: {reason}" for place, reason in exceptions.items()])  # fmt: skip
+    yield Row("core-lines", "lines of core", "17500", core)
+    yield Row("contract-names", "public names of the contract", "250", len(names["plugins"]))
+    yield Row("guard-lines", "lines of guards, in boundary/ without parts/", "3600", guards)
+    yield Row("gate-minutes", "minutes of the last whole run of the tests", "12", minutes())
+
+
+@cache
+def sources(folder: str) -> list[Path]:
+    """Return the Python files of a top-level folder; none if there is no such folder."""
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def lines(path: Path) -> int:
+    """Return the number of lines of a file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def long_files() -> dict[str, int]:
+    """Return path and lines of each file over its limit."""
+    found = {path: lines(path) for folder in FILE_LINES for path in sources(folder)}
+    over = {path: n for path, n in found.items() if n > FILE_LINES[path.relative_to(ROOT).parts[0]]}
+    return {str(path.relative_to(ROOT)): count for path, count in over.items()}
+
+
+@cache
+def long_functions() -> dict[str, int]:
+    """Return "path:name" and lines of each function over the limit."""
+    return {
+        f"{path.relative_to(ROOT)}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for folder in FILE_LINES
+        if folder != "kernels"
+        for path in sources(folder)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
+    }
+
+
+def listed(places: dict[str, int]) -> list[str]:
+    """Return places with their lines, most first."""
+    return [f"{n:4d} {place}" for place, n in sorted(places.items(), key=lambda each: -each[1])]
+
+
+def longest_chain() -> list[str]:
+    """Return the longest chain of core's folders and root files of which each imports the next.
+
+    Imports for type checking and inside functions count.
+    """
+    arrows: dict[str, set[str]] = {}
+    for path in sources("core"):
+        parts = path.relative_to(ROOT / "core").with_suffix("").parts
+        if parts != ("__init__",):
+            used = {part for part in imported_parts(path) if part != parts[0]}
+            arrows.setdefault(parts[0], set()).update(used)
+
+    def chain(part: str, above: tuple[str, ...] = ()) -> list[str]:
+        """Return the longest chain from a part on; a cycle, which lint-imports names, ends it."""
+        below = [chain(p, (*above, part)) for p in sorted(arrows.get(part, set()) - {*above})]
+        return [part, *max(below, key=len, default=[])]
+
+    return max(map(chain, sorted(arrows)), key=len)
+
+
+def imported_parts(path: Path) -> Iterator[str]:
+    """Yield the folder or root file of core of each import of a file of core."""
+    package = ("hardpoint", "core", *path.relative_to(ROOT / "core").parent.parts)
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            source = (*base, *(node.module or "").split("."))
+            names = [(*source, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            dotted = [part for part in name if part]
+            if dotted[:2] == ["hardpoint", "core"] and len(dotted) > 2:
+                yield dotted[2]
+
+
+def public_names(folder: str) -> set[str]:
+    """Return the names in `__all__` of all modules of a folder."""
+    return {
+        name
+        for path in sources(folder)
+        for node in tree(path).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
+
+
+def minutes() -> float | None:
+    """Return how long the last whole run of the tests took, None without one here."""
+    if not DURATIONS.exists():
+        return None
+    return round(json.loads(DURATIONS.read_text())["wall"] / 60, 1)
+
+
+def walked() -> list[Row]:
+    """Return the rows of a prompt of one token: what it walks through."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "walk.py"), "--json"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    dearest = [f"{calls:4d} {name}" for name, calls in found["dearest"]]
+    title = "calls of it outside model and attention; the twelve dearest"
+    return [
+        Row("walk-files", "files of a prompt of one token", "45", found["files"]),
+        Row("walk-calls", title, "500", found["calls"], dearest),
+    ]
+
+
+def print_table(rows: list[Row], limits: dict[str, float]) -> None:
+    """Print the rows, and below each what it consists of."""
+    width = max(len(row.title) for row in rows)
+    print(f"{'':{width}} {'goal':>7} {'limit':>7} {'now':>7}")
+    for row in rows:
+        now = "" if row.value is None else f"{row.value:g}"
+        print(f"{row.title:{width}} {row.goal:>7} {limits[row.key]:>7} {now:>7}")
+        for part in row.parts:
+            print(f"    {part}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,377 @@
+"""Check that code and prose use the field's words; print what does not, and exit 1 if anything is.
+
+scripts/vocabulary                 checks the package, docs, examples and benchmarks
+scripts/vocabulary core/client     checks one folder or file
+
+Looked at are identifiers (definitions, parameters, variables, attributes that the file assigns),
+docstrings, comments, other string literals, and Markdown. Identifiers, docstrings and comments of
+the folders in CHECKED_STYLE are also checked for ellipsis and for code that speaks.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKED = (
+    "api",
+    "bench",
+    "boundary",
+    "plugins",
+    "registry",
+    "ray_serve",
+    "replicas",
+    "simulation",
+    "testing",
+    "core",
+    "features",
+    "journal",
+    "live",
+    "system",
+    "toolkit",
+    "typed",
+    "builtin_plugins",
+    "examples",
+    "benchmarks",
+    "docs",
+    "README.md",
+)
+
+CHECKED_STYLE = (
+    "api",
+    "bench",
+    "benchmarks",
+    "boundary",
+    "builtin_plugins",
+    "core",
+    "examples",
+    "features",
+    "journal",
+    "live",
+    "kernels",
+    "plugins",
+    "registry",
+    "ray_serve",
+    "replicas",
+    "simulation",
+    "system",
+    "testing",
+    "tests",
+    "toolkit",
+    "typed",
+)
+"""Folders and files that keep STYLE, STYLE_OPENINGS and STYLE_NAMES, too.
+
+A folder joins once it is clean: docstrings that name things, and code that does not speak.
+"""
+
+IDENTIFIERS = {
+    "Books": "RequestTracker",
+    "Relay": "EventLoopBridge",
+    "Turns": "SendQueue",
+    "Inbox": "OutputQueue",
+    "Outbox": "ClientSendQueues",
+    "Outgoing": "ZmqSender",
+    "InputLine": "DealerConnection",
+    "MergedOutputs": "OutputCoalescer",
+    "absorb": "merge_into",
+    "Taken": "ProcessedBatch",
+    "take": "process_outputs, pop, read, ...",
+    "took": "record_output",
+    "Surroundings": "PauseDependencies",
+    "Pausing": "PauseController",
+    "guilty": "responsible_plugin",
+    "blamed": "attribute_error",
+    "find_culprit": "find_unpicklable",
+    "ReadyMade": "PrebuiltRequestValidator",
+    "ReceivedHook": "RequestReceivedHook",
+    "patience": "utility_timeout",
+    "UNHURRIED": "NO_TIMEOUT",
+    "Share": "ActiveRows",
+    "row_is_sound": "row_is_finite",
+    "spoilt": "bad_rows",
+    "Seat": "RequestProcessor",
+    "Answers": "ResultCache",
+    "Foreign": "ExternalProcessor",
+    "Form": "CallSignature",
+    "Found": "InstalledPlugin",
+    "Chosen": "SelectedPlugin",
+    "by_value": "main_pickle",
+    "struct_parts": "struct_pickle",
+    "Origins": "ConfigSources",
+    "unblock": "poll_blocked",
+    "lingering": "pending_free",
+    "untold": "unreported_finished",
+    "unfreed": "pending_free",
+    "Desk": "BatchFixture",
+    "desk": "batch",
+    "Rig": "SchedulerSimulator",
+    "rig": "simulator",
+    "Roll": "RequestLedger",
+    "roll": "ledger",
+    "Life": "ExpectedRequest",
+    "life": "expected",
+    "lives": "requests",
+    "standing": "invariants, state",
+    "books": "tracker",
+    "words": "message",
+    "told": "reported, notified",
+    "tell": "notify, report",
+    "heard": "received",
+    "deaf": "eof",
+    "telling": "notify_lock",
+    "nobody": "no caller, none",
+    "anew": "again",
+    "beside": "besides, alongside",
+    "behind": "after",
+    "there": "current, present",
+    "most": "limit",
+    "often": "count",
+    "who": "request, plugin",
+    "whom": "request",
+    "whose": "owner",
+    "each": "item",
+}
+"""Banned identifiers, as whole names and as `_`-separated or CamelCase parts of names."""
+
+WHOLE_ONLY = {
+    "Stage": "ProcessorRunner",
+    "take": "process_outputs, pop, read, ...",
+    "took": "record_output",
+    "most": "limit",
+    "there": "current",
+    "who": "request",
+    "each": "item",
+    "often": "count",
+    "_own": "_copy",
+    "_shown": "_dispatch",
+    "_alone": "_single_row",
+    "_run_apart": "_run_per_row",
+    "_lie_down": "_release_memory",
+    "_TOLD_ONCE": "_SET_ONCE",
+    "_GLANCE_S": "_POLL_INTERVAL_S",
+    "_NEWS_S": "_DEATH_NOTICE_S",
+}
+"""Banned only as whole names: `at_most` and `take_draft_token_ids` say something."""
+
+PROSE = {
+    r"\btold\b": "reported, notified",
+    r"\bbooks\b": "tracker, accounting",
+    r"\bwords\b": "message, text, reason, strings",
+    r"\btells?\b": "notify, report, show, distinguish",
+    r"\b(hears?|heard)\b": "receive, received",
+    r"\b(untold|unfreed)\b": "unreported, pending",
+    r"\bspoil(t|s)?\b": "corrupt, bad",
+    r"\bguilty\b": "responsible",
+    r"\bculprits?\b": "responsible plugin, cause",
+    r"\banew\b": "again",
+    r"\bwho(m|se)?ever\b": "the caller, any request",
+    r"\bnobody\b": "no one, no caller, nothing",
+    r"\btake it that\b": "state the action",
+    r"\bstand(s|ing)? still\b": "pause",
+    r"\blie down\b": "sleep",
+    r"\bbeside\b": "next to, in addition to",
+    r"\bmeanwhile\b": "in the meantime, during",
+    r"\bhas? it that\b": "state the action",
+    r"\bwhat (became|becomes) of\b": "the result of",
+    r"\bin the open\b": "reported",
+    r"\bthose who\b": "requests that, callers that",
+    r"\bone who\b": "the caller",
+    r"\bof its own accord\b": "by itself",
+    r"\bgives? back\b": "release, free, return",
+    r"\bgiven back\b": "released, freed, returned",
+}
+"""Banned in docstrings, comments, messages and Markdown, in any case."""
+ANY_PROSE = re.compile("|".join(PROSE), re.IGNORECASE)
+
+EXEMPT = {"bad_words", "BadWords", "PluginNotFoundError"}
+"""Identifiers that say what they mean: the field's own parameter, and an English phrase."""
+
+OPENINGS = {
+    r"^Have\b": "state the action",
+    r"^Prepare\.$": "state what is created",
+    r"^Take it that\b": "state the action",
+    r"^Whether\b": "Return whether",
+}
+"""Banned at the start of a docstring of a function; that of a property may begin `Whether`."""
+
+_BECAUSE = (
+    r", for (?:(?!(?:that|which|who|whose|whom|if|each|example|instance)\b)[\w`.'-]+ ){1,4}"
+    r"(?:is|are|was|were|has|have|had|can|cannot|may|must|would|will|do|does|did)\b"
+)
+_ELLIPSIS = (
+    r"^\s+`?\w+`?(?:, `?\w+`?)*(?: and `?\w+`?)?: "
+    r"(?:of|that|which (?:has|have|is|are|was|may|can|this))\b"
+)
+STYLE = {
+    _ELLIPSIS: "name the thing, `names: names of the route.`",
+    r"\b(?:say|says|said|saying)\b": "report, describe, state, give",
+    r"(?<!there )\b(?:is|are) none\b(?! of\b)": "name what is missing or wrong",
+    r"\bunheeded\b": "ignored",
+    r"\bin vain\b": "without success, unused",
+    _BECAUSE: "because",
+}
+"""Banned in lines of docstrings and comments."""
+
+STYLE_OPENINGS = {
+    r"^What\b": "name it, `Inputs of a worker.`",
+    r"^Return what\b": "Return the ...",
+}
+"""Banned at the start of a docstring of a module, class or function."""
+
+STYLE_NAMES = {"say", "says", "said", "saying", "unsaid"}
+"""Banned as `_`-separated parts of names."""
+
+
+def main() -> int:
+    """Print each violation as `path:line: message`; return the exit code."""
+    places = [Path(argument).resolve() for argument in sys.argv[1:]]
+    checked = set(files(places or [ROOT / name for name in CHECKED]))
+    styled = {
+        path for path in files([ROOT / name for name in CHECKED_STYLE]) if path.suffix != ".md"
+    }
+    if places:
+        styled &= checked
+    found = []
+    for path in sorted(checked | styled):
+        messages = list(violations(path)) if path in checked else []
+        if path in styled:
+            messages += style(path.read_text(encoding="utf-8"))
+        found += [f"{path.relative_to(ROOT)}:{line}: {message}" for line, message in messages]
+    print("\n".join(found) or "vocabulary: nothing to change")
+    return 1 if found else 0
+
+
+def files(places: list[Path]) -> Iterator[Path]:
+    """Yield the Python and Markdown files at or below the places."""
+    for place in places:
+        below = sorted(place.rglob("*")) if place.is_dir() else [place]
+        yield from (path for path in below if path.suffix in (".py", ".md"))
+
+
+def violations(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line number and message of each violation in a file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from prose(text, 1, code_blocks=False)
+        return
+    yield from sorted(set(identifiers(nodes(text))))
+    for token in tokens(text):
+        if token.type in (
+            tokenize.STRING,
+            tokenize.COMMENT,
+            getattr(tokenize, "FSTRING_MIDDLE", -1),
+        ):
+            yield from prose(token.string, token.start[0])
+    for node in nodes(text):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").split("\n")[0]
+            is_property = any(ast.unparse(mark) == "property" for mark in node.decorator_list)
+            for pattern, instead in OPENINGS.items():
+                if re.search(pattern, first) and not (is_property and "Whether" in pattern):
+                    yield node.lineno, f"docstring {first!r}: {instead}"
+
+
+def style(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line number and message of each ellipsis and of each thing that speaks."""
+    for line, row in sorted(described_lines(text).items()):
+        for pattern, instead in STYLE.items():
+            for match in re.finditer(pattern, row):
+                yield line, f"{match[0].strip()!r}: {instead}"
+    for node in nodes(text):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").split("\n")[0]
+            for pattern, instead in STYLE_OPENINGS.items():
+                if re.search(pattern, first):
+                    yield getattr(node, "lineno", 1), f"docstring {first!r}: {instead}"
+        for name in names(node):
+            if not STYLE_NAMES.isdisjoint(name.strip("_").split("_")):
+                yield getattr(node, "lineno", 1), f"name {name!r}: report, message, description"
+
+
+@lru_cache(maxsize=1)
+def nodes(text: str) -> list[ast.AST]:
+    """Return the nodes of a module; both checks of a file read them."""
+    return list(ast.walk(ast.parse(text)))
+
+
+@lru_cache(maxsize=1)
+def tokens(text: str) -> list[tokenize.TokenInfo]:
+    """Return the tokens of a module; both checks of a file read them."""
+    return list(tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+def described_lines(text: str) -> dict[int, str]:
+    """Return the lines of the docstrings and comments of a module by number."""
+    rows = text.split("\n")
+    lines = {
+        token.start[0]: token.string for token in tokens(text) if token.type == tokenize.COMMENT
+    }
+    for node in nodes(text):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                lines |= {line: rows[line - 1] for line in span}
+    return lines
+
+
+def identifiers(tree: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the banned names that a module defines."""
+    for node in tree:
+        for name in names(node):
+            if name.strip("_") in EXEMPT:
+                continue
+            parts = [*re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name), name.strip("_")]
+            whole = {name, name.strip("_")} & WHOLE_ONLY.keys()
+            if whole:
+                yield getattr(node, "lineno", 1), f"name {name!r}: {WHOLE_ONLY[min(whole)]}"
+                continue
+            for part in parts:
+                if part in IDENTIFIERS and part not in WHOLE_ONLY:
+                    yield getattr(node, "lineno", 1), f"name {name!r}: {IDENTIFIERS[part]}"
+                    break
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node defines or assigns."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.arg():
+            yield node.arg
+        case ast.Name(ctx=ast.Store()):
+            yield node.id
+        case ast.Attribute(ctx=ast.Store()):
+            yield node.attr
+        case ast.alias(asname=str(asname)):
+            yield asname
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+            yield name
+        case _:
+            pass
+
+
+def prose(text: str, line: int, *, code_blocks: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the banned words of a text that starts at a line."""
+    if not ANY_PROSE.search(text):
+        return
+    in_code = False
+    for offset, row in enumerate(text.split("\n")):
+        if row.lstrip().startswith("```"):
+            in_code = not in_code
+        if in_code and not code_blocks:
+            continue
+        for pattern, instead in PROSE.items():
+            for match in re.finditer(pattern, row, re.IGNORECASE):
+                yield line + offset, f"{match[0]!r}: {instead}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,7 @@ class EngineLoad(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
         adapters: names of the loaded adapters.
         last_request: id of the last request that the engine had read of the client that gets this;
             those that it sent later are not counted. None before the first.
+        is_leaving: whether it takes no more requests, because its process was asked to end.
     """
 
     num_running: int
@@ -27,6 +28,7 @@ class EngineLoad(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     num_steps: int = 0
     adapters: list[str] = []
     last_request: str | None = None
+    is_leaving: bool = False
 
 
 class KVCacheChanges(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):

@@ -44,6 +44,8 @@ class ParallelConfig(Strict):
         balancer: chooses the engine of each request.
         join_address: where engines of other machines join, `tcp://HOST:PORT`; None if none do. With
             `ray`, where its engines connect to; None is any port of this node.
+        join_address_file: file that the address is written to while engines may join, with the port
+            that the system chose if `join_address` has port 0.
         local: engines that are processes of this machine, those of the lowest ranks; the others
             join, or run on Ray. None is all of them, with `ray` none.
         ray: run the engines that are not local on a Ray cluster; None is without.
@@ -62,6 +64,7 @@ class ParallelConfig(Strict):
     data: Annotated[int, Meta(ge=1, le=1024)] = 1
     balancer: Live[Reference] = "least_cost"
     join_address: Annotated[str, Meta(min_length=1)] | None = None
+    join_address_file: Annotated[str, Meta(min_length=1)] | None = None
     local: Annotated[int, Meta(ge=0, le=1024)] | None = None
     ray: RayConfig | None = None
     keys: Annotated[str, Meta(min_length=1)] | None = None

@@ -151,6 +151,8 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
         resumed: what another engine has sent of it, which this one continues; None of a new one.
+        is_admitted: whether another engine has admitted it, so that limits of waiting requests do
+            not apply; set by the client of several engines.
         generation: generation of the plugins that it was admitted with, which it finishes with; set
             by the frontend.
     """
@@ -183,6 +185,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
     prompt_is_token_ids: list[bool] | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     resumed: ResumedOutputs | None = None
+    is_admitted: bool = False
     generation: int = 0
 
     @property

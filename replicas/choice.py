@@ -21,8 +21,9 @@ from hardpoint.plugins import (
 )
 from hardpoint.plugins.stats import StepFault
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.typed.read_only import read_only
 
-from .replicas import Replica
+from .replica import Replica
 
 _KIND = "balancers"
 
@@ -84,10 +85,14 @@ class EngineChoice:
         return Switch(switch, lambda: close_all([before]), lambda: close_all([after]))
 
     def choose(self, request: EngineCoreRequest, engines: Sequence[Replica]) -> Replica:
-        """Return the engine for a request, of one or more that accept requests."""
+        """Return the engine for a request, of one or more that accept requests.
+
+        The balancer gets copies: it can change neither the request nor the engines.
+        """
         if len(engines) == 1:
             return engines[0]
-        return engines[self._balancer.choose(request, engines)]
+        views = tuple(engine.view for engine in engines)
+        return engines[self._balancer.choose(read_only(request), views)]
 
     def faults(self) -> dict[str, StepFault]:
         """Return the failed decisions of the balancer, by its name."""

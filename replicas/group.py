@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +19,7 @@ from hardpoint.boundary.errors import ended_by, engine_dead, rejection_output
 from hardpoint.core.client.base import Attempt, Death, DeathWatcher, UtilityCalls
 from hardpoint.core.client.output_queue import OutputQueue
 from hardpoint.core.client.process_client import EngineStart, Sink, close_outside
+from hardpoint.core.client.sockets import SEND_TIMEOUT_S, send_timeout
 from hardpoint.errors import EngineClosedError, EngineDeadError
 from hardpoint.plugins import (
     EngineConfig,
@@ -30,16 +31,21 @@ from hardpoint.plugins import (
 from hardpoint.plugins.manifest import Manifest
 
 from .choice import EngineChoice
+from .dispatch import RETRY_S, Dispatch
 from .hosts import EngineHosts
 from .joint_calls import JointCalls
 from .ledger import Entry, Ledger
 from .load import Loads
 from .recovery import Recovery
-from .replicas import Receiver, Replica, ReplicaClient, Replicas, ReplicasOf, set_starting
+from .replica import Replica, ReplicaClient, set_starting
+from .replicas import Receiver, Replicas, ReplicasOf
 from .restarts import RestartBudget
 from .scaling import Scaling, leaving
 
 _log = logging.getLogger("hardpoint")
+
+_REFUSED = EngineDeadError.__name__
+"""The `error_kind` of a request that an engine refuses because it is about to end."""
 
 
 class EngineGroup(UtilityCalls):
@@ -51,6 +57,7 @@ class EngineGroup(UtilityCalls):
 
     Attributes:
         ready: the ready response of the first engine.
+        join_address: address where engines join; None if no engine does.
     """
 
     # Threads: senders call `add_requests` and the like, one reader per engine calls `_receive`, and
@@ -99,9 +106,13 @@ class EngineGroup(UtilityCalls):
         self._watcher: weakref.WeakMethod[DeathWatcher] | None = None
         own = weakref.ref(self)  # for the threads of clients, which would keep it
         self._replicas = replicas(start, hosts, lambda one: Receiver(own, one), self._changed)
+        self._dispatch = Dispatch(
+            choice, self._replicas, self._ledger, self._recovery, self._lock, self._refuse
+        )
         self._calls = JointCalls(choice, self._replicas)
         scaling = Scaling(self._replicas, self._ledger, self._changed, self._move, self._report_end)
         self.scale, self.retire, self._succeed = scaling.scale, scaling.retire, scaling.replace
+        self.join_address = hosts.join_address
         hosts.on_leave(leaving(weakref.WeakMethod(self._let_go)))
         self.load = Loads(self._replicas, self._changed).report
         with contextlib.ExitStack() as undo:
@@ -159,14 +170,13 @@ class EngineGroup(UtilityCalls):
             EngineTimeoutError: an engine accepted no message for some seconds.
             RequestError: one cannot be encoded.
         """
-        placed = self._place(requests)
-        try:
-            for replica, part in placed:
-                with contextlib.suppress(EngineDeadError):  # they go on elsewhere, see `_lost`
-                    replica.open_client.add_requests(part)
-        except BaseException:
-            self.abort_requests([request.request_id for request in requests])
-            raise
+        attempt = self.offer_requests(requests)
+        deadline = time.monotonic() + SEND_TIMEOUT_S
+        while not attempt():
+            if time.monotonic() >= deadline:
+                self.abort_requests([request.request_id for request in requests])
+                raise send_timeout()
+            time.sleep(RETRY_S)
 
     def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
         """Return a function that tries to send the requests of one call without waiting.
@@ -175,61 +185,19 @@ class EngineGroup(UtilityCalls):
             RequestError: one cannot be encoded.
             EngineDeadError: all engines are gone.
         """
-        placed = self._place(requests)
-        attempts: deque[Attempt] = deque()
+        with self._lock:
+            self._check()
         try:
-            for replica, part in placed:
-                with contextlib.suppress(EngineDeadError):
-                    attempts.append(replica.open_client.offer_requests(part))
+            return self._dispatch.offer(requests)
         except BaseException:
             self.abort_requests([request.request_id for request in requests])
             raise
-
-        def attempt() -> bool:
-            while attempts:
-                with contextlib.suppress(EngineDeadError):
-                    if not attempts[0]():
-                        return False
-                attempts.popleft()
-            return True
-
-        return attempt
-
-    def _place(
-        self, requests: Sequence[EngineCoreRequest]
-    ) -> list[tuple[Replica, list[EngineCoreRequest]]]:
-        """Choose the engines of requests; those without one wait until an engine serves."""
-        with self._lock:
-            self._check()
-            for request in requests:
-                rank = request.data_parallel_rank
-                if rank is not None and rank not in self._replicas.coming:
-                    raise EngineDeadError(f"data_parallel_rank: engine {rank} is dead")
-            parts: dict[Replica, list[EngineCoreRequest]] = {}
-            for entry in self._ledger.open(requests):
-                if (replica := self._choose(entry)) is None:
-                    self._recovery.wait(entry)
-                else:
-                    parts.setdefault(replica, []).append(entry.request)
-            return list(parts.items())
 
     def _check(self) -> None:
         if self._replicas.is_closed:
             raise EngineClosedError("the engine is closed")
         if self._error is not None:
             raise engine_dead(self._error)
-
-    def _choose(self, entry: Entry) -> Replica | None:
-        """Return the engine that a request is sent to, counted there; None if it has to wait."""
-        request, serving = entry.request, self._replicas.unpaused
-        if (rank := request.data_parallel_rank) is not None:
-            serving = [replica for replica in self._replicas.serving if replica.rank == rank]
-        if not serving:
-            return None
-        replica = self._choice.choose(request, serving)
-        self._replicas.sessions.note(request, replica.rank)
-        entry.send_to(replica, self._replicas.weight_version)
-        return replica
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without waiting; a request sent later reaches its engine after this."""
@@ -242,7 +210,7 @@ class EngineGroup(UtilityCalls):
                     self._end(entry)
         for replica, listed in ids.items():
             replica.open_client.abort_requests(listed)
-        self._send_waiting()
+        self._dispatch.send_waiting()
 
     def _end(self, entry: Entry) -> None:
         self._ledger.close(entry)
@@ -258,7 +226,7 @@ class EngineGroup(UtilityCalls):
         with self._lock:
             if not self._replicas.is_current(replica):
                 return
-            replica.read(item)
+            self._note(replica, item)
             outputs: list[EngineCoreOutput] = []
             for output in item.outputs:
                 if (entry := self._read(replica, output)) is not None:
@@ -275,12 +243,24 @@ class EngineGroup(UtilityCalls):
                 item.scheduler_stats = self._replicas.stats()
             if item.outputs or item.finished_requests or item.scheduler_stats is not None:
                 self._sink(item)
-        self._send_waiting()
+        self._dispatch.send_waiting()
+
+    def _note(self, replica: Replica, item: EngineCoreOutputs) -> None:
+        """Note the reports of an engine, and that it takes messages."""
+        replica.read(item)
+        if not replica.is_reachable:
+            self._replicas.set_reachable(replica, reachable=True)
+        if replica.is_leaving and replica.is_serving:
+            _log.warning("engine %d is about to end: its process was asked to", replica.rank)
+            self._replicas.leave(replica)
 
     def _read(self, replica: Replica, output: EngineCoreOutput) -> Entry | None:
         """Note an output; return its request, None if that does not run there."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.replica is not replica:
+            return None
+        if replica.is_leaving and output.error_kind == _REFUSED:
+            self._dispatch.send_elsewhere(entry)
             return None
         entry.read(output)
         if output.finish_reason is not None:
@@ -349,7 +329,7 @@ class EngineGroup(UtilityCalls):
             self._restarts = [thread for thread in self._restarts if thread.is_alive()]
             self._restarts.append(restart)
             restart.start()
-        self._send_waiting()
+        self._dispatch.send_waiting()
 
     def _reported(
         self, client: ReplicaClient, error: Exception, *, blameless: bool
@@ -370,7 +350,9 @@ class EngineGroup(UtilityCalls):
 
     def _end_hopeless(self, error: Exception) -> None:
         """End the requests that wait for an engine that is not coming; be dead if none is."""
-        if not (coming := self._replicas.coming):
+        if not (coming := self._replicas.coming) and self._replicas.keep_draining():
+            coming = self._replicas.coming
+        if not coming:
             self._error = engine_dead(error)
             if self._budget.is_spent:
                 self._error.args = (f"{error}; {self._budget.limit_text}",)
@@ -400,7 +382,7 @@ class EngineGroup(UtilityCalls):
                     if not first.is_starting and not self._replicas.is_closed:
                         self._end_hopeless(error)
             else:
-                self._send_waiting()
+                self._dispatch.send_waiting()
 
     def _let_go(self, rank: int) -> None:
         """Let an engine go whose machine wants to end it; another one may take its place."""
@@ -414,14 +396,12 @@ class EngineGroup(UtilityCalls):
         with self._lock:
             left = HardpointError(f"engine {replica.rank} was retired")
             for entry in self._ledger.of(replica):
-                entry.leave()
-                entry.num_moves += 1
-                self._recovery.wait(entry)
+                self._dispatch.send_elsewhere(entry)
             if replica.rank not in self._replicas.coming:
                 for entry in self._ledger:
                     if entry.request.data_parallel_rank == replica.rank:
                         self._refuse(entry, left, "names that engine (data_parallel_rank)")
-        self._send_waiting()
+        self._dispatch.send_waiting()
 
     def _report_end(self, replica: Replica) -> None:
         """Let sinks know that an engine holds nothing any more."""
@@ -429,29 +409,6 @@ class EngineGroup(UtilityCalls):
             if replica.stats is not None:
                 stats = self._replicas.stats()
                 self._sink(EngineCoreOutputs(engine_index=replica.rank, scheduler_stats=stats))
-
-    def _send_waiting(self) -> None:
-        """Send the requests that wait for an engine, once one serves."""
-        while self._recovery.has_more and self._replicas.serving:
-            with self._lock:
-                sent: list[tuple[Replica, Entry]] = []
-                taken = self._recovery.pop()
-                for entry in taken:
-                    if (replica := self._choose(entry)) is not None:
-                        sent.append((replica, entry))
-                    else:
-                        self._recovery.wait(entry)
-            for replica, entry in sent:
-                self._replicas.totals.num_resumes[replica.rank] += entry.num_moves > 0
-                try:
-                    replica.open_client.add_request(entry.resumed())
-                except EngineDeadError:
-                    pass  # they are waiting again, see `_lost`
-                except HardpointError as error:
-                    with self._lock:
-                        self._refuse(entry, error, "cannot go on")
-            if not sent:
-                return
 
     # Control calls
 

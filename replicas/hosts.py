@@ -33,7 +33,13 @@ def start_of(start: EngineStart, rank: int, num_sharing: int = 1) -> EngineStart
 
 
 class EngineHosts(Protocol):
-    """Gives each engine what it runs in."""
+    """Gives each engine what it runs in.
+
+    Attributes:
+        join_address: address where engines join; None if no engine does.
+    """
+
+    join_address: str | None
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
         """Return the host of an engine that is started now, which waits for its launch.
@@ -55,6 +61,8 @@ class EngineHosts(Protocol):
 
 class LocalHosts:
     """Runs each engine in a process of this machine."""
+
+    join_address: str | None = None
 
     def __init__(self, first: EngineProcess | None = None) -> None:
         """Begin with a process that was spawned before."""

@@ -25,7 +25,8 @@ from hardpoint.plugins.step_record import LiveRequest
 from hardpoint.registry.blame import faults_as
 
 from .choice import EngineChoice
-from .replicas import Replica, Replicas
+from .replica import Replica
+from .replicas import Replicas
 from .statistics import added_structs, merged_stats
 
 Merge = Callable[[list[Any]], Any]

@@ -12,7 +12,7 @@ from hardpoint.plugins import EngineCoreOutput, EngineCoreRequest
 from hardpoint.plugins.requests import ResumedOutputs
 
 if TYPE_CHECKING:
-    from .replicas import Replica
+    from .replica import Replica
 
 
 _LEAST_S = 1e-3  # left of the timeout of a request whose time is up
@@ -127,7 +127,9 @@ class Entry:
                 self._part_figures,
                 self._weight_runs,
             )
-        return msgspec.structs.replace(request, timeout=timeout, resumed=resumed)
+        return msgspec.structs.replace(
+            request, timeout=timeout, resumed=resumed, is_admitted=self.num_moves > 0
+        )
 
 
 class Ledger:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from hardpoint.plugins.engine_set import EngineStatus, LoadReport
 
-from .replicas import Replica, Replicas
+from .replica import Replica
+from .replicas import Replicas
 
 
 class Loads:
@@ -39,7 +40,7 @@ def _status(replica: Replica) -> EngineStatus:
 def _state(
     replica: Replica,
 ) -> Literal["serving", "paused", "starting", "draining", "dead"]:
-    if replica.is_draining:
+    if replica.is_draining or replica.is_leaving:
         return "draining"
     if replica.is_serving:
         return "paused" if replica.is_paused else "serving"

@@ -188,7 +188,7 @@ class PrefixIndex:
         The walk for a request serves all engines, until the index changes.
         """
         asked, version, found = self._last_walk
-        if asked is not request or version != self._version:
+        if version != self._version or not _is_same(asked, request):
             version = self._version
             found = self.cached_prefix_tokens(request)
             self._last_walk = request, version, found
@@ -296,3 +296,12 @@ class PrefixIndex:
             count = excess + self._max_blocks // _DROPPED_SHARE
             for key in list(islice(self._masks, count)):
                 del self._masks[key]
+
+
+def _is_same(asked: EngineCoreRequest | None, request: EngineCoreRequest) -> bool:
+    """Return whether a request is one, or a copy of one, that was asked for."""
+    return asked is request or (
+        asked is not None
+        and asked.request_id == request.request_id
+        and asked.prompt_token_ids == request.prompt_token_ids
+    )

@@ -6,26 +6,24 @@ import dataclasses
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
 
-from hardpoint.core.client.base import RemoteClient
 from hardpoint.core.client.process_client import EngineStart, ProcessClient, Sink
 from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import EngineClosedError
 from hardpoint.plugins import (
     EngineCoreOutputs,
-    EngineCoreRequest,
     HardpointError,
     SchedulerStats,
 )
 
 from .hosts import EngineHosts, start_of
 from .prefix_index import PrefixIndex
+from .replica import Replica, ReplicaClient
 from .sessions import Sessions
 from .statistics import PrefillRate, Totals
 
@@ -35,148 +33,15 @@ SinkOf = Callable[["Replica"], Sink]
 """Returns what gets the outputs of an engine, and the error that ends them."""
 
 
-class ReplicaClient(RemoteClient, Protocol):
-    """The client of one engine of several."""
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether something outside ended the engine, so that no plugin is to blame."""
-
-
-class Replica:
-    """One engine of several; the `EngineView` of balancers.
-
-    Attributes:
-        rank: number of the engine.
-        client: its client; None while it is started.
-        stats: its last scheduler statistics.
-        failure: the error that ended it before its start was complete.
-        is_serving: whether it accepts requests.
-        is_starting: whether it is started again.
-        is_added: whether it was started while others served, for the first time.
-        is_draining: whether it is about to end, once its requests have ended.
-        is_paused: whether it was paused or put to sleep, so that what is sent there waits.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        sessions: Sessions,
-        prefill_rate: PrefillRate,
-        index: PrefixIndex | None = None,
-        *,
-        reports: bool = False,
-    ) -> None:
-        """Begin without a request.
-
-        Args:
-            rank: number of the engine.
-            sessions: where the requests of each session were sent.
-            prefill_rate: measures how fast engines compute prompts.
-            index: prefixes that engines have cached; None if the balancer does not use it.
-            reports: whether it reports its load.
-        """
-        self.rank = rank
-        self.client: ReplicaClient | None = None
-        self.stats: SchedulerStats | None = None
-        self.failure: Exception | None = None
-        self.is_serving = False
-        self.is_starting = False
-        self.is_added = False
-        self.is_draining = False
-        self.is_paused = False
-        self.in_flight = 0
-        self.pending_prompt_tokens = 0
-        self.num_running = 0
-        self.kv_cache_usage = 0.0
-        self._reported_waiting = 0
-        self._unseen: dict[str, bool] = {}  # what it has not reported yet, and whether it is live
-        self._adapters: frozenset[str] = frozenset()
-        self._sessions, self._index, self._reports = sessions, index, reports
-        self._prefill_rate = prefill_rate
-        self._busy_since = 0.0  # with prompts, while it has any to compute
-
-    @property
-    def open_client(self) -> ReplicaClient:
-        """The client of an engine that has been started."""
-        assert self.client is not None
-        return self.client
-
-    @property
-    def num_waiting(self) -> int:
-        """The requests that wait there, those that are on their way included."""
-        return self._reported_waiting + sum(self._unseen.values())
-
-    def cached_prefix_tokens(self, request: EngineCoreRequest) -> int:
-        """Return the length of the longest prefix of a prompt that the engine has cached."""
-        index = self._index
-        return 0 if index is None else index.cached_prefix_tokens_at(self.rank, request)
-
-    def has_session(self, request: EngineCoreRequest) -> bool:
-        """Return whether the last request of the same session ran there."""
-        return self._sessions.rank_of(request) == self.rank
-
-    def has_adapter(self, request: EngineCoreRequest) -> bool:
-        """Return whether the request's adapter is loaded there."""
-        return request.lora is None or request.lora.name in self._adapters
-
-    def add(self, request_id: str, num_tokens: int) -> None:
-        """Count a request that is sent there, and its tokens to compute."""
-        self.in_flight += 1
-        if not self.pending_prompt_tokens:
-            self._busy_since = time.monotonic()
-        self.pending_prompt_tokens += num_tokens
-        if self._reports:
-            self._unseen[request_id] = True
-
-    def computed(self, num_tokens: int) -> None:
-        """Count tokens as computed."""
-        now = time.monotonic()
-        self._prefill_rate.add(num_tokens, now - self._busy_since)
-        self._busy_since = now
-        self.pending_prompt_tokens -= num_tokens
-
-    def remove(self, request_id: str, num_tokens: int) -> None:
-        """Count a request as ended there, and its tokens that were not computed."""
-        self.in_flight -= 1
-        self.pending_prompt_tokens -= num_tokens
-        if request_id in self._unseen:
-            self._unseen[request_id] = False
-
-    def read(self, outputs: EngineCoreOutputs) -> None:
-        """Read what outputs report of the engine, and take it off."""
-        if outputs.scheduler_stats is not None:
-            self.stats = outputs.scheduler_stats
-        if (changes := outputs.cache_changes) is not None:
-            outputs.cache_changes = None
-            if self._index is not None:
-                self._index.follow(self.rank, changes, self.open_client.call)
-        if (load := outputs.load) is None:
-            return
-        outputs.load = None
-        self._reported_waiting, self.num_running = load.num_waiting, load.num_running
-        self.kv_cache_usage = load.kv_cache_usage
-        self._adapters = frozenset(load.adapters)
-        if (last := load.last_request) in self._unseen:
-            for request_id in list(self._unseen):
-                del self._unseen[request_id]
-                if request_id == last:
-                    break
-
-
-def set_starting(replicas: Sequence[Replica], *, is_starting: bool) -> None:
-    """Note whether engines are started again."""
-    for replica in replicas:
-        replica.is_starting = is_starting
-
-
 class Replicas:
     """Several engines of one model, by rank, and their processes.
 
     Attributes:
         start: what engines are started with, but for their rank.
         serving: those that accept requests, in the order of their ranks.
-        unpaused: those of them that balancers choose from: all that are not paused, if any is not.
+        reachable: those of them that take messages.
+        candidates: engines for requests: the reachable ones, or all that serve if none is.
+        chosen_from: engines for balancers: the candidates that are not paused, or all if all are.
         sessions: where the requests of each session were sent.
         index: prefixes that they have cached; None if the balancer does not use it.
         prefill_rate: how fast they compute prompts.
@@ -207,7 +72,9 @@ class Replicas:
             self.index = PrefixIndex(cache.block_size, cache.hash_algorithm)
         self.prefill_rate, self.totals = PrefillRate(), Totals()
         self.serving: list[Replica] = []
-        self.unpaused: list[Replica] = []
+        self.reachable: list[Replica] = []
+        self.candidates: list[Replica] = []
+        self.chosen_from: list[Replica] = []
         self._sink_of, self._changed = sink_of, changed
         self._replicas = {n: self._replica(n) for n in range(start.config.parallel.data)}
         self._clients: list[ReplicaClient] = []
@@ -239,9 +106,12 @@ class Replicas:
 
     @property
     def coming(self) -> set[int]:
-        """The ranks of those that serve, or are being started again."""
-        found = self._replicas.values()
-        return {one.rank for one in found if one.is_serving or one.is_starting}
+        """The ranks of those that live: they serve, are started again, or are leaving."""
+        return {
+            one.rank
+            for one in self._replicas.values()
+            if one.is_serving or one.is_starting or one.is_leaving
+        }
 
     @property
     def any_client(self) -> ReplicaClient:
@@ -321,6 +191,18 @@ class Replicas:
                     error.args = (f"engine {replica.rank} of {len(self._replicas)}: {error}",)
                 raise error
 
+    def leave(self, replica: Replica) -> None:
+        """Send nothing more to an engine whose process was asked to end."""
+        with self._changed:
+            replica.is_serving = False
+            self._refresh()
+
+    def set_reachable(self, replica: Replica, *, reachable: bool) -> None:
+        """Note whether an engine takes messages."""
+        with self._changed:
+            replica.is_reachable, replica.blocked_since = reachable, None
+            self._refresh()
+
     def set_paused(self, replica: Replica, *, paused: bool) -> None:
         """Note whether an engine is paused."""
         with self._changed:
@@ -332,6 +214,22 @@ class Replicas:
         with self._changed:
             replica.is_serving, replica.is_starting, replica.is_draining = False, False, for_good
             self._refresh()
+
+    def keep_draining(self) -> bool:
+        """Let engines that are about to end serve again; return whether there are any."""
+        with self._changed:
+            for replica in self._replicas.values():
+                if replica.is_draining and replica.client is not None:
+                    replica.is_serving, replica.is_draining = True, False
+            self._refresh()
+            return bool(self.serving)
+
+    def remove_dead(self) -> None:
+        """Remove the engines that neither serve nor start, so that their ranks are free."""
+        with self._changed:
+            dead = [one for one in self._replicas.values() if one.rank not in self.coming]
+        for replica in dead:
+            self.remove(replica)
 
     def remove(self, replica: Replica) -> None:
         """End an engine, whose requests have left it."""
@@ -442,7 +340,9 @@ class Replicas:
     def _refresh(self) -> None:
         ranks = sorted(self._replicas)
         self.serving = [self._replicas[rank] for rank in ranks if self._replicas[rank].is_serving]
-        self.unpaused = [one for one in self.serving if not one.is_paused] or self.serving
+        self.reachable = [one for one in self.serving if one.is_reachable]
+        self.candidates = self.reachable or self.serving
+        self.chosen_from = [one for one in self.candidates if not one.is_paused] or self.candidates
         self._changed.notify_all()
 
     def close(self) -> None:
@@ -451,7 +351,8 @@ class Replicas:
             if self._is_closed:
                 return
             self._is_closed = True
-            clients, self.serving, self.unpaused = list(self._clients), [], []
+            clients = list(self._clients)
+            self.serving, self.reachable, self.candidates, self.chosen_from = [], [], [], []
             starting = list(self._starting.values())
             self._changed.notify_all()
         for process in starting:

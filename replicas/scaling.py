@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from hardpoint.errors import shown
+from hardpoint.errors import EngineDeadError, shown
 from hardpoint.plugins import HardpointError, RequestError
 from hardpoint.plugins.engine_set import EngineSet
 
 from .ledger import Ledger
-from .replicas import Replica, Replicas
+from .replica import Replica
+from .replicas import Replicas
 
 _log = logging.getLogger("hardpoint")
 
@@ -47,35 +48,51 @@ class Scaling:
         self._is_busy = threading.Lock()
 
     def scale(self, num_engines: int, drain_s: float) -> EngineSet:
-        """Start or retire engines, so that there are so many; those of the highest ranks go.
+        """Start or retire engines, so that so many live.
+
+        Dead engines do not count; their ranks are free again. Of the others, those that are being
+        restarted are retired first, then those of the highest ranks.
 
         Raises:
-            RequestError: it is no such number.
+            RequestError: the number is not possible.
+            EngineDeadError: all engines are dead.
             HardpointError: another change is under way, or an engine cannot be started.
         """
         if type(num_engines) is not int or not 1 <= num_engines <= _MOST_ENGINES:
             raise RequestError(
                 f"scale: expected 1 to {_MOST_ENGINES} engines, got {shown(num_engines)}"
             )
-        ranks = self._replicas.ranks
-        num_added = max(num_engines - len(ranks), 0)
-        return self._change(num_added, ranks[num_engines:], drain_s)
+
+        def change() -> tuple[int, Sequence[int]]:
+            replicas = self._replicas
+            living = sorted(
+                replicas.coming, key=lambda rank: (not replicas.of(rank).is_serving, rank)
+            )
+            return max(num_engines - len(living), 0), living[num_engines:]
+
+        return self._change("scale", change, drain_s)
 
     def retire(self, ranks: Sequence[int], drain_s: float) -> EngineSet:
         """End engines, once their requests have ended or the time is up.
 
         Raises:
-            RequestError: one is no engine, or none would be left.
+            RequestError: one is not an engine, or no living engine would be left.
+            EngineDeadError: all engines are dead.
             HardpointError: another change is under way.
         """
-        known = self._replicas.ranks
-        for rank in ranks:
-            if rank not in known:
-                listed = ", ".join(map(str, known))
-                raise RequestError(f"retire: expected ranks of {listed}, got {shown(rank)}")
-        if set(ranks) == set(known):
-            raise RequestError("retire: expected that an engine is left, got all of them")
-        return self._change(0, tuple(dict.fromkeys(ranks)), drain_s)
+
+        def change() -> tuple[int, Sequence[int]]:
+            known, living = self._replicas.ranks, self._replicas.coming
+            for rank in ranks:
+                if rank not in known:
+                    listed = ", ".join(map(str, known))
+                    raise RequestError(f"retire: expected ranks of {listed}, got {shown(rank)}")
+            if living <= set(ranks):
+                got = "all of them" if living == set(known) else "all that are not dead"
+                raise RequestError(f"retire: expected that an engine is left, got {got}")
+            return 0, tuple(dict.fromkeys(ranks))
+
+        return self._change("retire", change, drain_s)
 
     def replace(self, rank: int, *, is_starting: bool) -> tuple[Replica, Replica] | None:
         """Put another engine in the place of one, once its requests have ended, or go on elsewhere.
@@ -107,12 +124,19 @@ class Scaling:
             self._move(replica)
             return replica, successor
 
-    def _change(self, num_added: int, retired: Sequence[int], drain_s: float) -> EngineSet:
+    def _change(
+        self, name: str, change: Callable[[], tuple[int, Sequence[int]]], drain_s: float
+    ) -> EngineSet:
+        """Apply a change, which returns how many engines to start and the ranks to retire."""
         if not drain_s >= 0:
             raise RequestError(f"drain_seconds: expected seconds >= 0, got {shown(drain_s)}")
         if not self._is_busy.acquire(blocking=False):
             raise HardpointError("scale: the engines are being changed already; try again later")
         try:
+            with self._changed:
+                if not self._replicas.coming:
+                    raise EngineDeadError(f"{name}: expected an engine that lives; all are dead")
+                num_added, retired = change()
             if num_added or retired:
                 self._apply(num_added, retired, drain_s)
                 self._epoch += 1
@@ -123,6 +147,7 @@ class Scaling:
     def _apply(self, num_added: int, retired: Sequence[int], drain_s: float) -> None:
         """Start engines, or else end some; see `scale`."""
         if num_added:
+            self._replicas.remove_dead()
             self._replicas.add(num_added)
         if retired:
             self._retire([self._replicas.of(rank) for rank in retired], drain_s)
@@ -134,6 +159,8 @@ class Scaling:
         for rank in [replica.rank for replica in replicas]:
             while rank in self._replicas.ranks:  # twice, if it dies in the meantime
                 current = self._replicas.of(rank)
+                if current.is_serving:  # the others have died
+                    break
                 self._move(current)
                 self._replicas.remove(current)
                 self._report_end(current)

@@ -12,7 +12,7 @@ from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.ledger import Entry, Ledger
 from hardpoint.replicas.prefix_index import PrefixIndex
-from hardpoint.replicas.replicas import Replica
+from hardpoint.replicas.replica import Replica
 from hardpoint.replicas.sessions import Sessions
 from hardpoint.replicas.statistics import PrefillRate
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -30,6 +30,8 @@ __all__ = [
     "with_restart",
 ]
 
+_Handle = TypeVar("_Handle")
+
 Restart = Literal["never", "on_failure"]
 """Whether another engine is started in the place of one that died."""
 
@@ -39,6 +41,13 @@ class _HasLoad(Protocol):
     """A client of several engines, which knows what each has to do."""
 
     def load(self) -> LoadReport: ...
+
+
+@runtime_checkable
+class _MayBeJoined(Protocol):
+    """A client of engines of which some may join."""
+
+    join_address: str | None
 
 
 def with_restart(config: EngineConfig, restart: Restart) -> EngineConfig:
@@ -123,15 +132,30 @@ class AsyncEngineHandle(AsyncControlCalls):
         return await self._engine.call_utility(method, *args, rank=self.rank)
 
 
+class EngineList(list[_Handle]):
+    """The engines by rank, for control calls to one of them.
+
+    Attributes:
+        join_address: address where engines of other machines join (`parallel.join_address`), with
+            the port that is used; None if no engine joins.
+    """
+
+    def __init__(self, handles: Iterable[_Handle], client: EngineCoreClient) -> None:
+        """List the engines of a client."""
+        super().__init__(handles)
+        self.join_address = client.join_address if isinstance(client, _MayBeJoined) else None
+
+
 class SyncEngineCalls:
     """The calls about several engines of a program that waits for them."""
 
     _engine: LLMEngine
 
     @property
-    def engines(self) -> list[EngineHandle]:
+    def engines(self) -> EngineList[EngineHandle]:
         """The engines by rank (`parallel.data`), for control calls to one of them."""
-        return [EngineHandle(self._engine, rank) for rank in self._engine.ranks]
+        handles = (EngineHandle(self._engine, rank) for rank in self._engine.ranks)
+        return EngineList(handles, self._engine.parts.client)
 
     def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
         """Start or retire engines, so that there are so many, while requests go on.
@@ -184,9 +208,10 @@ class AsyncEngineCalls:
     _engine: AsyncEngine
 
     @property
-    def engines(self) -> list[AsyncEngineHandle]:
+    def engines(self) -> EngineList[AsyncEngineHandle]:
         """The engines by rank (`parallel.data`), for control calls to one of them."""
-        return [AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks]
+        handles = (AsyncEngineHandle(self._engine, rank) for rank in self._engine.ranks)
+        return EngineList(handles, self._engine.parts.client)
 
     async def scale(self, num_engines: int, *, drain_seconds: float = 30.0) -> EngineSet:
         """Do what `LLM.scale` does."""

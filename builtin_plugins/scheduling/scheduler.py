@@ -94,14 +94,8 @@ class DefaultScheduler(Scheduler):
             OverloadedError: `max_waiting` requests wait, or prompts of `max_waiting_tokens`.
         """
         tracker, limits = self._tracker, self._limits
-        waiting = tracker.num_waiting
-        if limits.max_waiting is not None and waiting >= limits.max_waiting:
-            raise OverloadedError(
-                f"overloaded: {waiting} requests are waiting, the maximum "
-                "(scheduler.max_waiting); try again later"
-            )
-        if limits.max_waiting_tokens is not None:
-            self._check_waiting_tokens(len(request.prompt_token_ids), limits.max_waiting_tokens)
+        if not request.is_admitted:
+            self._check_waiting(len(request.prompt_token_ids))
         if request.request_id in tracker.pending_free:
             raise RequestError(
                 f"request_id: {request.request_id!r} ended, but its KV blocks are still being "
@@ -113,6 +107,21 @@ class DefaultScheduler(Scheduler):
             check_features(tracker, live)
         tracker.add(live)
         self._num_added += 1
+
+    def _check_waiting(self, num_tokens: int) -> None:
+        """Refuse a request, with so many tokens in its prompt, if too many wait.
+
+        Raises:
+            OverloadedError: too many requests, or tokens of prompts, wait.
+        """
+        limits, waiting = self._limits, self._tracker.num_waiting
+        if limits.max_waiting is not None and waiting >= limits.max_waiting:
+            raise OverloadedError(
+                f"overloaded: {waiting} requests are waiting, the maximum "
+                "(scheduler.max_waiting); try again later"
+            )
+        if limits.max_waiting_tokens is not None:
+            self._check_waiting_tokens(num_tokens, limits.max_waiting_tokens)
 
     def _check_waiting_tokens(self, num_tokens: int, limit: int) -> None:
         """Refuse a prompt that would wait behind too many tokens.

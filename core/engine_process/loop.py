@@ -211,13 +211,17 @@ class EngineLoop:
             _log.info(
                 "shutting down; unfinished requests: %d, which may continue for %g s", live, seconds
             )
+            if self._reports is not None:
+                self._send(self._reports.leave())
         if self._state is ShutdownState.RUNNING:
             return False
         # Without work, the requests that are left are held by a pause: waiting would not end them.
         nothing_can_run = not self._core.has_requests()
         if nothing_can_run or self._signals > 1 or self._clock() >= self._drain_until:
             self._state = ShutdownState.SHUTTING_DOWN
-            self._send(self._core.abort_requests(None))
+            aborted = self._core.abort_requests(None)
+            if self._reports is None:  # else they go on at another engine
+                self._send(aborted)
         return self._core.num_unfinished_requests() == 0
 
     def _handle_input(self) -> None:

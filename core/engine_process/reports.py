@@ -44,12 +44,18 @@ class ClientReports:
         self._last_requests: list[str | None] = [None] * num_clients
         self._sent: list[EngineLoad] = []
         self._due = 0.0  # when the load is looked at again, on the clock
+        self._is_leaving = False
         self._is_late = False  # whether it may have changed since it was looked at
 
     def read_request(self, client: int, request_id: str) -> None:
         """Note that the loop has read a request of a client."""
         if 0 <= client < len(self._last_requests):
             self._last_requests[client] = request_id
+
+    def leave(self) -> dict[int, EngineCoreOutputs]:
+        """Return messages to all clients: the engine takes no more requests."""
+        self._is_leaving, self._due = True, 0.0
+        return self.with_reports({})
 
     def with_reports(
         self, outputs: Mapping[int, EngineCoreOutputs], *, executed: bool = False
@@ -89,7 +95,10 @@ class ClientReports:
             return []
         self._due = now + _INTERVAL_S
         load = load_after(self._num_steps)
-        loads = [msgspec.structs.replace(load, last_request=last) for last in self._last_requests]
+        loads = [
+            msgspec.structs.replace(load, last_request=last, is_leaving=self._is_leaving)
+            for last in self._last_requests
+        ]
         if loads == self._sent:
             return []
         self._sent = loads

@@ -201,6 +201,7 @@ class AsyncEngine(WatchedEngine):
                 pass
         await self._ready()
         submissions = await submit(read, arrived=arrived)
+        self._watch_deadlines()
         await self._send(submissions)
         return submissions
 
@@ -224,6 +225,10 @@ class AsyncEngine(WatchedEngine):
             raise
         # Those that ended while the others waited to be sent were aborted too early.
         self._send_aborts([one for one in ids if not self._frontend.output.is_live(one)])
+
+    def _end_expired(self) -> None:
+        super()._end_expired()
+        self._send_queue.wake_ended()
 
     def _have_ended(self, request_ids: Sequence[str]) -> bool:
         return not any(map(self._frontend.output.is_live, request_ids))

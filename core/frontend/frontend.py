@@ -29,6 +29,7 @@ from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.typed.read_only import read_only
 
+from .deadlines import Deadlines
 from .engine_parts import EngineParts
 from .outputs.output_processor import OutputProcessor, ProcessedOutputs
 from .outputs.request_state import AnyOutput
@@ -64,6 +65,7 @@ class Frontend:
         input: makes requests of prompts.
         output: makes users' outputs of the engine's.
         statistics: the engine records and reports them; None if they are off.
+        deadlines: of the live requests that have a timeout.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -105,7 +107,8 @@ class Frontend:
             parts.step_parts,
         )
         self._has_finished_hook = parts.hooks.has("request_finished")
-        self.submitter = Submitter(parts, self._arguments, self.input, self.output)
+        self.deadlines = Deadlines(parts.clock, self.output.is_live)
+        self.submitter = Submitter(parts, self._arguments, self.input, self.output, self.deadlines)
         self._third_party: set[str] = set()
         self._use(parts.config, parts.plugins)
 
@@ -165,6 +168,10 @@ class Frontend:
             RequestError: one is no string; none ends.
         """
         return self._dispatch(self.output.abort(self.output.live_of(listed_ids(ids)))).aborts
+
+    def end_expired(self) -> ProcessedBatch:
+        """End the requests whose time is up and that no engine has ended."""
+        return self._dispatch(self.output.abort(self.deadlines.pop_expired(), FinishReason.TIMEOUT))
 
     def forget(
         self, ids: str | Iterable[str], reason: FinishReason = FinishReason.ABORT

@@ -39,7 +39,7 @@ from hardpoint.typed import convert
 
 from .engine_owner import EngineOwner
 from .engine_parts import EngineParts
-from .frontend import METRICS_TIMEOUT_S, ProcessedBatch
+from .frontend import METRICS_TIMEOUT_S
 from .outputs.request_state import AnyOutput
 from .requests.input_processor import NO_EXTRAS, RequestExtras
 from .requests.prompts import Params, Prompt
@@ -198,24 +198,28 @@ class LLMEngine(EngineOwner):
         if (statistics := self._frontend.statistics) is not None:
             self._call_sinks(statistics.report_if_due)
         waits = self.has_unfinished_requests() and not self.is_paused
-        processed: ProcessedBatch | None = None
+        left = self._frontend.deadlines.seconds_left()
+        is_limited = left is not None and (timeout is None or left < timeout)
         try:
-            outputs = self._client.get_output(wait=waits, timeout=timeout)
+            outputs = self._client.get_output(wait=waits, timeout=left if is_limited else timeout)
+            processed = []
             if outputs is not None:
-                processed = self._frontend.process_outputs(outputs)
-                if processed.aborts:
-                    self._client.abort_requests(processed.aborts)
+                processed.append(self._frontend.process_outputs(outputs))
+            if left is not None:
+                processed.append(self._frontend.end_expired())
+            if aborts := [one for batch in processed for one in batch.aborts]:
+                self._client.abort_requests(aborts)
         except BaseException as error:
             if is_fault(error):
                 self._fail(error)
             self._forget(self._frontend.output.live_ids(), FinishReason.ABORT)
             raise
-        if outputs is None or processed is None:
+        if outputs is None and not is_limited:
             during = self._client.activity.snapshot().during
             raise EngineTimeoutError(f"the engine gave no outputs within {timeout:g} s{during}")
-        if statistics is not None and outputs.outputs:
+        if statistics is not None and outputs is not None and outputs.outputs:
             self._call_sinks(statistics.record)
-        return processed.request_outputs
+        return [one for batch in processed for one in batch.request_outputs]
 
     @property
     def ranks(self) -> Collection[int]:

@@ -95,6 +95,7 @@ class WatchedEngine(EngineOwner):
         self._lifecycle = EngineLifecycle()
         self._owner = OwnerProcess()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
 
     @property
     def engine_pid(self) -> int:
@@ -209,9 +210,37 @@ class WatchedEngine(EngineOwner):
             self._send_aborts(self._frontend.process_outputs(batch).aborts)
             if self._frontend.statistics is not None:
                 self._frontend.statistics.record()
-        except BaseException as error:  # no caller would get it
-            raise_unless_fault(error)
-            self._engine_died(attribute_error(error, self.parts.plugins), final=True)
+        except BaseException as error:
+            self._frontend_failed(error)
+
+    def _frontend_failed(self, error: BaseException) -> None:
+        """Be dead because of an error that no caller would get."""
+        raise_unless_fault(error)
+        self._engine_died(attribute_error(error, self.parts.plugins), final=True)
+
+    def _watch_deadlines(self) -> None:
+        """Wake when the next request has to end that has a timeout."""
+        left = self._frontend.deadlines.seconds_left()
+        if left is None or self._loop is None:
+            return
+        when, timer = self._loop.time() + left, self._deadline_timer
+        if timer is not None:
+            if timer.when() <= when:
+                return
+            timer.cancel()
+        method = weakref.WeakMethod(self._end_expired)
+        self._deadline_timer = self._loop.call_at(when, _call_if_alive, method)
+
+    def _end_expired(self) -> None:
+        """End the requests whose time is up and that no engine has ended."""
+        self._deadline_timer = None
+        if self._lifecycle.state is not EngineState.SERVING:
+            return
+        try:
+            self._send_aborts(self._frontend.end_expired().aborts)
+        except BaseException as error:
+            self._frontend_failed(error)
+        self._watch_deadlines()
 
     def _report(self) -> bool:
         """Call the sinks' `report`; return whether there will be more to report."""
@@ -257,6 +286,11 @@ def _report_every(
             loop.call_later(seconds, tick)
 
     loop.call_later(seconds, tick)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (call := method()) is not None:
+        call()
 
 
 def _closed() -> EngineClosedError:

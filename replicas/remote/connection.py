@@ -24,6 +24,19 @@ _FAILED = (
 _REFUSED = 400  # the status of ZAP for a key that is not among the allowed ones
 
 
+class HandshakeError(ConfigError):
+    """The two sides do not agree on security.
+
+    Attributes:
+        is_key_refused: whether the head answered that it does not accept the key.
+    """
+
+    def __init__(self, message: str, *, is_key_refused: bool) -> None:
+        """Raise it with a message."""
+        super().__init__(message)
+        self.is_key_refused = is_key_refused
+
+
 class Connection:
     """A DEALER that is connected once: what is cut is not restored.
 
@@ -71,7 +84,7 @@ class Connection:
             stop: a descriptor that ends the waiting.
 
         Raises:
-            ConfigError: the head refuses the key, or speaks otherwise.
+            HandshakeError: the head refuses the key, or speaks otherwise.
         """
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -96,16 +109,18 @@ class Connection:
         message = recv_monitor_message(self.events)
         event = int(message["event"])
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and message["value"] == _REFUSED:
-            raise ConfigError(
+            raise HandshakeError(
                 f"--keys: the head at {self._address} refuses the key: it is not, or no more, in "
-                "the folder of its parallel.keys"
+                "the folder of its parallel.keys",
+                is_key_refused=True,
             )
         if event & _FAILED:  # after an error of the protocol, libzmq does not connect again
             is_last = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             self._num_failures += _MOST_FAILURES if is_last else 1
         if self._num_failures >= _MOST_FAILURES:
-            raise ConfigError(
+            raise HandshakeError(
                 f"--keys: what is at {self._address} does not agree on security: either side has "
-                "keys and the other has none, or server.key is not that of this head"
+                "keys and the other has none, or server.key is not that of this head",
+                is_key_refused=False,
             )
         return event

@@ -24,7 +24,7 @@ from hardpoint.toolkit.curve_keys import KeyPair, client_keys
 
 from .address import check_address
 from .comparison import check_manifest, hello_of
-from .connection import Connection
+from .connection import Connection, HandshakeError
 from .engine_link import EngineLink
 from .messages import NO_SESSION, Hello, Kind, Refusal, Welcome, decode, encode, kind_of
 from .polling import readable
@@ -33,7 +33,8 @@ _log = logging.getLogger("hardpoint")
 
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-_RETRY_S = 1.0
+_RETRY_S, _MOST_RETRY_S = 1.0, 30.0
+_MOST_REFUSALS = 4  # of the key, one after the other, after it was accepted
 _LOG_INTERVAL_S = 60.0
 
 
@@ -107,6 +108,8 @@ class Joining:
         self._former = NO_SESSION
         self._refused_since: float | None = None
         self._logged = -_LOG_INTERVAL_S
+        self._has_joined = False
+        self._num_refusals, self._retry_s = 0, _RETRY_S
 
     def close(self) -> None:
         """Close all sockets."""
@@ -115,26 +118,45 @@ class Joining:
     def run(self) -> bool:
         """Join once, and run the engine; return whether to go on.
 
+        Once it has joined, a handshake that fails, as when bytes are damaged on the way, is tried
+        again with growing pauses, unless the head refuses the key again and again.
+
         Raises:
             HardpointError: it is of no use to try again.
         """
         connection = Connection(self._context, self._address, self._keys)
         try:
-            while True:
-                if self._is_stopped():
-                    return False
-                if connection.wait(_CONNECT_S, self._stop):
-                    break
-                self._log(f"waiting for a head at {self._address}")
-            while (joined := self._join(connection)) is None:
-                if self._is_stopped() or connection.socket.poll(0, zmq.POLLOUT) == 0:
-                    return not self._is_stopped()
-            session, welcome = joined
-            return self._serve(connection, session, welcome)
+            return self._connected(connection)
+        except HandshakeError as error:
+            if not self._has_joined:
+                raise
+            self._num_refusals += error.is_key_refused
+            if self._num_refusals >= _MOST_REFUSALS:
+                raise
+            self._log(f"{error}; trying again in {self._retry_s:g} s")
+            readable([self._stop], self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
+            return not self._is_stopped()
         finally:
             connection.close()
 
+    def _connected(self, connection: Connection) -> bool:
+        """Wait for a connection, and join by it; see `run`."""
+        while True:
+            if self._is_stopped():
+                return False
+            if connection.wait(_CONNECT_S, self._stop):
+                break
+            self._log(f"waiting for a head at {self._address}")
+        self._num_refusals, self._retry_s = 0, _RETRY_S
+        while (joined := self._join(connection)) is None:
+            if self._is_stopped() or connection.socket.poll(0, zmq.POLLOUT) == 0:
+                return not self._is_stopped()
+        session, welcome = joined
+        return self._serve(connection, session, welcome)
+
     def _serve(self, connection: Connection, session: bytes, welcome: Welcome) -> bool:
+        self._has_joined = True
         _log.info("joined %s as engine %d", self._address, welcome.rank)
         link = EngineLink(self._context, connection, session, welcome, self._num_sharing)
         link.run(self._config, self._manifest, self._address, self._stop)

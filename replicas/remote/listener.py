@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -33,7 +35,8 @@ from .session import Frames, Session
 _log = logging.getLogger("hardpoint")
 
 ANY_PORT = ":*"
-"""Ends an address of which the system chooses the port."""
+_ANY_PORTS = (ANY_PORT, ":0")
+"""End an address of which the system chooses the port."""
 
 _HANDSHAKE_MS = 5000  # within which libzmq closes a connection that is not secured
 _BACKLOG = 128
@@ -108,7 +111,7 @@ class JoinListener:
             self._router.curve_publickey, self._router.curve_secretkey, _ = keys.pair
             self._router.curve_server = True
         self._router.bind(self.address)
-        if self.address.endswith(ANY_PORT):
+        if self.address.endswith(_ANY_PORTS):
             self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def order(self, order: Order, host: JoinedHost) -> None:
@@ -384,7 +387,13 @@ def _ignore(rank: int) -> None:
 
 
 class JoinedHosts:
-    """Has the engines of the lowest ranks run on this machine; those of the others join."""
+    """Has the engines of the lowest ranks run on this machine; those of the others join.
+
+    Attributes:
+        join_address: address where they join, with the port that the system chose.
+    """
+
+    join_address: str
 
     def __init__(self, config: EngineConfig, local: EngineHosts, keys: Keys | None = None) -> None:
         """Listen for engines.
@@ -404,9 +413,34 @@ class JoinedHosts:
             hello_of(config), parallel, needs_equal_bits=config.engine.resume == "exact"
         )
         self._listener = JoinListener(parallel, keys, admission)
+        self.join_address = self._listener.address
         self._local, self._parallel = local, parallel
+        try:
+            self._write_address()
+        except BaseException:
+            self._listener.close()
+            raise
         if parallel.num_local == 0:
             local.close()
+
+    def _write_address(self) -> None:
+        """Write the address to the file that the settings name.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if (name := self._parallel.join_address_file) is None:
+            return
+        file = Path(name)
+        written = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            written.write_text(f"{self.join_address}\n", encoding="utf-8")
+            written.replace(file)
+        except OSError as cause:
+            raise ConfigError(
+                f"parallel.join_address_file: expected a file that can be written, got {name!r}: "
+                f"{cause.strerror}"
+            ) from None
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
         """Return the host of a local engine, or the place of one that is to join."""
@@ -425,5 +459,7 @@ class JoinedHosts:
 
     def close(self) -> None:
         """Stop listening."""
+        if self._parallel.join_address_file is not None:
+            Path(self._parallel.join_address_file).unlink(missing_ok=True)
         self._listener.close()
         self._local.close()

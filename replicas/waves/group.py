@@ -22,7 +22,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.replicas.group import EngineGroup
-from hardpoint.replicas.replicas import Replica
+from hardpoint.replicas.replica import Replica
 
 from .replicas import WaveReplicas, follows_another
 from .scaling import WaveScaling

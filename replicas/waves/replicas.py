@@ -18,7 +18,8 @@ from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import EngineCoreOutputs, HardpointError
 from hardpoint.plugins.parallel import Placement
 from hardpoint.replicas.hosts import LocalHosts
-from hardpoint.replicas.replicas import Replica, ReplicaClient, Replicas
+from hardpoint.replicas.replica import Replica, ReplicaClient
+from hardpoint.replicas.replicas import Replicas
 from hardpoint.system.process.arrivals import Arrivals
 from hardpoint.system.process.launch import Interpreter
 

@@ -13,7 +13,7 @@ import msgspec
 from hardpoint.core.client.process_client import EngineStart
 from hardpoint.errors import EngineClosedError, EngineTimeoutError, shown
 from hardpoint.plugins import HardpointError, RequestError
-from hardpoint.replicas.replicas import Replica
+from hardpoint.replicas.replica import Replica
 from hardpoint.replicas.scaling import Scaling
 
 from .replicas import WaveReplicas, closed_unless_used

@@ -212,16 +212,18 @@ class OutputProcessor:
         if self._statistics is not None and state.figures is not None:
             self._statistics.ended(state.figures, reason)
 
-    def abort(self, request_ids: Iterable[str]) -> ProcessedOutputs:
-        """End requests by internal ids; return their outputs so far."""
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> ProcessedOutputs:
+        """End requests by internal ids for a reason; return their outputs so far."""
         processed = ProcessedOutputs()
         for request_id in request_ids:
             if state := self._states.get(request_id):
                 try:
-                    state.end(FinishReason.ABORT)
+                    state.end(reason)
                 except PluginFaultError as fault:  # of the tokenizer
                     self._fail(state, fault, processed)
-                self._remove(request_id, state, state.finish_reason or FinishReason.ABORT)
+                self._remove(request_id, state, state.finish_reason or reason)
                 self._show(state, processed)
                 processed.aborts.append(request_id)
         return processed

@@ -11,6 +11,7 @@ from typing import Any
 
 from hardpoint import typed
 from hardpoint.boundary.parts.bound_half import request_fields
+from hardpoint.core.frontend.deadlines import Deadlines
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
@@ -52,8 +53,10 @@ class Submitter:
         arguments: PluginArguments,
         processor: InputProcessor,
         output: OutputProcessor,
+        deadlines: Deadlines,
     ) -> None:
-        """Make requests by a processor; register them for the processing of outputs."""
+        """Make requests by a processor; register them with their outputs and deadlines."""
+        self._deadlines = deadlines
         self._clock, self._client = parts.clock, parts.client
         self._tasks = parts.supported_tasks
         self._arguments, self._input, self._output = arguments, processor, output
@@ -151,7 +154,7 @@ class Submitter:
         self, parent: ParentRequest, request: EngineCoreRequest, prompt: Prompt | EngineCoreRequest
     ) -> list[EngineCoreRequest]:
         """Return the requests of a prompt's completions; those that come with outputs have them."""
-        request.generation = self._generation
+        request.generation, request.is_admitted = self._generation, False
         children = parent.children(request)
         if not isinstance(prompt, EngineCoreRequest):
             given = self._input.outputs_of(prompt)
@@ -189,6 +192,8 @@ class Submitter:
                 since = child.arrival_time if child.arrival_time <= arrived else arrived
                 self._output.add_request(child, text, parent, since, parsers or None, sought)
                 registered.append(child.request_id)
+                if child.timeout is not None:
+                    self._deadlines.add(child.request_id, child.timeout)
         except BaseException:
             self._output.drop(registered, FinishReason.ERROR)
             raise

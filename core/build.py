@@ -347,6 +347,7 @@ def _in_own_process(
         manifest=spec.plugins.manifest,
         log_level=logging.getLevelName(_log.getEffectiveLevel()),
         interpreter=interpreter,
+        vocab_size=spec.model_config.vocab_size,
         vocabulary=prepared.vocabulary,
     )
     with prepared.closed_on_error():

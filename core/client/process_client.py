@@ -34,6 +34,7 @@ from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
 from .base import Attempt, OneEngine, UtilityCalls
+from .output_check import OutputCheck
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, EngineSockets
 
@@ -56,6 +57,7 @@ class EngineStart:
         engine_index: the number of the engine, from 0; its ZMQ identity.
         num_sharing: engines of this host that are started at the same time, this one included.
         engines: see EnginePlace.
+        vocab_size: tokens of the model.
         vocabulary: vocabulary of the tokenizer, for grammars; None is an engine without them.
         reports_load, reports_cache, outside: as in Launch.
         interpreter: the Python to start. A restart uses it again, as by then the program may be
@@ -65,6 +67,7 @@ class EngineStart:
     config: EngineConfig
     config_sources: ConfigSources
     manifest: Manifest
+    vocab_size: int = 1 << 31
     log_level: str = "WARNING"
     engine_index: int = 0
     num_sharing: int = 1
@@ -273,6 +276,11 @@ class RequestSockets:
 
     _sockets: EngineSockets
     _outputs: OutputQueue
+    _check: OutputCheck | None = None  # of an engine; that of a relay has been checked
+
+    def _expect(self, requests: Sequence[EngineCoreRequest]) -> None:
+        if self._check is not None:
+            self._check.add(requests)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send a request. If the engine rejects it, its first output is the error.
@@ -282,6 +290,7 @@ class RequestSockets:
             EngineTimeoutError: it accepted no message for some seconds.
             RequestError: the request cannot be encoded.
         """
+        self._expect([request])
         self._sockets.send(RequestType.ADD, request)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
@@ -290,6 +299,7 @@ class RequestSockets:
         Raises:
             As `add_request`.
         """
+        self._expect(requests)
         self._sockets.send(RequestType.ADD_ALL, list(requests))
 
     def offer_requests(self, requests: Sequence[EngineCoreRequest]) -> Attempt:
@@ -299,6 +309,7 @@ class RequestSockets:
             RequestError: one cannot be encoded.
             EngineDeadError: the engine is gone; the returned function raises it too.
         """
+        self._expect(requests)
         if len(requests) == 1:
             return self._sockets.attempt(RequestType.ADD, requests[0])
         return self._sockets.attempt(RequestType.ADD_ALL, list(requests))
@@ -306,6 +317,8 @@ class RequestSockets:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without waiting; a request sent later reaches the engine after this."""
         if ids := list(request_ids):
+            if self._check is not None:
+                self._check.forget(ids)
             with contextlib.suppress(EngineDeadError):  # its requests have ended with it
                 self._sockets.post(RequestType.ABORT, ids)
 
@@ -328,6 +341,23 @@ class RequestSockets:
     def end_waiting(self) -> None:
         """Let a thread that waits in `get_output` raise EngineClosedError, before `close`."""
         self._outputs.put(EngineClosedError("the engine is closed"))
+
+
+class _Checked:
+    """A sink of outputs that checks them first."""
+
+    def __init__(self, check: OutputCheck, sink: Sink) -> None:
+        self._check, self._sink = check, sink
+
+    def __call__(self, item: EngineCoreOutputs | Exception) -> None:
+        """Hand on outputs.
+
+        Raises:
+            WireError: they do not belong to the requests.
+        """
+        if not isinstance(item, Exception):
+            self._check.check(item)
+        self._sink(item)
 
 
 class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
@@ -379,7 +409,11 @@ class ProcessClient(RequestSockets, OneEngine, UtilityCalls):
             timeout_s = start.config.engine.start_timeout_seconds
             self.ready = _wait_until_ready(self._sockets, process, timeout_s)
             undo.pop_all()
+        self._check = OutputCheck(
+            start.vocab_size, self.ready.max_model_len, is_remote=process.is_remote
+        )
         sink = self._outputs.put if sink is None else sink
+        sink = _Checked(self._check, sink)
         settings = start.config.engine
         watch = HangWatch(self.activity, settings.hung_process_seconds, settings.hung_step_seconds)
         self._monitor = EngineMonitor(process, self._sockets, sink, watch)

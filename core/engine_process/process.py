@@ -23,9 +23,11 @@ class EngineHost(Protocol):
 
     Attributes:
         activity: what the engine does; None if it does not record that.
+        is_remote: whether it runs on another machine.
     """
 
     activity: Activity | None
+    is_remote: bool
 
     @property
     def pid(self) -> int:
@@ -71,6 +73,7 @@ class EngineProcess(ChildProcess):
         activity: what the engine in it does; None if it does not record that.
     """
 
+    is_remote = False
     what = "engine process"
     run = "hardpoint.core.engine_process.run:run_engine"
 

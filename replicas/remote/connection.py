@@ -16,11 +16,12 @@ from .polling import readable
 _HANDSHAKE_MS = 5000
 _RECONNECT_MS, _MOST_RECONNECT_MS = 200, 2000
 _MOST_FAILURES = 3
-_FAILED = (
+FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+"""Events of a socket's monitor."""
 _REFUSED = 400  # the status of ZAP for a key that is not among the allowed ones
 
 
@@ -66,7 +67,7 @@ class Connection:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
             self.socket.curve_serverkey = keys.server
         self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         try:
             self.socket.connect(address)
@@ -114,7 +115,9 @@ class Connection:
                 "the folder of its parallel.keys",
                 is_key_refused=True,
             )
-        if event & _FAILED:  # after an error of the protocol, libzmq does not connect again
+        if (
+            event & FAILED_HANDSHAKES
+        ):  # after an error of the protocol, libzmq does not connect again
             is_last = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             self._num_failures += _MOST_FAILURES if is_last else 1
         if self._num_failures >= _MOST_FAILURES:

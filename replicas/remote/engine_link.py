@@ -8,6 +8,7 @@ import shutil
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from hardpoint.system.resources import SOCKET_NAMES, make_socket_folder
 from .comparison import check_manifest
 from .connection import Connection
 from .messages import Ended, Kind, Report, Welcome, Window, decode, encode, kind_of
+from .pieces import split
 from .polling import Source, readable
 from .session import Frames
 
@@ -65,7 +67,13 @@ def launch_of(
         tokenizer=own.tokenizer,
         weight_cache=own.weight_cache,
         parallel=replace(
-            theirs.parallel, data=1, local=None, join_address=None, keys=None, ray=None
+            theirs.parallel,
+            data=1,
+            local=None,
+            join_address=None,
+            join_address_file=None,
+            keys=None,
+            ray=None,
         ),
     )
     return Launch(
@@ -259,7 +267,7 @@ class EngineLink:
             check_manifest(found, self._manifest, self._head)
         except (HardpointError, msgspec.ValidationError, LookupError, TypeError) as error:
             refused = UtilityOutput.failed(call.call_id, str(error), error_kind_of(error))
-            self._send(Kind.DATA, *map(bytes, self._encoder.encode(refused)))
+            self._send_data([zmq.Frame(bytes(frame)) for frame in self._encoder.encode(refused)])
             self._window.sent += 1
             return False
         return True
@@ -290,10 +298,18 @@ class EngineLink:
                 frames = self._output.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._connection.socket.send_multipart([Kind.DATA, self._session, *frames], copy=False)
+            self._send_data(frames)
             self._window.sent += 1
             count += 1
         return count
+
+    def _send_data(self, frames: Sequence[zmq.Frame]) -> None:
+        send = self._connection.socket.send_multipart
+
+        def send_piece(index: bytes, piece: memoryview) -> None:
+            send([Kind.PIECE, self._session, index, piece])
+
+        send([Kind.DATA, self._session, *split(frames, send_piece)], copy=False)
 
     def _send_beat(self, *, with_activity: bool = True) -> None:
         packed = self._packed_activity() if with_activity else b""

@@ -38,6 +38,7 @@ class JoinedHost:
     """
 
     activity: Activity | None = None
+    is_remote = True
 
     def __init__(
         self,

@@ -14,21 +14,24 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from hardpoint.core.engine_process.process import EngineHost
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.parallel_config import ParallelConfig
 from hardpoint.replicas.hosts import EngineHosts
-from hardpoint.system.encoding import MOST_BYTES, WireError
+from hardpoint.system.encoding import WireError
 from hardpoint.system.process.launch import Interpreter
 from hardpoint.system.resources import end_context
 from hardpoint.toolkit.curve_keys import KeyFolder
 
 from .admission import Admission, Doorkeeper, Keys, key_of
 from .comparison import hello_of
+from .connection import FAILED_HANDSHAKES
 from .joined_host import JoinedHost, Order
 from .messages import Ended, Kind, Report, Welcome, decode, encode, kind_of
+from .pieces import MOST_FRAME_BYTES
 from .polling import Source, readable
 from .session import Frames, Session
 
@@ -80,7 +83,7 @@ class JoinListener:
         try:
             self._bind(keys)
         except zmq.ZMQError as cause:
-            self._router.close(0)
+            self._close_router(0)
             if self._door is not None:
                 self._door.stop()
             self._context.destroy(0)
@@ -100,7 +103,7 @@ class JoinListener:
     def _bind(self, keys: Keys | None) -> None:
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.MAXMSGSIZE, MOST_BYTES),
+            (zmq.MAXMSGSIZE, MOST_FRAME_BYTES),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
             (zmq.BACKLOG, _BACKLOG),
             (zmq.SNDHWM, _SEND_HWM),
@@ -110,6 +113,7 @@ class JoinListener:
         if keys is not None:
             self._router.curve_publickey, self._router.curve_secretkey, _ = keys.pair
             self._router.curve_server = True
+        self._failures: zmq.Socket[bytes] = self._router.get_monitor_socket(FAILED_HANDSHAKES)
         self._router.bind(self.address)
         if self.address.endswith(_ANY_PORTS):
             self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -150,11 +154,16 @@ class JoinListener:
         for session in list(self._sessions.values()):
             self._send(session, Kind.STOP)
             self._end(session, "was left by its head", was_killed=True)
-        self._router.close(int(self._interval_s * 1000))
+        self._close_router(int(self._interval_s * 1000))
+
+    def _close_router(self, linger_ms: int) -> None:
+        self._router.disable_monitor()
+        self._failures.close(0)
+        self._router.close(linger_ms)
 
     def _turn(self, wait_s: float) -> None:
         """Wait for messages, and pass them on."""
-        sources: list[Source] = [self._router, self._ours.fileno()]
+        sources: list[Source] = [self._router, self._failures, self._ours.fileno()]
         sessions = list(self._sessions.values())
         for session in sessions:
             if not session.flush() or session.held is not None:
@@ -164,6 +173,9 @@ class JoinListener:
         ready = readable(sources, wait_s)
         if self._ours.fileno() in ready:
             self._obey()
+        if self._failures in ready:
+            recv_monitor_message(self._failures)
+            self._admission.refused("a handshake that failed")
         if self._router in ready:
             self._read()
         for session in sessions:
@@ -218,6 +230,7 @@ class JoinListener:
             return
         session.received_at = time.monotonic()
         try:
+            session.count()
             self._handle(session, kind, frames[3:])
         except (WireError, ValueError) as error:
             self._lose(session, f"sent a message that is none: {error}")
@@ -238,7 +251,9 @@ class JoinListener:
                     raise WireError("it acknowledges more than was sent")
                 if session.is_started and len(frames[1]):
                     session.host.record(frames[1].bytes)
-            case Kind.READY, count if count and session.is_started:
+            case Kind.PIECE, 2 if session.is_started:
+                session.piece(frames[0].bytes, frames[1].bytes)
+            case Kind.READY, count if count and session.is_started and not session.is_ready:
                 session.ready(frames)
             case (Kind.LEAVE, 0) | ((Kind.REPORT | Kind.ENDED), 1) if session.is_started:
                 self._ends(session, kind, frames)

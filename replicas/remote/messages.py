@@ -16,7 +16,7 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest
 from hardpoint.system.encoding.errors import MALFORMED, WireError, explain
 
-LINK_PROTOCOL = 2
+LINK_PROTOCOL = 3
 """Raised with every change of these messages."""
 
 NO_SESSION = b""
@@ -42,6 +42,8 @@ class Kind(bytes, Enum):
     """From an engine: why it does not start, as text."""
     DATA = b"D"
     """To an engine: a request or a call; from it: an output."""
+    PIECE = b"P"
+    """From an engine: the place of a frame in the next DATA, and a piece of that frame."""
     READY = b"I"
     """From an engine: its first message, which goes the way of requests."""
     BEAT = b"B"

@@ -11,14 +11,17 @@ import msgspec
 import zmq
 
 from hardpoint.core.protocol import EngineAddresses
-from hardpoint.system.encoding import MOST_BYTES
+from hardpoint.system.encoding import MOST_BYTES, WireError
 
 from .joined_host import JoinedHost
 from .messages import Ended, Hello, Window
+from .pieces import MOST_MESSAGE_BYTES, Pieces
 
 Frames = Sequence[zmq.Frame]
 
 _LINGER_MS = 1000
+_MOST_PER_SECOND, _MOST_AT_ONCE = 5000, 10_000
+"""Messages of an engine; of outputs alone, the window allows fewer under load."""
 
 
 class Session:
@@ -37,6 +40,7 @@ class Session:
         began: when it was welcomed.
         is_started: whether its process is started.
         is_leaving: whether its machine wants to end it.
+        is_ready: whether its engine has sent its first message.
         window: counts of messages.
         to_engine: polled for requests.
         to_client: takes outputs.
@@ -50,12 +54,15 @@ class Session:
         self.id = os.urandom(16)
         self.host, self.routing, self.hello, self.key, self.name = host, routing, hello, key, name
         self.received_at = self.began = time.monotonic()
-        self.is_started = self.is_leaving = False
+        self.is_started = self.is_leaving = self.is_ready = False
         self.window = Window()
         self.end: Ended | None = None
         self.to_engine: zmq.Socket[bytes] | None = None
         self.to_client: zmq.Socket[bytes] | None = None
+        self._pieces = Pieces()
         self._outputs: deque[Frames] = deque()
+        self._unread_bytes = 0
+        self._allowance, self._counted_at = float(_MOST_AT_ONCE), self.began
         self.held: Frames | None = None  # a request that the connection did not take
 
     @property
@@ -78,12 +85,46 @@ class Session:
     def ready(self, frames: Frames) -> None:
         """Pass on the engine's first message."""
         assert self.to_engine is not None
+        self.is_ready = True
         self.to_engine.send_multipart(frames, copy=False)
 
+    def count(self) -> None:
+        """Count a message, before it is handled.
+
+        Raises:
+            WireError: the engine sends too many of them.
+        """
+        now = self.received_at
+        self._allowance += (now - self._counted_at) * _MOST_PER_SECOND
+        self._allowance = min(self._allowance, _MOST_AT_ONCE) - 1
+        self._counted_at = now
+        if self._allowance < 0:
+            raise WireError(f"more than {_MOST_PER_SECOND} messages a second")
+
+    def piece(self, index: bytes, piece: bytes) -> None:
+        """Add a piece of the next output.
+
+        Raises:
+            WireError: it is malformed, or the message is too long.
+        """
+        self._pieces.add(index, piece)
+        self._check_bytes()
+
     def output(self, frames: Frames) -> None:
-        """Pass on an output, as soon as the client takes it."""
+        """Pass on an output, as soon as the client takes it.
+
+        Raises:
+            WireError: its pieces do not fit, or too much is not read yet.
+        """
+        frames = self._pieces.join(frames)
         self._outputs.append(frames)
+        self._unread_bytes += sum(map(len, frames))
         self.flush()
+        self._check_bytes()
+
+    def _check_bytes(self) -> None:
+        if self._pieces.num_bytes + self._unread_bytes > MOST_MESSAGE_BYTES:
+            raise WireError(f"more than {MOST_MESSAGE_BYTES} bytes that are not read yet")
 
     def flush(self) -> bool:
         """Pass on the outputs that the client takes now; return whether none are left."""
@@ -92,7 +133,7 @@ class Session:
                 self.to_client.send_multipart(self._outputs[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
-            self._outputs.popleft()
+            self._unread_bytes -= sum(map(len, self._outputs.popleft()))
             self.window.passed_on += 1
         return True
 

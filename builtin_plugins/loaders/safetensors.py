@@ -83,7 +83,7 @@ class SafetensorsLoader(WeightLoader):
         config = read_model_config(path / "config.json")
         scheme = scheme_of(config.hf, path.name)
         for shard in self._shards():
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 _check_vocabulary(file, config, path.name)
         return replace(config, quantization=scheme)
 
@@ -127,7 +127,7 @@ class SafetensorsLoader(WeightLoader):
         found: dict[str, dict[str, torch.Tensor]] = {owner: {} for owner in quantized}
         missing = dict.fromkeys([*(name for name in shapes if name not in quantized), *owners])
         for shard in self._shards():
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 present = set(file.keys())
                 for name in [name for name in missing if name in present]:
                     del missing[name]
@@ -164,7 +164,7 @@ class SafetensorsLoader(WeightLoader):
         needed = {*shapes, *(name for names in quantized.values() for name in names)}
         outlines: dict[str, torch.Tensor] = {}
         for shard in self._shards():
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 for name in needed & set(file.keys()):
                     outlines.setdefault(name, _outline(file, name, shard))
         formats: dict[str, WeightFormat] = {}
@@ -207,17 +207,22 @@ class SafetensorsLoader(WeightLoader):
         """The names of all tensors in the files."""
         present: set[str] = set()
         for shard in self._shards():
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 present.update(file.keys())
         return present
 
     def content_hash(self, hash_file: Callable[[Path], str]) -> str:
-        """Return the hashes of the shards, in the order of their names."""
-        return " ".join(hash_file(path) for path in sorted(self._shards(), key=lambda p: p.name))
+        """Return the hashes of the shards and their index, in the order of their names."""
+        return " ".join(hash_file(path) for path in sorted(self._files(), key=lambda p: p.name))
 
     def fingerprint(self) -> str | None:
-        """Return names, sizes and times of the shards."""
-        return fingerprint(self._shards())
+        """Return names, sizes and times of the shards and their index."""
+        return fingerprint(self._files())
+
+    def _files(self) -> list[Path]:
+        """Return the files that decide on the weights."""
+        index = [self.context.files.path / INDEX] if self._assigned else []
+        return [*self._shards(), *index]
 
     def _quantized(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
         """Return the names of the tensors of each quantised matrix.
@@ -232,7 +237,7 @@ class SafetensorsLoader(WeightLoader):
         stored: dict[str, list[str]] = {}
         codes: set[str] = set()
         for shard in self._shards():
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 for name in file.keys():  # noqa: SIM118 - it has no other way
                     stored.setdefault(module_of(name), []).append(name)
                     if name in shapes and file.get_slice(name).get_dtype() not in _NUMBERS:
@@ -255,7 +260,7 @@ class SafetensorsLoader(WeightLoader):
         alternates = ARCHITECTURES.get(self.architecture())
         if alternates is None:
             return None
-        return StackedExperts(self._shards(), _open, self._quantization, alternates=alternates)
+        return StackedExperts(self._shards(), self._open, self._quantization, alternates=alternates)
 
     @functools.cached_property
     def _quantization(self) -> str | None:
@@ -272,10 +277,24 @@ class SafetensorsLoader(WeightLoader):
         rows, columns = shape
         return QuantizedWeight(self._quantization, (rows, columns), tensors, name)
 
+    @functools.cached_property
+    def _assigned(self) -> Mapping[str, str]:
+        """The file of each tensor by the index; empty without one."""
+        folder = self.context.files.path
+        return read_index(folder) if (folder / INDEX).exists() else {}
+
+    def _open(self, path: Path) -> IndexedFile:
+        """Open a shard, which has the tensors that the index assigns to it.
+
+        Raises:
+            ModelError: it is damaged.
+        """
+        return IndexedFile(_open(path), path.name, self._assigned)
+
     def _shards(self) -> list[Path]:
         folder = self.context.files.path
-        if (folder / INDEX).exists():
-            where, names = f"{folder.name}/{INDEX}: weight_map", read_index(folder).values()
+        if names := self._assigned.values():
+            where = f"{folder.name}/{INDEX}: weight_map"
             return [file_inside(folder, name, where) for name in dict.fromkeys(names)]
         shards = sorted(folder.glob("*.safetensors"))
         if folder / _SINGLE in shards:
@@ -286,6 +305,43 @@ class SafetensorsLoader(WeightLoader):
                 f"{', '.join(shard.name for shard in shards[:8]) or 'no safetensors file'}"
             )
         return [regular_file(shards[0], f"{folder.name}/{shards[0].name}")]
+
+
+class IndexedFile:
+    """An open shard without the tensors that the index assigns to another shard."""
+
+    def __init__(self, file: Any, name: str, assigned: Mapping[str, str]) -> None:
+        """Filter the tensors of an open file.
+
+        Args:
+            file: as `safe_open` returns it.
+            name: name of the file.
+            assigned: names of files by tensor.
+        """
+        self._file, self._name, self._assigned = file, name, assigned
+
+    def __enter__(self) -> IndexedFile:
+        """Return it, open."""
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        """Return the names of its tensors."""
+        assigned, own = self._assigned, self._name
+        return [name for name in self._file.keys() if assigned.get(name, own) == own]  # noqa: SIM118
+
+    def get_slice(self, name: str) -> Any:
+        """Return a tensor that is read in parts."""
+        return self._file.get_slice(name)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor."""
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
 
 
 def _read(

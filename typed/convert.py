@@ -255,8 +255,16 @@ def _renamed(value: Any, place: str, names: Mapping[str, str]) -> Any:
     return value
 
 
+_LONGEST_NAME = 200
+
+
 def suggest(wrong: str, known: list[str]) -> str:
-    """Return ` (did you mean 'x'?)` when a known name is close to `wrong`, else an empty string."""
+    """Return ` (did you mean 'x'?)` when a known name is close to `wrong`, else an empty string.
+
+    Nothing is close to a name that is much longer than any known one.
+    """
+    if len(wrong) > _LONGEST_NAME:
+        return ""
     close = difflib.get_close_matches(wrong, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -43,13 +43,18 @@ class AdapterSlots(EngineHalf):
     that it was admitted with.
     """
 
-    def __init__(self, config: EngineConfig, context: EngineHalfContext) -> None:
+    def __init__(self, name: str, config: EngineConfig, context: EngineHalfContext) -> None:
         """Know the adapters of the configuration.
+
+        Args:
+            name: name of the part, by which the reports of its worker halves are found.
+            config: configuration of the engine.
+            context: context of the half.
 
         Raises:
             ModelError: files of one are missing.
         """
-        self._config, self._clock = config.adapters, context.clock
+        self._name, self._config, self._clock = name, config.adapters, context.clock
         self._names: dict[str, LoRARequest] = {}
         self._paths: dict[str, str] = {}  # of each content that is known
         self._host: dict[str, float] = {}  # contents that workers keep, and their last use
@@ -196,11 +201,18 @@ class AdapterSlots(EngineHalf):
     def result(
         self,
         plan: SchedulerOutput,
-        result: ModelRunnerOutput,  # noqa: ARG002
+        result: ModelRunnerOutput,
     ) -> Mapping[str, RequestFault]:
-        """Return the requests that the removal of their adapter ends."""
+        """Return the requests that the removal, or a failure, of their adapter ends."""
         names = self._ending & plan.num_scheduled_tokens.keys()
-        return {name: RequestFault(self._removed(self._requests[name])) for name in names}
+        ended = {name: RequestFault(self._removed(self._requests[name])) for name in names}
+        for report in result.part_reports.get(self._name, {}).values():
+            failures = msgspec.msgpack.decode(report, type=dict[str, str])
+            for name in plan.num_scheduled_tokens.keys() & self._requests.keys():
+                if (reason := failures.get(self._requests[name])) is not None:
+                    adapter = self._named.get(name)
+                    ended[name] = RequestFault(f"lora: {adapter!r} cannot be used: {reason}")
+        return ended
 
     def wait(self) -> None:
         """Wait a moment for adapters that are read."""

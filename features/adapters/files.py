@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from hardpoint.plugins.model import LinearMatrix
 from .identity import CONFIG, TENSORS, content_hash, read_files
 from .patterns import ModulePatterns
 
-_LARGEST_HEADER = 16 << 20
 _LONGEST_NAME = 512
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -57,6 +55,9 @@ _INERT = {
 
 _KEEPS_BASE = ("none", "true", "false", "gaussian", "eva", "orthogonal", "mica")
 """Initialisations whose adapters belong to the base model as it is published."""
+
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class _Fields(msgspec.Struct):
@@ -192,15 +193,12 @@ def _patterns(file: Path, field: str, values: Mapping[str, Any] | None) -> Modul
 
 
 def _tensors(file: Path, data: bytes) -> dict[str, torch.Tensor]:
-    length = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else -1
-    if not 0 < length <= min(_LARGEST_HEADER, len(data) - 8):
-        raise ModelError(f"{file}: expected a safetensors file, got a header of {length} bytes")
     from safetensors import SafetensorError  # noqa: PLC0415 - no need of the core distribution
     from safetensors.torch import load  # noqa: PLC0415
 
     try:
         return load(data)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
         raise ModelError(f"{file}: expected a safetensors file: {error}") from None
 
 
@@ -255,7 +253,13 @@ def _change(
         raise ModelError(
             f"{where}: expected a rank of at most {max_rank}, adapters.max_lora_rank, got {rank}"
         )
-    return Change(a, b, sizes.scale(module))
+    scale = sizes.scale(module)
+    largest = abs(scale) * float(a.abs().max()) * float(b.abs().max()) * rank
+    if not largest <= _LARGEST or not abs(scale) <= _LARGEST:
+        raise ModelError(
+            f"{where}: expected a change whose numbers float32 holds, got lora_alpha / r of {scale:g}"
+        )
+    return Change(a, b, scale)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
 
 from hardpoint.plugins import ModelError
 from hardpoint.toolkit.folders import real_path
@@ -18,7 +21,14 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 _LARGEST_CONFIG = 1 << 20
 _LARGEST_TENSORS = 8 << 30
+_LARGEST_HEADER = 16 << 20
 _MOST_SHOWN = 4
+
+
+class _Tensor(msgspec.Struct):
+    """An entry of a header; that of metadata has no offsets."""
+
+    data_offsets: tuple[int, int] | None = None
 
 
 def content_hash(config: bytes, tensors: bytes) -> str:
@@ -80,7 +90,8 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
                 raise ModelError(f"{file}: expected a regular file")
             if status.st_size > limit:
                 raise ModelError(f"{file}: expected at most {limit} bytes, got {status.st_size}")
-            data = opened.read(status.st_size + 1)
+            start = _checked_header(file, opened, status.st_size) if name == TENSORS else b""
+            data = start + opened.read(status.st_size + 1 - len(start))
     except (OSError, ValueError) as error:
         pickles = [file.with_suffix(suffix) for suffix in (".bin", ".pt")]
         found = next((other.name for other in pickles if other.exists()), None)
@@ -90,6 +101,32 @@ def _read(folder: Path, name: str, limit: int) -> bytes:
     if len(data) != status.st_size:
         raise ModelError(f"{file}: its size, {status.st_size} bytes, changed while it was read")
     return data
+
+
+def _checked_header(file: Path, opened: BinaryIO, size: int) -> bytes:
+    """Return the header of a safetensors file, with the 8 bytes before it.
+
+    Nothing else is read of a file whose tensors do not fill it.
+
+    Raises:
+        ModelError: the file is not such a file.
+    """
+    start = opened.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+    if not 0 < length <= min(_LARGEST_HEADER, size - 8):
+        raise ModelError(f"{file}: expected a safetensors file, got a header of {length} bytes")
+    header = opened.read(length)
+    try:
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor | None])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{file}: expected the header of a safetensors file: {error}") from None
+    ends = [tensor.data_offsets[1] for tensor in tensors.values() if tensor and tensor.data_offsets]
+    if (end := max(ends, default=0)) != size - 8 - length:
+        raise ModelError(
+            f"{file}: expected {end} bytes of tensors, as the header has it, got "
+            f"{size - 8 - length}"
+        )
+    return start + header
 
 
 def _open_at_once(path: str, flags: int) -> int:

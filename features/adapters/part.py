@@ -42,7 +42,7 @@ class Adapters(StepPart):
             return None
         from .engine_half import AdapterSlots  # noqa: PLC0415 - what is off costs nothing
 
-        return AdapterSlots(self.context.config, context)
+        return AdapterSlots(self.context.name, self.context.config, context)
 
     def worker_half(self, context: WorkerHalfContext) -> WorkerHalf | None:
         """Return the half that computes adapters; None if they are off, or there is no model."""

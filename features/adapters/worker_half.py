@@ -54,6 +54,7 @@ class AdapterProducts(WorkerHalf):
         self._slots = _Slots(config.max_loras, config.max_lora_rank, self._loaded, self._device)
         self._step = StepAdapters([], {}, {})
         self._rows: tuple[StepRows, _Rows] | None = None
+        self._failures: dict[str, str] = {}
 
     def _read(self, path: str) -> HostAdapter:
         config = self._config
@@ -102,11 +103,26 @@ class AdapterProducts(WorkerHalf):
         The engine's half has seen to it that each rank has what they need.
         """
         self._step = msgspec.msgpack.decode(data, type=StepAdapters)
-        self._rows = None
+        self._rows, self._failures = None, {}
         for slot in self._step.slots:
             if self._slots.contents[slot.index] != slot.content:
-                self._slots.fill(slot.index, self._host[slot.content])
+                self._fill(slot)
         self._slots.use([slot.index for slot in self._step.slots])
+
+    def _fill(self, slot: Slot) -> None:
+        """Fill a slot; if its adapter cannot be copied, only the requests that have it fail."""
+        try:
+            self._slots.fill(slot.index, self._host[slot.content])
+        except torch.OutOfMemoryError:  # of this rank alone
+            raise
+        except RuntimeError as error:
+            self._failures[slot.content] = f"{type(error).__name__}: {error}"
+            for name in [name for name, used in self._step.requests.items() if used == slot.index]:
+                del self._step.requests[name]
+
+    def report(self) -> bytes | None:
+        """Return the adapters of the step that failed, with the reasons."""
+        return msgspec.msgpack.encode(self._failures) if self._failures else None
 
     def linear(
         self, parts: Sequence[tuple[str, int]], x: torch.Tensor, y: torch.Tensor, rows: StepRows

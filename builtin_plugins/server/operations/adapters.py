@@ -19,7 +19,7 @@ from msgspec import Meta
 from hardpoint.builtin_plugins.server.access.counts import Counts
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.errors import shown
-from hardpoint.plugins import LoRARequest, RequestError
+from hardpoint.plugins import LoRARequest, ModelError, RequestError
 from hardpoint.plugins.server import AsyncGenerator
 from hardpoint.typed import Strict
 
@@ -162,7 +162,7 @@ class Adapters:
         async with self._adding:
             if (loaded := self._loaded.get(name)) is not None:  # in the meantime
                 return loaded.request
-            return await self._add(name, path, content_hash)
+            return await self._add(name, path, content_hash, param="model")
 
     async def load(self, asked: LoadAdapter) -> LoRARequest:
         """Load an adapter for an administrator.
@@ -188,7 +188,7 @@ class Adapters:
                     param="lora_name",
                     code="already_loaded",
                 )
-            return await self._add(name, str(path), "")
+            return await self._add(name, str(path), "", param="lora_path")
 
     async def unload(self, asked: UnloadAdapter) -> LoRARequest:
         """Unload an adapter for an administrator.
@@ -226,14 +226,23 @@ class Adapters:
             self._changed()
         return loaded.request
 
-    async def _add(self, name: str, path: str, content_hash: str) -> LoRARequest:
-        """Load an adapter under a number that none has."""
+    async def _add(self, name: str, path: str, content_hash: str, *, param: str) -> LoRARequest:
+        """Load an adapter under a number that no other has.
+
+        Raises:
+            AnswerError: its files are broken, or not those of an adapter for this model; `param`
+                is the field that named it.
+            HardpointError: the engine cannot load it.
+        """
         engine = self._check_engine()
         # One that no other worker takes in the meantime.
         width, column = self._counts.num_processes, self._counts.column
         self._last_number += 1 + (column - self._last_number - 1) % width
         request = LoRARequest(name, self._last_number, path, content_hash)
-        added = await engine.add_lora(request)
+        try:
+            added = await engine.add_lora(request)
+        except ModelError as error:
+            raise AnswerError(400, str(error), param=param, code="invalid_adapter") from error
         request = added if isinstance(added, LoRARequest) else request
         self._loaded[name] = Loaded(request, int(time.time()))
         self._changed()

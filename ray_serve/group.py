@@ -22,7 +22,8 @@ from hardpoint.registry.plugin_set import PluginSet
 from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.hosts import EngineHosts, LocalHosts, start_of
-from hardpoint.replicas.replicas import Replica, Replicas, SinkOf
+from hardpoint.replicas.replica import Replica
+from hardpoint.replicas.replicas import Replicas, SinkOf
 from hardpoint.replicas.restarts import RestartBudget
 
 from .client import ServeClient
@@ -138,7 +139,7 @@ class ServeGroup(EngineGroup):
                     pause_s = min(2 * pause_s, _MOST_PAUSE_S)
                 else:
                     _log.info("Ray Serve has added an engine; there are %d", len(self.ranks))
-        self._send_waiting()
+        self._dispatch.send_waiting()
 
     def _leave(self, place: str) -> None:
         """Let the requests of a replica that ends run on for a while, then go on at others."""

@@ -33,13 +33,11 @@ def start_of(start: EngineStart, rank: int, num_sharing: int = 1) -> EngineStart
 
 
 class EngineHosts(Protocol):
-    """Gives each engine what it runs in.
+    """Gives each engine what it runs in."""
 
-    Attributes:
-        join_address: address where engines join; None if no engine does.
-    """
-
-    join_address: str | None
+    @property
+    def join_address(self) -> str | None:
+        """The address where engines join; None if no engine does."""
 
     def open(self, rank: int, interpreter: Interpreter) -> EngineHost:
         """Return the host of an engine that is started now, which waits for its launch.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from hardpoint.errors import shown
 from hardpoint.plugins.structured import (
     ConstStringFormat,
     GrammarFormat,
@@ -44,10 +45,10 @@ _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 
 
 def check_limits(structured: StructuredOutputs) -> None:
-    """Refuse what would use too much memory or time.
+    """Refuse descriptions that would use too much memory or time, or that backends misread.
 
     Raises:
-        ValueError: naming what is too large.
+        ValueError: it names the limit, or the regular expression.
     """
     texts, expressions, grammars, schemas = _parts(structured)
     _check_gbnf(grammars)
@@ -67,6 +68,12 @@ def check_limits(structured: StructuredOutputs) -> None:
             f"expected texts and regular expressions of at most {_MAX_TEXT} characters, "
             f"got {longest}"
         )
+    for expression in expressions:
+        if (len(expression) - len(expression.rstrip("\\"))) % 2:
+            raise ValueError(
+                f"expected a regular expression, got {shown(expression)}, which ends with a "
+                "backslash that escapes nothing"
+            )
     repetitions = sum(len(re.findall(r"[?*+{]", text)) for text in (*expressions, *grammars))
     if repetitions > _MAX_REPETITIONS:
         raise ValueError(

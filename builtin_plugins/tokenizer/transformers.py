@@ -86,6 +86,8 @@ class TransformersTokenizer(Tokenizer):
         self._chat = ChatRenderer(self.options.template_seconds, self.options.template_characters)
         self._special = files.special
         self._has_types = files.has_types
+        bos = files.tokenizer.token_to_id(files.special.get("bos_token") or "")
+        self._two_bos = [bos, bos]
         eos = files.special.get("eos_token")
         eos_id = None if eos is None else files.tokenizer.token_to_id(eos)
         self._eos = () if eos_id is None else (eos_id,)
@@ -128,10 +130,14 @@ class TransformersTokenizer(Tokenizer):
         return self._eos
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; special tokens in it are recognised."""
+        """Return the token ids of `text`; special tokens in it are recognized.
+
+        A text that begins with the `bos_token`, as chat templates write it, gets no second one.
+        """
         if not add_special_tokens:
             return self._segments.encode(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids[1:] if ids[:2] == self._two_bos else ids
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
         """Return the tokens of two texts, with the special tokens of a pair."""

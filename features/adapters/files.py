@@ -257,7 +257,8 @@ def _change(
     largest = abs(scale) * float(a.abs().max()) * float(b.abs().max()) * rank
     if not largest <= _LARGEST or not abs(scale) <= _LARGEST:
         raise ModelError(
-            f"{where}: expected a change whose numbers float32 holds, got lora_alpha / r of {scale:g}"
+            f"{where}: expected a change whose numbers float32 holds, "
+            f"got lora_alpha / r of {scale:g}"
         )
     return Change(a, b, scale)
 

@@ -14,7 +14,7 @@ from hardpoint.plugins import EngineConfig, ModelError, Ops, SchedulerOutput, Wo
 from hardpoint.plugins.worker_half import LoadedModel, StepRows, WorkerHalfContext
 
 from .files import HostAdapter, load_adapter
-from .messages import Ask, Call, Drop, Keep, Progress, Read, StepAdapters
+from .messages import Ask, Call, Drop, Keep, Progress, Read, Slot, StepAdapters
 
 _NONE = -1
 

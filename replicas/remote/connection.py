@@ -16,6 +16,7 @@ from .polling import readable
 _HANDSHAKE_MS = 5000
 _RECONNECT_MS, _MOST_RECONNECT_MS = 200, 2000
 _MOST_FAILURES = 3
+_FAILING_S = 5.0  # a proxy cuts connections while the head behind it starts
 FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -51,7 +52,7 @@ class Connection:
     ) -> None:
         """Begin to connect."""
         self._address = address
-        self._num_failures = 0
+        self._num_failures, self._failing_since = 0, 0.0
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),
@@ -115,12 +116,16 @@ class Connection:
                 "the folder of its parallel.keys",
                 is_key_refused=True,
             )
-        if (
-            event & FAILED_HANDSHAKES
-        ):  # after an error of the protocol, libzmq does not connect again
-            is_last = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            self._num_failures += _MOST_FAILURES if is_last else 1
-        if self._num_failures >= _MOST_FAILURES:
+        if not event & FAILED_HANDSHAKES:
+            return event
+        now = time.monotonic()
+        if not self._num_failures:
+            self._failing_since = now
+        self._num_failures += 1
+        # After an error of the protocol, libzmq does not connect again.
+        is_last = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        is_long = now - self._failing_since >= _FAILING_S
+        if is_last or (self._num_failures >= _MOST_FAILURES and is_long):
             raise HandshakeError(
                 f"--keys: what is at {self._address} does not agree on security: either side has "
                 "keys and the other has none, or server.key is not that of this head",

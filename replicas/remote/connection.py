@@ -17,12 +17,9 @@ _HANDSHAKE_MS = 5000
 _RECONNECT_MS, _MOST_RECONNECT_MS = 200, 2000
 _MOST_FAILURES = 3
 _FAILING_S = 5.0  # a proxy cuts connections while the head behind it starts
-FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-"""Events of a socket's monitor."""
+UNEXPLAINED_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""Events of handshakes that fail before a key is refused."""
+_FAILURES = UNEXPLAINED_FAILURES | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSED = 400  # the status of ZAP for a key that is not among the allowed ones
 
 
@@ -68,7 +65,7 @@ class Connection:
             self.socket.curve_publickey, self.socket.curve_secretkey = keys.public, keys.secret
             self.socket.curve_serverkey = keys.server
         self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         try:
             self.socket.connect(address)
@@ -116,7 +113,7 @@ class Connection:
                 "the folder of its parallel.keys",
                 is_key_refused=True,
             )
-        if not event & FAILED_HANDSHAKES:
+        if not event & _FAILURES:
             return event
         now = time.monotonic()
         if not self._num_failures:

@@ -28,7 +28,7 @@ from hardpoint.toolkit.curve_keys import KeyFolder
 
 from .admission import Admission, Doorkeeper, Keys, key_of
 from .comparison import hello_of
-from .connection import FAILED_HANDSHAKES
+from .connection import UNEXPLAINED_FAILURES
 from .joined_host import JoinedHost, Order
 from .messages import Ended, Kind, Report, Welcome, decode, encode, kind_of
 from .pieces import MOST_FRAME_BYTES
@@ -113,7 +113,7 @@ class JoinListener:
         if keys is not None:
             self._router.curve_publickey, self._router.curve_secretkey, _ = keys.pair
             self._router.curve_server = True
-        self._failures: zmq.Socket[bytes] = self._router.get_monitor_socket(FAILED_HANDSHAKES)
+        self._failures: zmq.Socket[bytes] = self._router.get_monitor_socket(UNEXPLAINED_FAILURES)
         self._router.bind(self.address)
         if self.address.endswith(_ANY_PORTS):
             self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)

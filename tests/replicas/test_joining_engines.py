@@ -69,7 +69,7 @@ def test_what_differs_is_named_with_both_sides(head):
         ("hardpoint", "2.0", "version of hardpoint: the head here has 1.0, the engine on th"),
         ("torch", "2.1", "version of torch: the head here has 2.0, the engine on there 2.1"),
         ("wire", 5, "wire protocol: the head here has 4, the engine on there 5"),
-        ("protocol", 9, "join protocol: the head has version 2, the engine 9"),
+        ("protocol", 9, "join protocol: the head has version 3, the engine 9"),
         ("contracts", {"models": 2}, "contract of models: the head here has version 1, the eng"),
         ("contracts", {"models": 1, "ops": 1}, "contract of ops: the head here has version None"),
         ("fingerprint", "e" * 64, "model: the head here has 'm' with the fingerprint ffffffffffff, "

@@ -217,7 +217,9 @@ class TestWhatIsFound:
         assert index.cached_prefix_tokens_at(2, request) == 12
         index.remove_engine(2)
         assert index.cached_prefix_tokens_at(2, request) == 0
-        assert index.cached_prefix_tokens_at(1, prompt(range(41))) == 8
+        assert index.cached_prefix_tokens_at(1, prompt(range(41))) == 8  # a copy of the request
+        assert len(walks) == 3
+        assert index.cached_prefix_tokens_at(1, prompt(range(5))) == 4
         assert len(walks) == 4
 
     def test_a_token_is_left_to_compute(self):

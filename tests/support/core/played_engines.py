@@ -139,7 +139,7 @@ class World:
         monkeypatch.setattr(replicas, "ProcessClient", Engine)
         self.leaving = []  # of each group, what is called for an engine that is to go
         self.hosts = SimpleNamespace(
-            open=Spawned.spawn, on_leave=self.leaving.append, close=lambda: None
+            open=Spawned.spawn, join_address=None, on_leave=self.leaving.append, close=lambda: None
         )
 
     def group(self, data=2, *, restarts=0, balancer="round_robin", expert=False, **engine):

@@ -31,7 +31,7 @@ STORES = {  # some calls of the first one fail; what was evicted comes back from
         "stores": [{"use": "support.plugins.kv_stores:HostileStore", "name": "hostile"}, "memory"]
     },
     "plugin": {
-        "stores": {"timeout_seconds": 0.5, "breaker_seconds": 0.1},
+        "stores": {"timeout_seconds": 20.0, "breaker_seconds": 0.1},
         "memory": {"size_bytes": 1 << 22},
         "hostile": {"ways": ["fail", "forget", "invent", "damage", "slow"], "share": 0.1},
     },

@@ -15,7 +15,7 @@ import pytest
 from support.process.harness import (
     PATIENCE_S,
     alive,
-    assert_fast,
+    assert_quick,
     gone,
     in_step,
     pid_of,
@@ -90,7 +90,7 @@ def test_a_clean_end(engine, tmp_path):
     client.add("a", **using("slow", 200, **held.slow(0.1)["slow"]))
     client.receive()
     client.send(b"rubbish")
-    wait_until(client.log.read_text, PATIENCE_S, "a line in the log")
+    wait_until(lambda: "dropped" in client.log.read_text(), PATIENCE_S, "a line in the log")
     client.process.terminate()
     held.let_go()
     client.ends(["a"])
@@ -181,7 +181,7 @@ def test_a_cleanup_that_hangs_ends_at_the_next_signal(engine, tmp_path, numbers)
     began = time.monotonic()
     os.kill(pid, numbers[1])
     gone(pid)
-    assert_fast("hanging cleanup, engine gone", time.monotonic() - began, 10)
+    assert_quick("hanging cleanup, engine gone", time.monotonic() - began)
     assert client.process.wait(PATIENCE_S) == -numbers[1]
 
 
@@ -195,7 +195,7 @@ def test_a_signal_that_interrupts_nothing_is_received(engine):
     (thread,) = [each for each in threads_of(pid) if each != pid][:1]
     assert ctypes.CDLL(None).tgkill(pid, thread, signal.SIGTERM) == 0
     gone(pid)
-    assert_fast("signal to another thread, engine gone", time.monotonic() - began, 10)
+    assert_quick("signal to another thread, engine gone", time.monotonic() - began)
     assert client.process.wait(PATIENCE_S) == 0
 
 
@@ -229,19 +229,20 @@ def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     began = time.monotonic()
     os.kill(pid, signal.SIGINT)
     gone(pid)
-    assert_fast("third signal, engine gone", time.monotonic() - began, 10)
+    assert_quick("third signal, engine gone", time.monotonic() - began)
     assert client.process.wait(PATIENCE_S) == -signal.SIGINT
 
 
 def test_a_request_after_a_drain_of_no_time(opened, endless, tmp_path):
-    """The engine has closed its sockets, and takes its time to close the rest."""
+    """The engine has closed its sockets, and takes a minute to close the rest."""
     config = {
         "engine": {"drain_seconds": 0.0},
         "scheduler": {"policy": "support.plugins.closing:Closing"},
-        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 3.0}},
+        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 60.0}},
     }
     llm = opened(endless, config)
     os.kill(pid_of(llm), signal.SIGTERM)
     wait_until((tmp_path / "closed").exists, PATIENCE_S, "the cleanup")
     with pytest.raises(EngineDeadError, match=r"^the engine is shutting down$"):
         llm.generate("x", GREEDY)
+    os.kill(pid_of(llm), signal.SIGKILL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import psutil
@@ -15,7 +15,7 @@ from support.driving import varied_jobs
 from support.process.harness import process_config
 from support.processes import ROOT
 from support.ray_nodes import HEAD, SECOND, two_nodes
-from support.waiting import PATIENCE_S, alive, wait_until
+from support.waiting import PATIENCE_S, HeldSteps, alive, wait_until
 
 from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
 from hardpoint.plugins import ConfigError
@@ -25,10 +25,9 @@ pytestmark = pytest.mark.nightly
 
 NUM_CPUS = 4  # of each node, as configured for Ray
 NUM_JOBS = 16
-SLOW = {"slow": {"seconds": 0.004}}
 PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-LOST_S = 60  # for Ray to start another engine, on a loaded machine
+LOST_S = 120  # for Ray to start another engine, on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def nodes():
 @pytest.fixture(autouse=True)
 def _nothing_left(nodes):
     yield
-    wait_until(lambda: not actors(), 20, "the actors to end")
+    wait_until(lambda: not actors(), what="the actors to end")
     import ray
 
     assert not ray.is_initialized()
@@ -68,11 +67,11 @@ def on_ray(scripted, parallel=None, **engine) -> LLM:
     return LLM(config=config_of(scripted, parallel, **engine))
 
 
-def results(llm) -> list:
+def results(llm, slow=None) -> list:
     """Run requests of many kinds; return all that a user sees of each."""
     jobs = [job for job in varied_jobs(30) if job[2].n <= 2][:NUM_JOBS]
     prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
-    params = [msgspec.structs.replace(job[2], plugin_args=SLOW) for job in jobs]
+    params = [msgspec.structs.replace(job[2], plugin_args=slow or {}) for job in jobs]
     return [
         [(c.token_ids, c.text, c.finish_reason, c.error, c.logprobs) for c in output.outputs]
         for output in llm.generate(prompts, params)
@@ -97,20 +96,27 @@ def node_of(llm, rank):
     return next(one.removeprefix(option) for one in arguments if one.startswith(option))
 
 
-def while_running(llm, rank, do):
-    """Run the requests, do something once an engine has given tokens; return the results."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(results(llm)))
-    thread.start()
+@pytest.fixture
+def while_running(tmp_path):
+    """Run requests; do something once an engine has given tokens; let them end."""
 
-    def running():
-        return sum(one.num_output_tokens for one in llm.engines[rank].live_requests())
+    def run(llm, rank, do):
+        held = HeldSteps(tmp_path)
+        with ThreadPoolExecutor() as pool:
+            found = pool.submit(results, llm, held.slow(0.2))
+            try:
+                wait_until(lambda: num_tokens(llm.engines[rank]) > 20, PATIENCE_S, "the requests")
+                do()
+            finally:
+                held.let_go()
+            return found.result(LOST_S)
 
-    wait_until(lambda: running() > 20, PATIENCE_S, "the requests")
-    do()
-    thread.join(LOST_S)
-    (only,) = found
-    return only
+    return run
+
+
+def num_tokens(engine):
+    """Return how many tokens the live requests of an engine have."""
+    return sum(one.num_output_tokens for one in engine.live_requests())
 
 
 def back(llm, rank, before):
@@ -124,10 +130,10 @@ def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
         assert results(llm) == expected
         assert [engine.state for engine in llm.load().engines] == ["serving"] * 2
         pids = [one.pid for one in llm.engines]
-    wait_until(lambda: not any(map(alive, pids)), 10, "the engines to end")
+    wait_until(lambda: not any(map(alive, pids)), what="the engines to end")
 
 
-def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected):
+def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected, while_running):
     with on_ray(scripted) as llm:
         first, second = (one.pid for one in llm.engines)
         found = while_running(llm, 1, lambda: os.kill(second, signal.SIGKILL))
@@ -139,7 +145,9 @@ def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected):
         assert results(llm) == expected
 
 
-def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(scripted, expected, nodes):
+def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(
+    scripted, expected, nodes, while_running
+):
     with on_ray(scripted, {"ray": {"num_cpus": 3}}) as llm:
         rank = next(n for n in range(2) if node_of(llm, n) == SECOND)
         before = llm.engines[rank].pid
@@ -154,7 +162,7 @@ def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(scripted
         assert results(llm) == expected
 
 
-def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, nodes):
+def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, nodes, while_running):
     with on_ray(scripted) as llm:
         rank = next(n for n in range(2) if node_of(llm, n) == SECOND)
         before = llm.engines[rank].pid
@@ -167,7 +175,7 @@ def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, node
             nodes.add()
 
 
-def test_engines_come_and_go_under_load(scripted, expected):
+def test_engines_come_and_go_under_load(scripted, expected, while_running):
     with on_ray(scripted, {"data": 1}) as llm:
         found = while_running(llm, 0, lambda: llm.scale(2))
         assert found == expected
@@ -176,8 +184,8 @@ def test_engines_come_and_go_under_load(scripted, expected):
         found = while_running(llm, 1, lambda: llm.scale(1, drain_seconds=0.1))
         assert found == expected
         assert [one.rank for one in llm.engines] == [0]
-        wait_until(lambda: not alive(gone), 10, "the engine to end")
-        wait_until(lambda: len(actors()) == 1, 10, "its actor to end")
+        wait_until(lambda: not alive(gone), what="the engine to end")
+        wait_until(lambda: len(actors()) == 1, what="its actor to end")
         with pytest.raises(HardpointError, match=r"parallel.ray: 9 engines need 9 CPU .* has 8"):
             llm.scale(9)
         assert [one.rank for one in llm.engines] == [0]
@@ -241,7 +249,7 @@ def test_what_others_use_is_waited_for(scripted, nodes):
     ray.init(address=nodes.address, configure_logging=False)
     try:
         group = ray.util.placement_group([{"CPU": NUM_CPUS}] * 2, strategy="SPREAD")
-        assert group.wait(10)
+        assert group.wait(PATIENCE_S)
         message = r"no room for 1 engine within 1 s \(parallel.join_seconds\): others use it; 1 CPU"
         with pytest.raises(HardpointError, match=message):
             on_ray(scripted, {"join_seconds": 1.0})

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.process.harness import pid_of, process_config
-from support.waiting import alive, wait_until
+from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
@@ -59,7 +59,7 @@ def test_the_children_of_a_process_that_ends_at_once_are_killed():
     popen = subprocess.Popen(["sleep", "60"])
     child = ChildProcess(popen, ours)
     kill_children()
-    assert popen.wait(10) == -9
+    assert popen.wait(PATIENCE_S) == -9
     kill_children()
     child.close()
     theirs.close()
@@ -317,4 +317,4 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_gone_once_its_engine_is(scri
     before = busy.cpu_times().user
     wait_until(lambda: busy.cpu_times().user > before + 0.5, what="the call")
     llm.close()
-    wait_until(lambda: not any(map(alive, ranks)), 2.0, "the end of the ranks")
+    wait_until(lambda: not any(map(alive, ranks)), what="the end of the ranks")

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from support.driving import varied_jobs
 from support.process.harness import process_config
-from support.waiting import PATIENCE_S, until, wait_until
+from support.waiting import PATIENCE_S, HeldSteps, until, wait_until
 
 from hardpoint import (
     LLM,
@@ -163,8 +163,9 @@ def test_kills_at_random_for_minutes_while_scaled(scripted, expected):
     assert all("killed by signal 9" in reason for reason in refused), refused
 
 
-def test_streams_go_on_where_they_were(scripted):
+def test_streams_go_on_where_they_were(scripted, tmp_path):
     """Each piece comes once, of an engine that is stopped, too."""
+    held = HeldSteps(tmp_path)
     params = [
         SamplingParams(
             temperature=1.0,
@@ -173,23 +174,33 @@ def test_streams_go_on_where_they_were(scripted):
             ignore_eos=True,
             stop=["zz"],
             output_kind=RequestOutputKind.DELTA,
-            plugin_args={"slow": {"seconds": 0.01}},
         )
         for seed in range(6)
     ]
 
-    async def pieces(llm, one) -> str:
-        found = [output.outputs[0].text async for output in llm.generate("say abc", one)]
+    def events() -> list[asyncio.Event]:
+        return [asyncio.Event() for _ in range(6)]
+
+    def all_of(llm, params, begun) -> asyncio.Future[list[str]]:
+        return asyncio.gather(*(pieces(llm, *one) for one in zip(params, begun, strict=True)))
+
+    async def pieces(llm, one, has_begun) -> str:
+        found = []
+        async for output in llm.generate("say abc", one):
+            found.append(output.outputs[0].text)
+            has_begun.set()
         return "".join(found)
 
     async def main():
-        settings = config(scripted, 2, hung_process_seconds=1.0)
+        settings = config(scripted, 2, hung_process_seconds=3.0)
         async with AsyncLLM(config=settings) as llm:
-            whole = await asyncio.gather(*(pieces(llm, one) for one in params))
-            tasks = [asyncio.create_task(pieces(llm, one)) for one in params]
-            await asyncio.sleep(0.2)
+            whole = await all_of(llm, params, events())
+            slow = [msgspec.structs.replace(one, plugin_args=held.slow(0.1)) for one in params]
+            found = all_of(llm, slow, begun := events())
+            await asyncio.gather(*(event.wait() for event in begun))
             os.kill(llm.engines[1].pid, signal.SIGSTOP)
-            assert await asyncio.gather(*tasks) == whole
+            held.let_go()
+            assert await found == whole
             assert [engine.pid is None for engine in llm.engines] == [False, True]
             assert llm.is_running
 
@@ -227,9 +238,9 @@ def test_with_the_defaults_a_request_goes_on_once(scripted):
     async def main():
         async with AsyncLLM(config=config(scripted, 1), restart="on_failure") as llm:
             stream = llm.generate("say abc", params)
-            before = len((await anext(stream)).outputs[0].token_ids)
+            await anext(stream)
             await kill(llm)
-            while len((await anext(stream)).outputs[0].token_ids) <= before + 2:
+            while not (await anext(stream)).num_resumes:
                 pass
             await kill(llm)
             once = r"the request went on at another engine 1 time before \(engine.max_resumes\)$"

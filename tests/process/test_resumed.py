@@ -16,6 +16,7 @@ from support.driving import FINAL, alone, drafting, summary, varied_jobs
 from support.internals import engine_of
 from support.parallel import write_random_model
 from support.resuming import at_every_output, place_of, run_moving
+from support.waiting import HeldSteps
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams, typed
 from hardpoint.core.build import build_engine
@@ -316,10 +317,11 @@ def test_layers_with_states(hybrid):
     assert client.num_preemptions > 0
 
 
-def test_layers_with_states_of_an_engine_that_dies(hybrid):
+def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
+    held = HeldSteps(tmp_path)
     jobs = of(HYBRID_JOBS, max_tokens=60, ignore_eos=True)
     expected = each_alone(open_random(hybrid, {}), jobs, NO_EXTRAS)
-    asked = {"output_kind": RequestOutputKind.DELTA, "plugin_args": {"slow": {"seconds": 0.01}}}
+    asked = {"output_kind": RequestOutputKind.DELTA, "plugin_args": held.slow(0.2)}
 
     async def tokens(llm, prompt, params, running):
         found = [[] for _ in range(params.n)]
@@ -343,6 +345,7 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid):
             ]
             await asyncio.gather(*(event.wait() for event in events))
             os.kill(llm.engine_pid, signal.SIGKILL)
+            held.let_go()
             return await asyncio.gather(*tasks)
 
     for (name, _, _), (found, num_resumes) in zip(jobs, asyncio.run(main()), strict=True):

@@ -220,18 +220,17 @@ def test_an_engine_that_dies_before_its_first_use_is_known_to_be_dead(scripted):
     llm.close()
 
 
-@pytest.mark.fresh_process
 def test_an_engine_killed_while_it_starts_again_is_started_once_more(scripted, tmp_path):
     gate = tmp_path / "closed"
 
     async def main():
         async with opened(scripted, gated(gate), restart="on_failure") as llm:
-            first = pid_of(llm)
+            first, others = pid_of(llm), psutil.Process().children()
             gate.touch()  # so that the second one does not get ready
             await kill_noticed(llm)
             assert not llm.errored
             request = asyncio.create_task(text(llm))
-            second = await newborn(first)
+            second = await newborn(others)
             await kill(second)
             gate.unlink()
             assert await request == " abc abc abc"
@@ -240,15 +239,12 @@ def test_an_engine_killed_while_it_starts_again_is_started_once_more(scripted, t
     asyncio.run(main())
 
 
-async def newborn(other: int) -> int:
-    """Wait for an engine process that is not the other one."""
+async def newborn(others: list[psutil.Process]) -> int:
+    """Wait for a child process that is none of the others."""
     found = []
 
     def look():
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if child.pid != other and "--launch-fd" in child.cmdline():
-                    found.append(child.pid)
+        found[:] = [one.pid for one in psutil.Process().children() if one not in others]
         return found
 
     await until(look, "another engine process")

@@ -34,6 +34,7 @@ from hardpoint.errors import EngineDeadError
 from hardpoint.system.process.process import ChildProcess
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+NIGHTLY = pytest.mark.nightly
 
 
 def test_engine_killed_under_32_requests_is_reported_at_once(opened, endless):
@@ -94,6 +95,7 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
         assert_quick("frontend killed, engine gone", gone(engine))
 
 
+@pytest.mark.nightly
 def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
     source = f"""
         import json
@@ -116,7 +118,8 @@ LEAVING = """
         from support.process.harness import hangs, in_step, process_config, pid_of
         from hardpoint import LLM
         from support.process.slow_requests import SLOW, add, long
-        llm = LLM(config=process_config({model!r}, SLOW))
+        plugins = [*SLOW["plugins"]["enable"], "support.plugins.pacing:Hurried"]
+        llm = LLM(config=process_config({model!r}, {{"plugins": {{"enable": plugins}}}}))
         add(llm, 1, {params})
         print(json.dumps([pid_of(llm), os.listdir(tempfile.tempdir)]), flush=True)
         {end}
@@ -126,12 +129,11 @@ LEAVING = """
 @pytest.mark.parametrize(
     ("end", "params"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", "long()"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "long()"),
-        ("os._exit(3)", "long()"),
-        ("in_step(Path('begun')); os._exit(3)", "hangs(Path('begun'))"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", "long()", id="sigterm", marks=NIGHTLY),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "long()", id="sigkill"),
+        pytest.param("os._exit(3)", "long()", id="exit", marks=NIGHTLY),
+        pytest.param("in_step(Path('begun')); os._exit(3)", "hangs(Path('begun'))", id="hanging"),
     ],
-    ids=["sigterm", "sigkill", "exit", "hanging"],
 )
 def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, end, params):
     sockets = tmp_path / "sockets"
@@ -148,7 +150,13 @@ def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, en
 # SIGTERM and SIGINT
 
 DRAINING = SLOW | {"engine": {"drain_seconds": 60.0}}
-BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+BOTH = pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="term"),
+        pytest.param(signal.SIGINT, id="int", marks=pytest.mark.nightly),
+    ],
+)
 
 
 def test_sigterm_lets_requests_finish_within_the_limit(opened, endless, tmp_path):
@@ -197,8 +205,10 @@ def test_the_drain_limit_is_enforced(opened, endless):
 
 @pytest.mark.parametrize(
     ("number", "second"),
-    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
-    ids=["twice", "both"],
+    [
+        pytest.param(signal.SIGTERM, signal.SIGTERM, id="twice", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, signal.SIGTERM, id="both"),
+    ],
 )
 def test_a_second_signal_ends_the_drain_at_once(opened, endless, number, second):
     llm = opened(endless, DRAINING)
@@ -261,11 +271,19 @@ def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
 
 # Nothing remains
 
+USED = pytest.mark.usefixtures("used")
 
+
+@pytest.fixture(scope="module")
+def used(endless):
+    """Use an engine once: what is made once per program is not counted."""
+    open_and_close(endless)
+
+
+@USED
 def test_close_leaves_nothing(endless):
-    open_and_close(endless)  # what is made once per program is not counted
     before = holdings()
-    pids = [open_and_close(endless) for _ in range(3)]
+    pids = [open_and_close(endless) for _ in range(2)]
     assert_quick("closed, nothing left", nothing_left(before))
     assert not any(map(alive, pids))
 
@@ -278,9 +296,9 @@ def open_and_close(folder) -> int:
     return pid
 
 
+@USED
 def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     """They are not waited for any more, whatever the drain limit; they would take a minute."""
-    open_and_close(endless)
     before = holdings()
     monkeypatch.setattr(ChildProcess.close, "__defaults__", (60.0,))  # grace_s
     plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
@@ -293,8 +311,8 @@ def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     nothing_left(before)
 
 
+@USED
 def test_an_engine_without_references_is_released(endless):
-    open_and_close(endless)
     before = holdings()
     llm = LLM(config=process_config(endless))
     pid = pid_of(llm)
@@ -307,8 +325,8 @@ def test_an_engine_without_references_is_released(endless):
     assert_quick("collected, nothing left", time.monotonic() - began)
 
 
+@USED
 def test_a_killed_engine_leaves_nothing_once_closed(endless):
-    open_and_close(endless)
     before = holdings()
     llm = LLM(config=process_config(endless))
     os.kill(pid_of(llm), signal.SIGKILL)
@@ -318,8 +336,8 @@ def test_a_killed_engine_leaves_nothing_once_closed(endless):
     nothing_left(before)
 
 
+@USED
 def test_an_engine_that_cannot_start_leaves_nothing(endless):
-    open_and_close(endless)
     before = holdings()
     hanging = {
         "plugins": {"enable": ["test_start_errors:Hangs"]},

@@ -105,7 +105,6 @@ def test_a_clean_end(engine, tmp_path):
     assert (tmp_path / "closed").exists()
 
 
-@fresh
 def test_a_fault_that_nothing_contains(engine, tmp_path):
     client = engine(plugins={"on_error": {"dense": "engine"}}, log_level="INFO")
     client.add("a", **using("slow", 30_000, seconds=0.02))
@@ -133,7 +132,6 @@ def test_a_failure_is_reported_before_a_cleanup_that_hangs(engine, tmp_path):
     assert last == [ENGINE_CORE_DEAD]
 
 
-@fresh
 def test_a_start_that_fails_sends_nothing_on_the_sockets(engine):
     client = engine(plugins={"enable": ["test_start_errors:Refuses"]}, waits=False)
     assert client.process.wait(60) == 1
@@ -159,6 +157,7 @@ main(run)
 """
 
 
+@pytest.mark.nightly
 @fresh
 def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
     program = tmp_path / "program.py"
@@ -171,7 +170,11 @@ def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGINT),
+        pytest.param((signal.SIGINT, signal.SIGTERM), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_cleanup_that_hangs_ends_at_the_next_signal(engine, tmp_path, numbers):
     client = engine(seconds=60.0)

@@ -140,7 +140,7 @@ def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
         assert [outputs[i].outputs[0].token_ids for i in (0, 2, 3)] == [good] * 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_the_engine_that_hangs_is_blamed_rather_than_one_that_waits_for_it(
     scripted, tmp_path, rank
 ):
@@ -200,6 +200,7 @@ def test_calls_go_to_all_engines_together(scripted, expected):
             llm.update_weights({"lm_head.weight": torch.zeros(2, 2)})
 
 
+@pytest.mark.nightly
 def test_the_number_changes_while_requests_run(mixture):
     jobs = mixed_jobs()
     with LLM(config=over_engines(mixture)) as llm:
@@ -227,7 +228,7 @@ def new_process(before):
     return found[0]
 
 
-@pytest.mark.parametrize("victim", ["new", "old"])
+@pytest.mark.parametrize("victim", ["new", pytest.param("old", marks=pytest.mark.nightly)])
 def test_a_change_is_undone_if_an_engine_dies_meanwhile(scripted, expected, tmp_path, victim):
     """No engine that starts gets ready before."""
     settings = scripted_settings(scripted, restart="on_failure", max_resumes=9)

@@ -12,7 +12,8 @@ from test_worker_processes import ENDLESS, GREEDY, config, text_of, workers
 
 from hardpoint import LLM, EngineDeadError
 
-LIMIT_S = 3.0
+LIMIT_S = 2.0
+NIGHTLY = pytest.mark.nightly
 
 
 def watched(folder, *, in_process, **ranks):
@@ -20,7 +21,7 @@ def watched(folder, *, in_process, **ranks):
     return config(folder, engine=engine, **SLOW, **ranks)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=NIGHTLY)])
 def test_a_plugin_that_hangs_in_a_rank_is_named_and_the_rank_is_killed(
     scripted, tmp_path, in_process, capfd
 ):
@@ -43,7 +44,7 @@ def test_a_plugin_that_hangs_in_a_rank_is_named_and_the_rank_is_killed(
     nothing_left(before)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=NIGHTLY), 1])
 def test_a_rank_that_is_stopped_is_named(scripted, rank):
     with LLM(config=watched(scripted, in_process=True)) as llm:
         text_of(llm)
@@ -56,6 +57,7 @@ def test_a_rank_that_is_stopped_is_named(scripted, rank):
         gone(victim.pid)
 
 
+@NIGHTLY
 def test_a_long_step_that_is_not_too_long_goes_on(scripted):
     with LLM(config=watched(scripted, in_process=True, tensor=1, pipeline=2)) as llm:
         assert text_of(llm) == " abc abc abc"

@@ -17,7 +17,7 @@ from hardpoint import AsyncLLM, EngineDeadError, SamplingParams
 from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.testing import scripted_config
 
-SILENT = {"engine": {"hung_process_seconds": 3.0}}
+SILENT = {"engine": {"hung_process_seconds": 2.0}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
@@ -27,7 +27,7 @@ def test_a_stopped_engine_is_dead_for_all_that_wait(opened, endless, caplog):
     begin(llm, 4, long())
     os.kill(pid, signal.SIGSTOP)
     message = (
-        rf"the engine process \(pid {pid}\) hangs: it gave no sign of life for 3 s "
+        rf"the engine process \(pid {pid}\) hangs: it gave no sign of life for 2 s "
         r"\(engine.hung_process_seconds\)"
     )
     with pytest.raises(EngineDeadError, match=message):
@@ -46,6 +46,7 @@ def test_a_step_that_hangs_ends_the_engine(opened, endless, tmp_path):
     gone(pid)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_idle_or_works_does_not_hang(opened, endless):
     engine = {"hung_process_seconds": 3.0, "hung_step_seconds": 3.0}
     llm = opened(endless, SLOW | {"engine": engine})
@@ -72,14 +73,16 @@ class ReplacesSleep(LogitsProcessor):
         return logits
 
 
+@pytest.mark.nightly
 def test_a_plugin_that_replaces_sleep_does_not_hang(opened, endless):
     enabled = {"plugins": {"enable": [f"{__name__}:ReplacesSleep"]}}
     llm = opened(endless, enabled | SILENT)
     llm.generate("x", GREEDY)
-    time.sleep(4.5)
+    time.sleep(3.0)
     assert alive(pid_of(llm))
 
 
+@pytest.mark.nightly
 def test_it_is_restarted(scripted):
     async def main():
         config = scripted_config(scripted, SILENT)

@@ -109,6 +109,7 @@ def check_rounds(llm: LLM, expected: dict[str, list], rounds: int = 2) -> None:
     assert llm.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
 
 
+@pytest.mark.nightly
 def test_cold_and_warm(scripted, expected):
     with opened(scripted, memory()) as llm:
         check_rounds(llm, expected)
@@ -165,7 +166,7 @@ def test_llama_after_a_restart(llama, tmp_path, store, ranks):
 
 
 OFF = {"kv_cache": {"prefix_caching": False}}
-SHORT = {"no prefix caching", "small chunks", "write behind"}
+SHORT = {"write behind"}
 CHOICES = {
     "write behind": ({"write": "behind"}, {}),
     "one thread": ({"threads": 1, "save_threads": 1}, {}),
@@ -201,7 +202,7 @@ def test_a_store_that_fails_now_and_then(scripted, expected, tmp_path):
         assert tiers_of(llm)["hostile"].failures > 3
 
 
-@pytest.mark.parametrize("way", nightly_but({"damage"}, WAYS))
+@pytest.mark.parametrize("way", nightly_but(set(), WAYS))
 def test_a_store_that_always_fails(scripted, expected, tmp_path, way):
     path = tmp_path / "blocks"
     if way != "invent":
@@ -246,7 +247,7 @@ def cases(*short: tuple[str, int]) -> list[Any]:
     return [pytest.param(*c, marks=[] if c in short else pytest.mark.nightly) for c in CASES]
 
 
-@pytest.mark.parametrize(("ranks", "groups"), cases(("one rank", 2), ("tensor 2", 1)))
+@pytest.mark.parametrize(("ranks", "groups"), cases(("tensor 2", 1)))
 def test_llama(llama, ranks, groups):
     config, expected = llama
     settings = parallel_config(*RANKS[ranks], **config, **memory(layer_groups=groups))
@@ -257,7 +258,7 @@ def test_llama(llama, ranks, groups):
         assert not llm.health().fallbacks
 
 
-@pytest.mark.parametrize("ranks", nightly_but({"one rank"}, RANKS))
+@pytest.mark.parametrize("ranks", nightly_but(set(), RANKS))
 def test_llama_with_a_store_that_fails(llama, tmp_path, ranks):
     config, expected = llama
     settings = parallel_config(*RANKS[ranks], **config, **hostile(tmp_path / "blocks", share=0.2))
@@ -291,6 +292,7 @@ def test_what_several_requests_need_is_loaded_once(scripted, tmp_path):
         assert llm.scheduler_stats().kv_cache_usage == 0
 
 
+@pytest.mark.nightly
 def test_a_store_that_has_room_for_few(scripted, expected):
     with opened(scripted, memory(4000)) as llm:
         check_rounds(llm, expected)

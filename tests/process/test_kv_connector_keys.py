@@ -66,8 +66,7 @@ CHANGES = {
     "stages": {"ranks": (1, 2)},
 }
 SHORT = {
-    *("dtype", "dtype of keys and values", "block size", "attention backend"),
-    *("seed of the weights", "salt"),
+    *("dtype of keys and values", "attention backend", "salt"),
 }
 
 

@@ -30,7 +30,8 @@ TIGHT = {  # requests are preempted
 NUM_STREAMS = 32
 TOKENS = 16
 CHANGES = [
-    pytest.param(40, id="40"),
+    pytest.param(10, id="10"),
+    pytest.param(40, id="40", marks=pytest.mark.nightly),
     pytest.param(500, id="500", marks=pytest.mark.nightly),
 ]
 NAMES = ("pick", "rows", "mark", None)
@@ -255,7 +256,14 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("extra", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(FAILING["one"], id="one"),
+        pytest.param(FAILING["two engines"], id="two engines"),
+        pytest.param(FAILING["two ranks"], id="two ranks", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(scripted, extra):
     async def run():
         llm = AsyncLLM(config=config_of(scripted, extra))

@@ -41,7 +41,17 @@ class NoErrors(LogitsProcessor):
         return logits
 
 
-@pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
+PLACES = pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="one"),
+        pytest.param({"executor": {"use": "multiproc"}}, id="worker", marks=pytest.mark.nightly),
+    ],
+)
+"""Processes in which plugins run: that of the engine, or of its worker."""
+
+
+@PLACES
 def test_an_engine_without_stderr_goes_on(scripted, extra):
     plugins = {"plugins": {"enable": [f"{HERE}:NoErrors"]}}
     # Set again every 0.3 s; one that fires prints stacks of a thread that imports modules, in which
@@ -162,7 +172,7 @@ class Ends(Forks):
 
 def copy_process(method):
     """Fork at the first call of the method, if the environment names it."""
-    path = Path(os.environ["COPIES"])
+    path = Path(os.environ["TESTS_COPY"])
     if path.name == method and not path.exists():
         path.touch()
         if (pid := os.fork()) != 0:
@@ -223,7 +233,7 @@ def test_a_copy_that_a_scheduler_or_executor_makes_ends(
     endless, tmp_path, monkeypatch, kind, method
 ):
     path = tmp_path / method
-    monkeypatch.setenv("COPIES", str(path))
+    monkeypatch.setenv("TESTS_COPY", str(path))
     config = {kind: {"use": f"{HERE}:{kind.title()}"}}
     going_on = SamplingParams(temperature=0.0, max_tokens=30_000, ignore_eos=True)
     with LLM(config=process_config(endless, config)) as llm:
@@ -245,7 +255,7 @@ def forking(name, method, path):
 
 
 @pytest.mark.parametrize("method", ["__init__", "start", "apply"])
-@pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
+@PLACES
 def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, capfd, extra, method):
     config = forking("Forks", method, tmp_path / "pid") | extra
     with LLM(config=process_config(scripted, config)) as llm:

@@ -203,6 +203,7 @@ def test_observed_logprobs(scripted):
     assert check_moved(scripted, settings, OBSERVED).num_preemptions > 0
 
 
+@NIGHTLY
 def test_observed_logprobs_of_drafts(scripted):
     """Several tokens in an output, each with its own."""
     enable, jobs = OBSERVING[:2], [job for job in OBSERVED if job[0] != "both"]
@@ -262,8 +263,12 @@ def open_random(folder, extra):
     "more",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"speculation": {"use": ["ngram"], "adaptive": False}}, id="drafts"),
-        pytest.param({"kv_cache": {"block_size": 8, "prefix_caching": False}}, id="no cache"),
+        pytest.param(
+            {"speculation": {"use": ["ngram"], "adaptive": False}}, id="drafts", marks=NIGHTLY
+        ),
+        pytest.param(
+            {"kv_cache": {"block_size": 8, "prefix_caching": False}}, id="no cache", marks=NIGHTLY
+        ),
     ],
 )
 def test_a_real_model(tmp_path_factory, more):
@@ -311,6 +316,7 @@ def hybrid(tmp_path_factory):
     return write_random_model(folder, "Qwen3NextForCausalLM", **HYBRID)
 
 
+@NIGHTLY
 def test_layers_with_states(hybrid):
     jobs = of(HYBRID_JOBS, max_tokens=20)
     client = check_moved(hybrid, TIGHT, jobs, open_engine=open_random)
@@ -353,9 +359,8 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
         assert num_resumes >= 1
 
 
-@pytest.mark.parametrize(
-    "policy", ["fair", *(pytest.param(p, marks=NIGHTLY) for p in ("priority", "shortest_first"))]
-)
+@NIGHTLY
+@pytest.mark.parametrize("policy", ["fair", "priority", "shortest_first"])
 def test_several_moves(scripted, policy):
     """Each fifth output, to and fro."""
     jobs, extra = varied_jobs(10)[::2], TIGHT | {"scheduler": {"policy": policy}}
@@ -363,7 +368,7 @@ def test_several_moves(scripted, policy):
     assert client.num_moves > 2 * len(client.outputs)
 
 
-@pytest.mark.parametrize("made_in", ["engine", "worker"])
+@pytest.mark.parametrize("made_in", ["engine", pytest.param("worker", marks=NIGHTLY)])
 def test_drafts(scripted, made_in):
     jobs = varied_jobs(6)
     engine = scripted_engine(scripted)
@@ -376,7 +381,7 @@ def test_drafts(scripted, made_in):
 HEAD = pytest.param("support.plugins.heads:ExactHead", id="head", marks=NIGHTLY)
 
 
-@pytest.mark.parametrize("use", ["ngram", "suffix", HEAD])
+@pytest.mark.parametrize("use", ["ngram", pytest.param("suffix", marks=NIGHTLY), HEAD])
 def test_speculators_and_their_figures(talking, use):
     table = {"use": [use], "adaptive": False, "num_draft_tokens": 3}
     jobs = of([("again", "again", {"temperature": 0.0}), ("why", "why", {"temperature": 0.0})])

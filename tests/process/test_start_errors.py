@@ -85,7 +85,7 @@ def clean(used):
     nothing_left(before)
 
 
-@pytest.mark.parametrize("face", [pytest.param(LLM, marks=FRESH), AsyncLLM])
+@pytest.mark.parametrize("face", [pytest.param(LLM, marks=[FRESH, pytest.mark.nightly]), AsyncLLM])
 def test_the_real_error_comes_once_with_its_traceback(scripted, face, capfd):
     with pytest.raises(PluginLoadError, match=r"plugin 'refuses'.*OSError: no such") as error:
         face(config=enabled(scripted, "Refuses"))

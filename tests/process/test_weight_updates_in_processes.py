@@ -46,7 +46,9 @@ def expected(folders):
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "ranks", ["own process", "tensor", pytest.param("pipeline", marks=pytest.mark.nightly)]
+)
 def test_all_ranks_change_or_none(folders, expected, tmp_path, ranks):
     first, second = folders
     last = "model.norm.weight"  # of the last stage alone

@@ -108,7 +108,7 @@ def test_an_engine_sleeps_profiles_and_reports_with_all_its_workers(scripted, tm
         assert llm.plugin_meters()["idle"].steps == before + 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_worker_that_dies_in_a_collective_ends_the_engine_in_a_second(scripted, rank, clean):
     errors = []
     with LLM(config=config(scripted, engine={"in_process": True})) as llm:

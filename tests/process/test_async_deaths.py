@@ -132,9 +132,7 @@ def test_engine_killed_under_32_streams_is_reported_to_each(endless):
                 assert "was killed by signal 9" in str(error)
                 ends = ("the request may be sent again", "was in the step in which it died")
                 assert str(error).endswith(ends)
-            assert_quick(
-                "engine killed, last of 32 streams notified", max(streams.ended) - killed, 1
-            )
+            assert_quick("engine killed, streams notified", max(streams.ended) - killed)
             with contextlib.suppress(EngineDeadError):
                 await call  # either was quicker
             assert llm.errored

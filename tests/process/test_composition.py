@@ -108,7 +108,7 @@ def test_llm_with_stores(scripted, expected):
 
 DRAFTED = [
     pytest.param(0.8, "engine", {}, id="most right"),
-    pytest.param(1.0, "worker", {}, id="all right, of the worker"),
+    pytest.param(1.0, "worker", {}, id="all right, of the worker", marks=NIGHTLY),
     pytest.param(
         *(0.0, "engine", {"kv_cache": {"prefix_caching": False}}), id="all wrong", marks=NIGHTLY
     ),
@@ -134,6 +134,7 @@ def test_drafts_change_nothing(scripted, expected, right, made_in, settings):
     assert stats.num_accepted_drafts == sum(stats.num_accepted_by_position)
 
 
+@NIGHTLY
 def test_llm_with_an_engine_process(scripted, expected):
     with LLM(config=process_config(scripted, TIGHT)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected

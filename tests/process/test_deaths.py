@@ -95,7 +95,7 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
         assert_quick("frontend killed, engine gone", gone(engine))
 
 
-@pytest.mark.nightly
+@NIGHTLY
 def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
     source = f"""
         import json
@@ -154,11 +154,12 @@ BOTH = pytest.mark.parametrize(
     "number",
     [
         pytest.param(signal.SIGTERM, id="term"),
-        pytest.param(signal.SIGINT, id="int", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, id="int", marks=NIGHTLY),
     ],
 )
 
 
+@NIGHTLY
 def test_sigterm_lets_requests_finish_within_the_limit(opened, endless, tmp_path):
     llm = opened(endless, DRAINING)
     pid = pid_of(llm)
@@ -206,7 +207,7 @@ def test_the_drain_limit_is_enforced(opened, endless):
 @pytest.mark.parametrize(
     ("number", "second"),
     [
-        pytest.param(signal.SIGTERM, signal.SIGTERM, id="twice", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, id="twice", marks=NIGHTLY),
         pytest.param(signal.SIGINT, signal.SIGTERM, id="both"),
     ],
 )
@@ -249,6 +250,7 @@ def test_an_idle_engine_receives_a_signal_and_its_end_is_reported(opened, endles
         llm.generate("x", GREEDY)
 
 
+@NIGHTLY
 def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
     """SIGINT to the foreground group: the program catches it and its engine still serves."""
     source = f"""
@@ -336,6 +338,7 @@ def test_a_killed_engine_leaves_nothing_once_closed(endless):
     nothing_left(before)
 
 
+@NIGHTLY
 @USED
 def test_an_engine_that_cannot_start_leaves_nothing(endless):
     before = holdings()
@@ -349,6 +352,7 @@ def test_an_engine_that_cannot_start_leaves_nothing(endless):
     nothing_left(before)
 
 
+@NIGHTLY
 def test_two_engines_in_one_program(scripted, endless, opened: Opened):
     first, second = opened(scripted), opened(endless)
     ours = first.generate(["say abc"] * 2, GREEDY)
@@ -385,10 +389,10 @@ def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, ca
 
 
 def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path, capfd):
-    engine = {"watchdog_seconds": 2.0, "watchdog_exits": True}
+    engine = {"watchdog_seconds": 1.0, "watchdog_exits": True}
     llm = opened(endless, SLOW | {"engine": engine})
     began = time.monotonic()
-    message = "was ended by its watchdog: a step took longer than 2 s"
+    message = "was ended by its watchdog: a step took longer than 1 s"
     add(llm, 1, hangs(tmp_path / "begun"))
     with pytest.raises(EngineDeadError, match=message) as error:
         finals(llm)

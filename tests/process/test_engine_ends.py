@@ -29,7 +29,6 @@ from hardpoint.core.protocol import ENGINE_CORE_DEAD
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import SamplingParams
 
-fresh = pytest.mark.fresh_process
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
@@ -81,7 +80,6 @@ def left_in(client: RawClient, awaited: list[bytes] | None = None) -> list[list[
     return messages
 
 
-@fresh
 def test_a_clean_end(engine, tmp_path):
     client = engine(engine={"drain_seconds": 60.0}, log_level="INFO")
     assert psutil.Process(client.process.pid).name() == "EngineCore"
@@ -158,7 +156,7 @@ main(run)
 
 
 @pytest.mark.nightly
-@fresh
+@pytest.mark.fresh_process
 def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BROKEN_THREADS)

@@ -56,7 +56,7 @@ def actors():
 
 
 def config_of(scripted, parallel=None, **engine):
-    table = {"data": 2, "ray": {}, "heartbeat_seconds": 3.0, "balancer": "round_robin"}
+    table = {"data": 2, "ray": {}, "heartbeat_seconds": 10.0, "balancer": "round_robin"}
     engine = {"restart": "on_failure", "max_resumes": 9} | engine
     return process_config(
         scripted, {"parallel": table | (parallel or {}), "engine": engine} | PLUGINS

@@ -140,7 +140,8 @@ def test_a_death_ends_all_engines_and_requests_go_on(scripted, expected):
         assert [outputs[i].outputs[0].token_ids for i in (0, 2, 3)] == [good] * 3
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_engine_that_hangs_is_blamed_rather_than_one_that_waits_for_it(
     scripted, tmp_path, rank
 ):

@@ -37,10 +37,12 @@ def test_a_stopped_engine_is_dead_for_all_that_wait(opened, endless, caplog):
 
 
 def test_a_step_that_hangs_ends_the_engine(opened, endless, tmp_path):
-    llm = opened(endless, SLOW | {"engine": {"hung_step_seconds": 2.0}})
+    llm = opened(endless, SLOW | {"engine": {"hung_step_seconds": 1.5}})
     pid = pid_of(llm)
     add(llm, 1, hangs(tmp_path / "begun"))
-    message = r"hangs: a step takes longer than 2 s \(engine.hung_step_seconds\), in apply\(\) of "
+    message = (
+        r"hangs: a step takes longer than 1.5 s \(engine.hung_step_seconds\), in apply\(\) of "
+    )
     with pytest.raises(EngineDeadError, match=message + "plugin 'slow'"):
         finals(llm)
     gone(pid)
@@ -97,6 +99,7 @@ def test_it_is_restarted(scripted):
     asyncio.run(main())
 
 
+@pytest.mark.nightly
 def test_a_server_is_not_ready_until_it_is(scripted, tmp_path):
     """Before its first request, too."""
     gate = tmp_path / "closed"

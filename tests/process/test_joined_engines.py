@@ -27,7 +27,7 @@ PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 
 
 def head(scripted, address, settings=None, **parallel) -> LLM:
-    table = {"join_address": address, "heartbeat_seconds": 3.0, "balancer": "round_robin"}
+    table = {"join_address": address, "heartbeat_seconds": 10.0, "balancer": "round_robin"}
     engine = {"restart": "on_failure", "max_resumes": 9} | (settings or {})
     extra = {"parallel": table | parallel, "engine": engine} | PLUGINS
     return LLM(config=process_config(scripted, extra))
@@ -115,25 +115,35 @@ def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, after, tmp_
         assert psutil.Process(second).parent().pid == first.process.pid
         assert results(llm, data_parallel_rank=1) == local
 
-        def stop() -> None:
-            first.process.send_signal(signal.SIGSTOP)
-            os.kill(second, signal.SIGSTOP)
-
-        assert after(llm, stop) == local
-        assert llm.engines[1].pid is None
-        os.kill(second, signal.SIGCONT)
-        first.process.send_signal(signal.SIGCONT)
-        third = back(llm)
-        assert third != second
-        wait_until(lambda: not alive(second), PATIENCE_S, "the end of the engine that was given up")
-        assert results(llm, data_parallel_rank=1) == local
-
         assert after(llm, lambda: revoke_client(str(keys), "other")) == local
         code, log = first.ended()
         assert code == 2
         assert f"error: --keys: the head at {address} refuses the key" in log
         assert "engine 1 has ended: the head has given the engine up" in log
-        assert not alive(third)
+        assert not alive(second)
+
+
+@pytest.mark.nightly
+def test_a_joined_engine_that_is_stopped_joins_again(scripted, engine, after):
+    address = free_address()
+    first = engine(address)
+    with head(scripted, address, data=2, local=1, heartbeat_seconds=3.0) as llm:
+        local = results(llm, data_parallel_rank=0)
+        stopped = llm.engines[1].pid
+
+        def stop() -> None:
+            first.process.send_signal(signal.SIGSTOP)
+            os.kill(stopped, signal.SIGSTOP)
+
+        assert after(llm, stop) == local
+        assert llm.engines[1].pid is None
+        os.kill(stopped, signal.SIGCONT)
+        first.process.send_signal(signal.SIGCONT)
+        assert back(llm) != stopped
+        wait_until(
+            lambda: not alive(stopped), PATIENCE_S, "the end of the engine that was given up"
+        )
+        assert results(llm, data_parallel_rank=1) == local
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0], ids=["at_once", "with_time"])
@@ -170,7 +180,7 @@ def test_what_is_swallowed_ends_on_both_sides(scripted, engine, after):
     proxy = Proxy(address)
     try:
         joining = engine(proxy.address)
-        with head(scripted, address, data=2, local=1) as llm:
+        with head(scripted, address, data=2, local=1, heartbeat_seconds=3.0) as llm:
             local = results(llm, data_parallel_rank=0)
             joined = llm.engines[1].pid
             assert after(llm, proxy.swallows.set) == local

@@ -126,7 +126,10 @@ CONFIG_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CONFIG_CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    ["rope", *(pytest.param(n, marks=pytest.mark.nightly) for n in [*CONFIG_CHANGES][1:])],
+)
 def test_the_configuration_of_the_model_is_different(model, blocks, tmp_path, change):
     path, expected = blocks
     other = shutil.copytree(model, tmp_path / "other")

@@ -17,14 +17,14 @@ MIB = 1 << 20
 
 
 def test_a_closed_engine_leaves_no_weights(tmp_path):
-    folder = write_random_model(tmp_path / "model", "LlamaForCausalLM", intermediate_size=360)
+    folder = write_random_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=263)
     with open_llm(parallel_config(model=str(folder), load={"use": "dummy"})) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         model = worker_of(engine_of(llm)).runner.model
         tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-        tensors = [each for each in tensors if {360, 720} & {*each.shape}]
+        tensors = [each for each in tensors if 263 in each.shape]
         left = [weakref.ref(each) for each in (model, *tensors)]
-    assert len(tensors) >= 6  # of three layers
+    assert tensors
     del llm, model, tensors
     gc.collect()
     assert not any(ref() is not None for ref in left)

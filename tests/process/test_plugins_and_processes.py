@@ -254,7 +254,9 @@ def forking(name, method, path):
     }
 
 
-@pytest.mark.parametrize("method", ["__init__", "start", "apply"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("__init__", marks=pytest.mark.nightly), "start", "apply"]
+)
 @PLACES
 def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, capfd, extra, method):
     config = forking("Forks", method, tmp_path / "pid") | extra
@@ -267,7 +269,10 @@ def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, cap
     assert re.search(rf"'forks' \({HERE}:Forks\), .*: its {method}\(\) forked this process", logged)
 
 
-@pytest.mark.parametrize("method", ["__init__", "start", "apply"])
+@pytest.mark.parametrize(
+    "method",
+    ["__init__", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("start", "apply"))],
+)
 def test_a_copy_in_a_thread_of_a_plugin_ends_with_it(scripted, tmp_path, capfd, method):
     config = forking("Threads", method, tmp_path / "pid")
     with LLM(config=process_config(scripted, config)) as llm:

@@ -368,7 +368,8 @@ def test_several_moves(scripted, policy):
     assert client.num_moves > 2 * len(client.outputs)
 
 
-@pytest.mark.parametrize("made_in", ["engine", pytest.param("worker", marks=NIGHTLY)])
+@NIGHTLY
+@pytest.mark.parametrize("made_in", ["engine", "worker"])
 def test_drafts(scripted, made_in):
     jobs = varied_jobs(6)
     engine = scripted_engine(scripted)

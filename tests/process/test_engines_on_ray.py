@@ -6,28 +6,24 @@ import os
 import runpy
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import msgspec
 import psutil
 import pytest
-from support.driving import varied_jobs
 from support.process.harness import process_config
+from support.process.slow_requests import interrupted
 from support.processes import ROOT
 from support.ray_nodes import HEAD, SECOND, two_nodes
-from support.waiting import PATIENCE_S, HeldSteps, alive, wait_until
+from support.waiting import PATIENCE_S, alive, wait_until
+from test_joined_engines import GREEDY, PLUGINS, back, results
 
-from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
+from hardpoint import LLM, EngineDeadError, HardpointError
 from hardpoint.plugins import ConfigError
 from hardpoint.testing import scripted_config
 
 pytestmark = pytest.mark.nightly
 
 NUM_CPUS = 4  # of each node, as configured for Ray
-NUM_JOBS = 16
-PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-LOST_S = 120  # for Ray to start another engine, on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +63,6 @@ def on_ray(scripted, parallel=None, **engine) -> LLM:
     return LLM(config=config_of(scripted, parallel, **engine))
 
 
-def results(llm, slow=None) -> list:
-    """Run requests of many kinds; return all that a user sees of each."""
-    jobs = [job for job in varied_jobs(30) if job[2].n <= 2][:NUM_JOBS]
-    prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
-    params = [msgspec.structs.replace(job[2], plugin_args=slow or {}) for job in jobs]
-    return [
-        [(c.token_ids, c.text, c.finish_reason, c.error, c.logprobs) for c in output.outputs]
-        for output in llm.generate(prompts, params)
-    ]
-
-
 @pytest.fixture(scope="module")
 def expected(scripted):
     with LLM(config=process_config(scripted, PLUGINS)) as llm:
@@ -101,27 +86,9 @@ def while_running(tmp_path):
     """Run requests; do something once an engine has given tokens; let them end."""
 
     def run(llm, rank, do):
-        held = HeldSteps(tmp_path)
-        with ThreadPoolExecutor() as pool:
-            found = pool.submit(results, llm, held.slow(0.2))
-            try:
-                wait_until(lambda: num_tokens(llm.engines[rank]) > 20, PATIENCE_S, "the requests")
-                do()
-            finally:
-                held.let_go()
-            return found.result(LOST_S)
+        return interrupted(partial(results, llm), llm.engines[rank], do, tmp_path)
 
     return run
-
-
-def num_tokens(engine):
-    """Return how many tokens the live requests of an engine have."""
-    return sum(one.num_output_tokens for one in engine.live_requests())
-
-
-def back(llm, rank, before):
-    """Wait until the engine of a rank serves, another one than before."""
-    wait_until(lambda: llm.engines[rank].pid not in (None, before), LOST_S, "the engine")
 
 
 def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
@@ -138,7 +105,7 @@ def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected, wh
         first, second = (one.pid for one in llm.engines)
         found = while_running(llm, 1, lambda: os.kill(second, signal.SIGKILL))
         assert found == expected
-        back(llm, 1, second)
+        back(llm, before=second)
         found = while_running(llm, 0, lambda: parent(llm, 0).kill())
         assert found == expected
         back(llm, 0, first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,8 @@ from support.driving import varied_jobs
 from support.joining import JoiningEngine, Proxy, free_address
 from support.process.forked_python import forked_python
 from support.process.harness import process_config
-from support.waiting import PATIENCE_S, HeldSteps, alive, wait_until
+from support.process.slow_requests import interrupted
+from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, HardpointError, SamplingParams
 from hardpoint.testing import scripted_config
@@ -73,22 +74,9 @@ def after(tmp_path):
     """Run the requests; do something to their engines once some have tokens; let them end."""
 
     def run(llm, do, **more) -> list:
-        held = HeldSteps(tmp_path)
-        with ThreadPoolExecutor() as pool:
-            found = pool.submit(results, llm, slow=held.slow(0.2), **more)
-            try:
-                wait_until(lambda: num_tokens(llm.engines[1]) > 10, PATIENCE_S, "the requests")
-                do()
-            finally:
-                held.let_go()
-            return found.result(PATIENCE_S)
+        return interrupted(partial(results, llm, **more), llm.engines[1], do, tmp_path)
 
     return run
-
-
-def num_tokens(engine) -> int:
-    """Return how many tokens the live requests of an engine have."""
-    return sum(one.num_output_tokens for one in engine.live_requests())
 
 
 def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, after, tmp_path):

@@ -221,7 +221,7 @@ def test_a_restarted_engine_serves_with_new_workers(scripted):
         return last.outputs[0].text
 
     async def main():
-        restarting = config(scripted, engine=OWN_PROCESS, **SLOW)
+        restarting = config(scripted, engine=OWN_PROCESS | {"resume": "off"}, **SLOW)
         async with AsyncLLM(config=restarting, restart="on_failure") as llm:
             assert await ask(llm) == " abc abc abc"
             for rank in (0, 1):

@@ -52,9 +52,6 @@ _NIGHTLY = (
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]scheduler-add_request]",
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]scheduler-update]",
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]executor-sample_tokens]",
-    "tests/process/test_plugins_and_processes.py::test_a_copy_of_the_*[[]worker-__init__]",
-    "tests/process/test_plugins_and_processes.py::test_a_copy_of_the_*[[]worker-start]",
-    "tests/process/test_embedding.py::test_a_plain_program_without_a_guard[[]-c]",
     "tests/replicas/test_joining_engines.py::test_garbage_ends_its_engine_alone[[]frames[1234]]",
     "tests/features/adapters/test_adapter_scale.py::test_scales_share_*[[]process]",
     "tests/test_equality_real.py::test_fp32_tokens_do_not_depend_*[[]whole prompts]",
@@ -63,6 +60,8 @@ _NIGHTLY = (
     "tests/builtin_plugins/test_stat_opentelemetry.py::test_a_collector_that_is_gone_*[[]grpc]",
     "tests/builtin_plugins/server/test_extensions.py::test_a_callback_that_holds_*[[]call_*]",
     "tests/kernels/test_kernel_paths.py::test_each_path_passes_the_suite[[]avx*2]",
+    # Of processes: faults of the same kind.
+    "tests/process/test_same_errors.py::test_a_fault_that_ends_the_engine[[]s*-apart]",
 )
 
 

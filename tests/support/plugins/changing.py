@@ -126,16 +126,6 @@ class Breaks(Pick):
         raise RuntimeError("it breaks")
 
 
-class Hangs(Pick):
-    """Takes long to build."""
-
-    contract = 1
-
-    def __init__(self, context: LogitsContext) -> None:
-        super().__init__(context)
-        time.sleep(1.5)
-
-
 class Slow(Pick):
     """Takes the seconds to build that an environment variable has."""
 

@@ -11,6 +11,7 @@ import httpx
 import psutil
 
 from support.scripted_folder import write_config
+from support.waiting import PATIENCE_S
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("single", "alice", "bob")}
 """Of the server that tests share."""
@@ -26,7 +27,7 @@ class ServeProgram:
 
     def __init__(self, process, url, output, **client):
         self.process, self.url, self._output = process, url, output
-        self.client = httpx.Client(base_url=url, timeout=30, **client)
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, **client)
 
     @property
     def output(self):
@@ -61,7 +62,7 @@ def serving(folder, scripted, *settings, options=(), environment=None, **client)
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 3 * PATIENCE_S
         while not (found := re.search(r"Serving .* at (https?://\S+)", output.read_text())):
             assert process.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
@@ -72,7 +73,7 @@ def serving(folder, scripted, *settings, options=(), environment=None, **client)
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

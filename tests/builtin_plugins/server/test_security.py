@@ -9,7 +9,6 @@ import json
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 from support.processes import ROOT
 from support.serve_program import KEYS
 from support.source_tree import FOLDERS
+from support.waiting import wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SOURCES = [
@@ -163,11 +163,8 @@ def test_nothing_that_the_server_writes_shows_a_key(program):
     program.client.post(CHAT, content=b"{", headers={"content-type": "application/json"})
     before = program.output.count("keys were read")
     program.process.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + 10
-    while program.client.get("/health").status_code == 200 and time.monotonic() < deadline:
-        if program.output.count("keys were read") > before:
-            break
-        time.sleep(0.05)
+    wait_until(lambda: program.output.count("keys were read") > before)
+    assert program.client.get("/health").status_code == 200
     assert ask(program, name="bob").status_code == 200
     answers = [program.client.get(path).text for path in ("/metrics", "/health", "/version")]
     written = program.output + json.dumps(answers)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.errors import AnswerError
@@ -197,7 +198,7 @@ def test_a_line_of_json(logged):
     entry = json.loads(line)
     assert entry.pop("address").startswith("127.0.0.1:")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry.pop("time"))
-    assert 0 < entry.pop("first_byte_seconds") <= entry.pop("seconds") < 10
+    assert 0 < entry.pop("first_byte_seconds") <= entry.pop("seconds") < 600
     assert entry.pop("bytes") > 100
     assert entry == {
         "client": "anybody",
@@ -275,12 +276,10 @@ def test_a_client_that_goes_is_logged_as_499(logged):
                 b"Content-Type: application/json\r\n"
                 + f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
             )
-            while not server.engine.open:
-                pass
-        while server.service.traffic.open:
-            pass
+            wait_until(lambda: server.engine.open)
+        wait_until(lambda: not server.service.traffic.open)
 
-    (line,) = logged("json", requests, delay=5.0)
+    (line,) = logged("json", requests, delay=3600.0)
     assert json.loads(line)["status"] == 499
 
 
@@ -529,7 +528,7 @@ def test_a_dead_engine_ends_the_server_with_3():
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_ended"
         assert server.client.get("/health").status_code == 503
-        server.thread.join(10)
+        server.thread.join(PATIENCE_S)
         assert server.code == 3
 
 
@@ -551,10 +550,10 @@ def test_an_engine_in_a_long_step_does_not_keep_health_waiting():
         before = server.client.get("/health").json()
 
         async def late():
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
 
         engine.health = late
-        answer = server.client.get("/health", timeout=5)
+        answer = server.client.get("/health")
     assert before == {"status": "ok", "faults": {"acme": 3}}
     assert (answer.status_code, answer.json()) == (200, {**before, "busy": True})
 
@@ -568,7 +567,7 @@ def served(engine, announce=None):
     async def run():
         with contextlib.closing(bind(engine.config.server)) as bound:
             serving = Serving(assemble(engine, "9.9", bound=bound.host), bound)
-            return await asyncio.wait_for(serving.run(handle_signals=False, announce=announce), 10)
+            return await asyncio.wait_for(serving.run(handle_signals=False, announce=announce), PATIENCE_S)
 
     return asyncio.run(run())
 

@@ -1,7 +1,7 @@
 """`hardpoint serve` with a fake engine, as a program: `serve_fake.py ENGINE [argument...]`.
 
-ENGINE is JSON: fields of FakeEngine. While the file `loading` exists, it loads; while the file `held`
-exists, no request gets an output after its first.
+ENGINE is JSON: fields of FakeEngine. While the file `loading` exists, it loads; while the file
+`held` exists, no request gets an output after its first.
 """
 
 from __future__ import annotations

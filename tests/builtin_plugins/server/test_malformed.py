@@ -290,7 +290,9 @@ class Neighbour:
     def _run(self):
         body = {"prompt": "go", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
         try:
-            with httpx.Client(base_url=self._url, headers=self._headers, timeout=PATIENCE_S) as client:
+            with httpx.Client(
+                base_url=self._url, headers=self._headers, timeout=PATIENCE_S
+            ) as client:
                 while not self._stop.is_set():
                     with client.stream("POST", TEXT, json=body) as response:
                         assert response.status_code == 200
@@ -321,7 +323,8 @@ def test_none_is_a_500_and_a_neighbours_stream_goes_on(program, in_time):
             took = time.monotonic() - begun
             error = response.json().get("error", {})
             message = error.get("message", response.text)
-            if response.status_code != status or expected not in message or (in_time and took > 5):
+            is_late = in_time and took > 5
+            if response.status_code != status or expected not in message or is_late:
                 wrong.append(f"{name}: {response.status_code} in {took:.1f} s: {message[:300]}")
         for name, (path, content) in TAKEN.items():
             response = program.client.post(path, content=content, headers=JSON)

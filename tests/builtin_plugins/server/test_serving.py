@@ -567,7 +567,9 @@ def served(engine, announce=None):
     async def run():
         with contextlib.closing(bind(engine.config.server)) as bound:
             serving = Serving(assemble(engine, "9.9", bound=bound.host), bound)
-            return await asyncio.wait_for(serving.run(handle_signals=False, announce=announce), PATIENCE_S)
+            return await asyncio.wait_for(
+                serving.run(handle_signals=False, announce=announce), PATIENCE_S
+            )
 
     return asyncio.run(run())
 

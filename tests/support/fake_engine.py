@@ -389,6 +389,7 @@ class HeldEngine(FakeEngine):
     go_on: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     async def _wait(self, count):
+        await super()._wait(count)
         while count >= self.at_once and not self.go_on.is_set():
             await asyncio.sleep(0.005)
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -15,6 +16,18 @@ from support.waiting import PATIENCE_S
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("single", "alice", "bob")}
 """Of the server that tests share."""
+TESTS = str(Path(__file__).parents[1])
+
+
+def enabling(*plugins):
+    """Return options and a variable with which a server has the scripted model and plugins of tests.
+
+    Args:
+        plugins: TOML of entries of `plugins.enable`.
+    """
+    model = '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}'
+    options = ("--set", f"plugins.enable=[{','.join((model, *plugins))}]")
+    return {"options": options, "environment": {"PYTHONPATH": TESTS}}
 
 
 class ServeProgram:

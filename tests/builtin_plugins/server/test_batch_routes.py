@@ -18,7 +18,7 @@ import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
-from support.serve_program import serving
+from support.serve_program import enabling, serving
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import AsyncLLM
@@ -546,12 +546,13 @@ def test_no_line_is_read_in_the_event_loop(tmp_path, monkeypatch):
 def test_several_workers_and_a_kill(tmp_path):
     model = write_model(tmp_path / "model")
     settings = ["server.workers = 2", 'plugin.batch_routes.folder = "kept"']
+    enabled = enabling('"support.plugins.slow:Slow"')
     loop = {"prompt": "loop", "ignore_eos": True}
     held = HeldSteps(tmp_path)
     lines = [line(n, **loop, max_tokens=5) for n in range(5)]
     slow = held.slow(0.1)
     lines += [line(n, **loop, max_tokens=200, plugin_args=slow) for n in range(5, 100)]
-    with serving(tmp_path, model, *settings) as program:
+    with serving(tmp_path, model, *settings, **enabled) as program:
         client = client_of(program)
         began = begin(client, lines)
         wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 3)
@@ -561,7 +562,7 @@ def test_several_workers_and_a_kill(tmp_path):
                 os.kill(process.pid, signal.SIGKILL)
         psutil.wait_procs(killed, PATIENCE_S)
     held.let_go()
-    with serving(tmp_path, model, *settings) as program:
+    with serving(tmp_path, model, *settings, **enabled) as program:
         client = client_of(program)
         batch = ended(client, began)
         assert (batch.status, batch.request_counts.completed) == ("completed", 100)

@@ -20,7 +20,7 @@ TESTS = str(Path(__file__).parents[1])
 
 
 def enabling(*plugins):
-    """Return options and a variable with which a server has the scripted model and plugins of tests.
+    """Return arguments of `serving` that enable the scripted model and plugins of tests.
 
     Args:
         plugins: TOML of entries of `plugins.enable`.

@@ -391,9 +391,15 @@ def test_several_processes_share_a_load():
         traffic = Traffic(concurrency=4, processes=2, warm_up=0)
         found = outcomes(server, traffic, 10)
         asked = {body["messages"][0]["content"] for body in server.bodies}
-        turns = measured(server, traffic, 10, fields={"turns": 2.0})
     assert [len(outcome.timelines) for outcome in found] == [5, 5]
     assert len(asked) == 10
+
+
+@pytest.mark.nightly
+def test_several_processes_share_conversations():
+    with serving(FakeServer()) as server:
+        traffic = Traffic(concurrency=4, processes=2, warm_up=0)
+        turns = measured(server, traffic, 10, fields={"turns": 2.0})
     assert (turns["failed"], turns["requests"]) == (0, 10)
     assert turns["client"]["processes"] == 2
 

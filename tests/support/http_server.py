@@ -16,6 +16,7 @@ from hardpoint.builtin_plugins.server.operations.addresses import bind, bind_adm
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving, blame_stop
 from hardpoint.builtin_plugins.server.serving import Serving
 
+from . import http_clients  # noqa: F401 - shares the certificates of clients
 from .waiting import PATIENCE_S
 
 _TICKS = 10

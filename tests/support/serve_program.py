@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+import support.http_clients  # noqa: F401 - shares the certificates of clients
+from support.process.forked_python import forked_python
 from support.scripted_folder import write_config
 from support.waiting import PATIENCE_S
 
@@ -28,6 +30,11 @@ def enabling(*plugins):
     model = '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}'
     options = ("--set", f"plugins.enable=[{','.join((model, *plugins))}]")
     return {"options": options, "environment": {"PYTHONPATH": TESTS}}
+
+
+def started_python(arguments, **options):
+    """Start an interpreter."""
+    return subprocess.Popen([sys.executable, *arguments], **options)
 
 
 class ServeProgram:
@@ -54,7 +61,7 @@ class ServeProgram:
 
 
 @contextlib.contextmanager
-def serving(folder, scripted, *settings, options=(), environment=None, **client):
+def serving(folder, scripted, *settings, options=(), environment=None, forked=True, **client):
     """Run a server while the body runs.
 
     Args:
@@ -62,13 +69,15 @@ def serving(folder, scripted, *settings, options=(), environment=None, **client)
         settings: lines of its configuration.
         options: further ones of the command.
         environment: further variables.
+        forked: whether the interpreter is a fork, which takes less time than to start one.
         client: arguments of httpx.
     """
     write_config(folder, scripted, "server.port = 0", "stats.sinks = []", *settings)
     output = folder / "output.txt"
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hardpoint", "serve", *options],
+        start = forked_python().popen if forked else started_python
+        process = start(
+            ["-m", "hardpoint", "serve", *options],
             cwd=folder,
             env={**os.environ, **(environment or {})},
             stdout=file,

@@ -6,13 +6,13 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_bytes import ASK, HEAD, post, read_all, read_answer, read_answer_of_many
 from support.http_server import client_of, running
 from support.waiting import PATIENCE_S, wait_until
 
-from hardpoint.builtin_plugins.server.operations import connections
 from hardpoint.builtin_plugins.server.operations.connections import Connection
 
 
@@ -332,7 +332,13 @@ def test_an_answer_before_the_end_of_a_body_arrives(server):
 
 
 def test_a_body_that_goes_on_after_its_answer_ends_with_the_connection(server, monkeypatch):
-    monkeypatch.setattr(connections, "_LINGER_SECONDS", 0.2)
+    respond = Connection.on_response_complete
+
+    def respond_hastily(self):
+        self._settings = msgspec.structs.replace(self._settings, header_seconds=0.2)
+        respond(self)
+
+    monkeypatch.setattr(Connection, "on_response_complete", respond_hastily)
     with server.socket() as connection:
         data = post(b"x" * 100_000, path=b"/nowhere")
         connection.sendall(data[:5000])

@@ -12,7 +12,7 @@ from support.waiting import PATIENCE_S, wait_until
 from hardpoint import AsyncLLM
 from hardpoint.testing import write_scripted_model
 
-LONG = "0123456789" * 400
+LONG = "0123456789" * 100
 COMPLETIONS = "/v1/completions"
 
 
@@ -45,7 +45,7 @@ def test_a_slow_reader_gets_fewer_and_longer_events(server):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
     connection.settimeout(PATIENCE_S)
-    body = json.dumps(ask("long", stream=True)).encode()
+    body = json.dumps(ask("long", stream=True, logprobs=20)).encode()
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)

@@ -63,18 +63,30 @@ def test_pickles_stay_in_the_launch_of_the_engine():
     assert users <= {("system", "process", "main_module")}
 
 
-def calls():
-    """Yield (path, text of the called function) of all calls in the sources."""
+def calls(names):
+    """Yield (path, text of the called function) of all calls in sources that have one of the names.
+
+    Args:
+        names: names of functions, with their modules; to parse a source takes long.
+    """
+
+    def may_call(text, name):
+        module, _, function = name.rpartition(".")
+        return module in text and re.search(rf"\b{function}[\s)]*\(", text)
+
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
+        text = path.read_text()
+        if not any(may_call(text, name) for name in names):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 yield path, ast.unparse(node.func)
 
 
 def test_no_text_is_evaluated_and_no_file_is_unpickled():
     """CVE-2025-9141 (eval in a tool parser), CVE-2025-62164 and CVE-2025-24357 (torch.load)."""
     forbidden = {"eval", "exec", "torch.load", "os.system", "marshal.loads", "yaml.load"}
-    assert [(str(path), name) for path, name in calls() if name in forbidden] == []
+    assert [(str(path), name) for path, name in calls(forbidden) if name in forbidden] == []
 
 
 SSRF = [

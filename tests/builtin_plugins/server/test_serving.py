@@ -15,11 +15,13 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.waiting import PATIENCE_S, wait_until
 
+from hardpoint.builtin_plugins.server import serving as serving_module
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.errors import AnswerError
 from hardpoint.builtin_plugins.server.operations.addresses import allow_descriptors, bind
 from hardpoint.builtin_plugins.server.operations.traffic import AccessEntry, as_json, as_text
-from hardpoint.builtin_plugins.server.service import Load
+from hardpoint.builtin_plugins.server.routes import models
+from hardpoint.builtin_plugins.server.service import Load, Phase
 from hardpoint.builtin_plugins.server.serving import Serving
 from hardpoint.errors import EngineDeadError, QueueFullError
 from hardpoint.plugins import ConfigError, OverloadedError, SamplingParams
@@ -520,7 +522,16 @@ def test_more_prompt_tokens_than_may_wait_are_answered_503():
 # A dead engine
 
 
-def test_a_dead_engine_ends_the_server_with_3():
+@pytest.fixture
+def hurried(monkeypatch):
+    """Servers take little time for their last answers, and wait little for their engine."""
+    monkeypatch.setattr(serving_module, "_LAST_ANSWERS_SECONDS", 0.1)
+    monkeypatch.setattr(models, "_LONGEST_WAIT", 0.1)
+
+
+def test_a_dead_engine_ends_the_server_with_3(monkeypatch):
+    """After its last answers; without these, the test of a closed output has it end by itself."""
+    monkeypatch.setattr(serving_module, "_LAST_ANSWERS_SECONDS", 3600.0)
     with running(FakeEngine(config=configured())) as server:
         server.engine.dead_error = EngineDeadError("the engine was killed by SIGKILL")
         server.engine.is_running = False
@@ -528,6 +539,8 @@ def test_a_dead_engine_ends_the_server_with_3():
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_ended"
         assert server.client.get("/health").status_code == 503
+        wait_until(lambda: server.service.phase is Phase.REFUSING)
+        server.call(server.serving.stop)
         server.thread.join(PATIENCE_S)
         assert server.code == 3
 
@@ -544,7 +557,7 @@ def test_an_engine_that_is_being_restarted():
         assert server.post("/v1/chat/completions", ASK).status_code == 200
 
 
-def test_an_engine_in_a_long_step_does_not_keep_health_waiting():
+def test_an_engine_in_a_long_step_does_not_keep_health_waiting(hurried):
     engine = FakeEngine(config=configured(), health_now=Health(quarantined={}, faults={"acme": 3}))
     with running(engine) as server:
         before = server.client.get("/health").json()
@@ -574,7 +587,7 @@ def served(engine, announce=None):
     return asyncio.run(run())
 
 
-def test_a_server_whose_output_is_closed_still_sees_that_its_engine_is_dead():
+def test_a_server_whose_output_is_closed_still_sees_that_its_engine_is_dead(hurried):
     def announce():
         raise BrokenPipeError
 

@@ -120,6 +120,7 @@ def test_a_question_has_the_answer_that_it_has_alone(server):
         assert alone["usage"]["cached_tokens"] < alone["usage"]["input_tokens"]
 
 
+@pytest.mark.nightly
 def test_the_same_on_a_real_model():
     try:
         cpu.load()

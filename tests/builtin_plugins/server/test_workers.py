@@ -58,7 +58,7 @@ class Sized(LogitsProcessor):
     def dump_state(self):
         return {"size": self.options.size}
 """
-WORKERS = 4
+WORKERS = 3
 
 
 @pytest.fixture(scope="module")

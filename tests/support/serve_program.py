@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -32,11 +31,6 @@ def enabling(*plugins):
     return {"options": options, "environment": {"PYTHONPATH": TESTS}}
 
 
-def started_python(arguments, **options):
-    """Start an interpreter."""
-    return subprocess.Popen([sys.executable, *arguments], **options)
-
-
 class ServeProgram:
     """A server that runs.
 
@@ -61,7 +55,7 @@ class ServeProgram:
 
 
 @contextlib.contextmanager
-def serving(folder, scripted, *settings, options=(), environment=None, forked=True, **client):
+def serving(folder, scripted, *settings, options=(), environment=None, **client):
     """Run a server while the body runs.
 
     Args:
@@ -69,19 +63,18 @@ def serving(folder, scripted, *settings, options=(), environment=None, forked=Tr
         settings: lines of its configuration.
         options: further ones of the command.
         environment: further variables.
-        forked: whether the interpreter is a fork, which takes less time than to start one.
         client: arguments of httpx.
     """
     write_config(folder, scripted, "server.port = 0", "stats.sinks = []", *settings)
     output = folder / "output.txt"
     with output.open("w") as file:
-        start = forked_python().popen if forked else started_python
-        process = start(
+        process = forked_python().popen(
             ["-m", "hardpoint", "serve", *options],
             cwd=folder,
             env={**os.environ, **(environment or {})},
             stdout=file,
             stderr=subprocess.STDOUT,
+            is_torn_down=False,
         )
     try:
         deadline = time.monotonic() + 3 * PATIENCE_S

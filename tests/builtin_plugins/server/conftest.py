@@ -24,7 +24,6 @@ def program(tmp_path_factory):
         model,
         'server.keys_file = "keys.toml"',
         environment={"HARDPOINT_API_KEY": KEYS["single"]},
-        forked=False,  # tests read the environments of its processes
         headers={"x-api-key": KEYS["single"]},
     ) as running:
         yield running

@@ -1,6 +1,7 @@
 """The server as a program: signals, draining, exit codes; and an engine that dies under load."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,7 +18,6 @@ from support.process.forked_python import forked_python
 from support.process.harness import process_config
 from support.processes import ROOT
 from support.scripted_folder import write_config
-from support.serve_program import started_python
 from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import AsyncLLM
@@ -28,11 +28,16 @@ ASK = {"messages": [{"role": "user", "content": "Hi"}]}
 STREAM = {**ASK, "stream": True}
 
 
+def popen_python(arguments, **options):
+    return subprocess.Popen([sys.executable, *arguments], **options)
+
+
 class Program:
     """A server in a process of its own; `url` is where it serves."""
 
     def __init__(self, *command, folder=None, forked=True):
-        start = forked_python().popen if forked else started_python
+        fork = functools.partial(forked_python().popen, is_torn_down=False)
+        start = fork if forked else popen_python
         self.process = start(
             list(command),
             stdout=subprocess.PIPE,

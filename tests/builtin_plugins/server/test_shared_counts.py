@@ -1,8 +1,8 @@
 """Counts of several processes: exact sums, limits, rates and notes; what the dead held."""
 
 import os
-import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.process.forked_python import forked_python
@@ -111,13 +111,13 @@ print(taken)
 def test_processes_at_the_same_time():
     memory = SharedCounts.create(4)
     path = f"/proc/{os.getpid()}/fd/{memory}"
-    children = [
-        forked_python().popen(
-            ["-c", CHILD, path, str(column)], stdout=subprocess.PIPE, cwd=ROOT.parent
-        )
-        for column in range(4)
-    ]
-    taken = [int(child.communicate()[0]) for child in children]
+
+    def count(column):
+        arguments = ["-c", CHILD, path, str(column)]
+        return int(forked_python().run(arguments, ROOT.parent, dict(os.environ)).stdout)
+
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(count, range(4)))
     counts = SharedCounts(memory, 0, 4)
     assert sum(taken) == counts.total("a") == 1000
     assert counts.total("b") == 2000

@@ -428,7 +428,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended():
 def test_a_client_that_reads_slowly_gets_all(monkeypatch):
     text = " ".join(["word" * 20_000] * 150)
     engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.05))
-    check, checks, size, tail = Connection._check_writing, [], 0, b""
+    check, checks, size, tail = vars(Connection)["_check_writing"], [], 0, b""
 
     def check_after_reading(self):
         """Let the client read a little before each of three checks; make no others."""

@@ -53,6 +53,14 @@ def server(tmp_path_factory):
         yield one
 
 
+@pytest.fixture(autouse=True)
+def alone(request):
+    """Wait until the conversations of other tests have ended; the shared server may have few."""
+    if "server" in request.fixturenames:
+        engine = request.getfixturevalue("server").engine
+        wait_until(lambda: not len(open_conversations_of(engine)))
+
+
 class Talk:
     """A client of a conversation."""
 

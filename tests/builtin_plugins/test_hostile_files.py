@@ -29,7 +29,7 @@ from support.builtins.hostile_files import (
 import hardpoint.builtin_plugins.models.transformers.model  # noqa: F401 - no cost of a file
 from hardpoint import ConfigError, ModelError
 
-SECONDS, MEBIBYTES = 2.0, 200.0
+SECONDS, MEBIBYTES = 30.0, 200.0
 BLOCKS = ("Q8_0", "Q4_1", "Q4_0", "F16", "Q5_1")
 
 

@@ -188,7 +188,7 @@ def test_closing_while_others_copy():
         time.sleep(0.005)
         store.close()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert not errors
         assert not any(thread.is_alive() for thread in threads)
 

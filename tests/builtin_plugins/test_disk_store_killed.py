@@ -18,6 +18,6 @@ def test_a_process_may_be_killed_in_any_line(tmp_path: Path, step: int) -> None:
     run_kills("lines", tmp_path, step)
 
 
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(30, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seconds", [0.2, pytest.param(30, marks=pytest.mark.nightly)])
 def test_processes_that_share_a_path_are_killed(tmp_path: Path, seconds: float) -> None:
     run_kills("crowd", tmp_path / "kv", seconds)

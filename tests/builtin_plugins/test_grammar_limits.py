@@ -78,6 +78,7 @@ def test_what_is_wrong_within_the_limits_is_refused_soon(source):
     assert time.perf_counter() - start < 30
 
 
+@pytest.mark.nightly
 def test_what_is_slowest_within_the_limits_is_converted_in_about_a_second():
     links = "".join(f"a{i}::=a{i + 1}\n" for i in range(400))
     source = f'root::=a0\n{links}a400::="x"\nb::={"|" * 14_000}a0'

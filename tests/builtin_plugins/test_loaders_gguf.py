@@ -63,6 +63,7 @@ def test_demo_config(demo_loader: GGUFLoader) -> None:
     assert expected.items() <= config.hf.items()
 
 
+@pytest.mark.nightly  # the library takes seconds for a large vocabulary
 def test_fast_reader_gives_what_the_library_gives(demo_gguf: Path) -> None:
     ours, theirs = open_gguf(demo_gguf), gguf.GGUFReader(demo_gguf)
     assert list(ours.fields) == list(theirs.fields)
@@ -515,7 +516,10 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     refused(open_loader(GGUFLoader, tmp_path / "no.gguf"), "no.gguf .*No such file")
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.5, 0.999])
+SHARES = [0.001, 0.01, 0.5, pytest.param(0.999, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("share", SHARES)
 def test_truncated_file_is_refused(share: float, demo_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     with demo_gguf.open("rb") as source, path.open("wb") as target:
@@ -547,7 +551,7 @@ def resident(path: Path) -> int:
 
 def test_the_file_does_not_stay_in_memory_behind_its_weights(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    model = random_model("Llama", intermediate_size=4096, vocab_size=4096)
+    model = random_model("Llama", intermediate_size=4096, vocab_size=4096, num_hidden_layers=1)
     write_gguf(path, model, "llama", kinds=lambda _: "Q8_0")
     loader = open_loader(GGUFLoader, path)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.kv_stores import scripted_clock
+from support.process.forked_python import forked_python
 from support.process.harness import holdings, nothing_left
 from support.process.worker_that_obeys import executor, plan
 from support.waiting import wait_until
@@ -301,17 +301,19 @@ def test_streams_that_are_closed_are_no_descriptors_of_workers(tmp_path):
     script = tmp_path / "script.py"
     out = tmp_path / "out"
     script.write_text(
+        "import os, sys\n"
+        "for number in range(3):\n"
+        "    os.close(number)\n"
+        "sys.stdin = sys.stdout = sys.stderr = None\n"
         "from support.process.worker_that_obeys import executor, plan\n"
         "workers = executor(1)\n"
         "infos = workers.start()\n"
         f"open({str(out)!r}, 'w').write(str(len(infos)))\n"
         "workers.close()\n"
     )
-    closing = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
     paths = os.pathsep.join(map(str, sys.path))
-    subprocess.run(
-        [*closing, sys.executable, str(script)], env=os.environ | {"PYTHONPATH": paths}, check=False
-    )
+    program = forked_python().popen([str(script)], env=os.environ | {"PYTHONPATH": paths})
+    program.wait(120)
     assert out.read_text() == "1"
 
 
@@ -336,8 +338,8 @@ def test_an_error_of_a_rank_that_opens_is_of_its_class():
 
 def test_a_rank_that_does_not_open_in_time_is_named():
     before = holdings()
-    workers = executor(2, orders={"open": ["1 sleep 60"]}, start_seconds=1.0)
-    with pytest.raises(EngineDeadError, match=r"rank 1 \(pid \d+\): not ready within 1 s \(par"):
+    workers = executor(2, orders={"open": ["1 sleep 60"]}, start_seconds=0.5)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(pid \d+\): not ready within 0.5 s \(par"):
         workers.start()
     workers.close()
     nothing_left(before)

@@ -493,7 +493,7 @@ class TestLyingPeers:
         b = peers.open("b")
         buffer = block(3)
         while not lied.is_set():  # it may connect too late
-            assert not b.fetch("a", key(1), buffer, 0.5)
+            assert not b.fetch("a", key(1), buffer, 0.2)
         assert holds(buffer, 3)
         thread.join()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import InvalidResponse, RedisError
 from support.kv_stores import SIZES, block_of, found, keep, key_of, loaded, open_store, room
+from support.processes import run
 from support.redis_servers import FakeRedis, seconds_of
 from support.waiting import wait_until
 
@@ -415,12 +415,12 @@ def test_without_the_library_the_error_names_what_to_install(monkeypatch, script
         LLM(str(scripted), config=config)
 
 
-def test_hardpoint_does_not_import_the_library():
+def test_hardpoint_does_not_import_the_library(tmp_path):
     program = (
         "import sys, hardpoint, hardpoint.builtin_plugins.kv_stores.redis as module\n"
         "sys.exit('redis' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    run(sys.executable, "-c", program, cwd=tmp_path)
 
 
 def test_an_engine_gives_the_same_tokens_from_the_server(server, scripted):

@@ -151,7 +151,7 @@ def same(a, b):
     )
 
 
-@examples(40)
+@examples(8)
 @given(
     size=st.integers(2, 4),
     chunk=st.sampled_from([CHUNK, LARGE.chunk_bytes]),
@@ -231,7 +231,7 @@ def run_call(communicator, call):
     return into
 
 
-@examples(25)
+@examples(8)
 @given(data=st.data(), size=st.sampled_from([2, 4]) | st.just(3))
 def test_any_sequence_of_calls(groups, data, size):
     group = groups[size, CHUNK]

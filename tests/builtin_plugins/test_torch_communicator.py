@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ import pytest
 import torch
 from support import communicator_rank
 from support.communicator_rank import join
+from support.process.forked_python import forked_python
 from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.communicators.gloo import GlooGroup
@@ -90,7 +89,7 @@ def test_all_groups_of_two_hosts_meet_and_listen_on_the_named_addresses_only(fre
 
 
 def test_a_rank_that_is_killed_ends_a_waiting_call(tmp_path):
-    child = subprocess.Popen([sys.executable, communicator_rank.__file__, "1", str(tmp_path)])
+    child = forked_python().popen([communicator_rank.__file__, "1", str(tmp_path)])
     try:
         communicator = join(0, Placement(hosts=("", ""), folder=str(tmp_path)))
         communicator.all_reduce(torch.zeros(1))

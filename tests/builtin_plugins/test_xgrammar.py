@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
+from support.processes import run
 from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.grammars import xgrammar_process
@@ -480,12 +481,12 @@ def test_without_the_library_the_error_names_what_to_install(monkeypatch, instal
         )
 
 
-def test_hardpoint_does_not_import_the_library():
+def test_hardpoint_does_not_import_the_library(tmp_path):
     program = (
         "import sys, hardpoint, hardpoint.builtin_plugins.grammars.xgrammar as module\n"
         "sys.exit('xgrammar' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    run(sys.executable, "-c", program, cwd=tmp_path)
 
 
 # Stands in for the program that compiles: what it answers is the request's text, or its own end.

@@ -75,10 +75,6 @@ CLOSERS = (
 )
 
 
-LONGEST = 80 if searches_long() else 30
-"""Tokens of a text, after which it is to end soon."""
-
-
 def make(parser_type, special):
     tokenizer = ByteTokenizer(special)
     context = OutputParserContext(
@@ -189,7 +185,7 @@ def test_every_text_is_parsed_to_calls_that_fit(parser, tools, parallel):
         format = subject.call_format(schemas, required=required, parallel=parallel)
         start = compiled(format, tokenizer)
         for _ in range(40 if searches_long() else 1):
-            ids = walk(start, chosen, tokenizer, LONGEST)
+            ids = walk(start, chosen, tokenizer, 100)
             calls, content, text = parsed(subject, tokenizer, ids, schemas)
             for name, arguments in calls:
                 jsonschema.validate(json.loads(arguments), schemas[name])
@@ -374,8 +370,8 @@ def test_values_that_are_no_json_fit_their_schema(parser, schema):
     subject, tokenizer = make(*PARSERS[parser])
     start = compiled(subject.call_format(tools, required=True, parallel=False), tokenizer)
     chosen = random.Random(f"{parser} {schema}")
-    for _ in range(40 if searches_long() else 1):
-        calls, _, text = parsed(subject, tokenizer, walk(start, chosen, tokenizer, LONGEST), tools)
+    for _ in range(40 if searches_long() else 2):
+        calls, _, text = parsed(subject, tokenizer, walk(start, chosen, tokenizer, 60), tools)
         jsonschema.validate(json.loads(calls[0][1]), tools["f"])
         assert len(calls) == 1, text
 

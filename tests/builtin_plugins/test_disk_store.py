@@ -112,7 +112,7 @@ def test_threads_of_several_stores_get_what_was_stored(path: Path) -> None:
 
     def use(seed: int) -> None:
         generator = random.Random(seed)
-        for _turn in range(300):
+        for _turn in range(100):
             store, number = generator.choice(stores), generator.randrange(40)
             if generator.random() < 0.5:
                 keep(store, number)
@@ -581,18 +581,18 @@ def test_close_leaves_the_files_to_a_call_that_still_runs(
     monkeypatch.setattr("os.preadv", read_late)
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(has(store, 1)))
-    before = len(descriptors())
+    before = descriptors()
     thread.start()
     assert started.wait(60)
     store.close()
-    assert len(descriptors()) == before, "no number of a file is given away"
+    assert descriptors() >= before, "no number of a file is given away"
     assert not has(store, 1)
     assert not keep(store, 2)
     assert store.lookup([key(1)]) == [False]
     may_read.set()
     thread.join()
     assert found == [True]
-    assert len(descriptors()) < before
+    assert not descriptors() >= before
     store.close()
 
 

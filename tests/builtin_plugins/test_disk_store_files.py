@@ -46,7 +46,7 @@ def refused(path: Path, **options: object) -> str:
     before = descriptors()
     with pytest.raises(ConfigError) as caught:
         open_disk(path, **options)
-    assert descriptors() == before
+    assert descriptors() <= before
     return str(caught.value)
 
 
@@ -210,7 +210,7 @@ def test_a_disk_that_is_full_at_start_saves_nothing_until_there_is_room(
     assert len(faults) == 1
     store.close()
     assert not keep(store, 2)
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_store_that_never_opened_can_be_closed(
@@ -223,7 +223,7 @@ def test_a_store_that_never_opened_can_be_closed(
     store.close()
     clock.advance(30.1)
     assert not keep(store, 1)
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize(("blocks", "left"), [(100, 8), (4, 4)])

@@ -24,8 +24,7 @@ FAMILIES = {family.name: family for family in DATA.families}
 GATE = (
     *("OPTForCausalLM", "DeepseekV2ForCausalLM", "GraniteMoeForCausalLM"),
     *("BartForCausalLM", "BertLMHeadModel", "DeepseekV32ForCausalLM", "DogeForCausalLM"),
-    *("JambaForCausalLM", "MiniMaxM3VLForCausalLM", "MambaForCausalLM"),
-    *("RobertaForCausalLM", "Gemma4AssistantForCausalLM"),
+    *("JambaForCausalLM", "MambaForCausalLM", "Gemma4AssistantForCausalLM"),
     *("HrmTextForCausalLM", "Llama4ForCausalLM"),
 )
 SAME = transformers.__version__ == DATA.transformers

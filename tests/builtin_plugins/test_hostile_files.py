@@ -64,7 +64,7 @@ def test_mutants_load_or_are_refused(format, seeds, bases, opener, tmp_path):
                 refusals.append(str(error))
         assert cost.seconds < SECONDS, (label, cost)
         assert cost.mebibytes < MEBIBYTES, (label, cost)
-    assert len(seeds) // 10 < len(refusals) < len(seeds) * 9 // 10
+    assert len(seeds) // 10 < len(refusals) < len(seeds) * 19 // 20
     assert max(map(len, refusals)) < 2_000
 
 

@@ -336,7 +336,8 @@ def test_an_error_of_a_rank_that_opens_is_of_its_class():
     nothing_left(before)
 
 
-def test_a_rank_that_does_not_open_in_time_is_named():
+def test_a_rank_that_does_not_open_in_time_is_named(monkeypatch):
+    monkeypatch.setattr(multiproc_group, "_GRACE_AFTER_FAILURE_S", 0.1)
     before = holdings()
     workers = executor(2, orders={"open": ["1 sleep 60"]}, start_seconds=0.5)
     with pytest.raises(EngineDeadError, match=r"rank 1 \(pid \d+\): not ready within 0.5 s \(par"):

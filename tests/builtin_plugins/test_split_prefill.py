@@ -32,7 +32,7 @@ from hardpoint.plugins.config_tables import KVConnectorConfig
 from hardpoint.plugins.kv_connector import KVSchedulerContext
 from hardpoint.testing import scripted_config, write_scripted_model
 
-HASTE = {"wait_seconds": 0.4, "connect_seconds": 0.4}
+HASTE = {"wait_seconds": 0.2, "connect_seconds": 0.2}
 """For what does not come."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6  # 270 tokens
 WHOLE = len(PROMPT) // 16 * 16

@@ -99,10 +99,36 @@ _NIGHTLY = (
     "tests/builtin_plugins/test_multiproc.py::test_the_death_of_a_rank_that_*[[]open-1]",
     "tests/builtin_plugins/test_multiproc.py::test_the_death_of_a_rank_that_*[[]load-0]",
     "tests/builtin_plugins/test_multiproc.py::test_a_rank_that_fails_a_step_*[[][12]]",
+    "tests/builtin_plugins/test_call_formats.py::test_every_text_*-order-True]",
+    "tests/builtin_plugins/test_call_formats.py::test_every_text_*-nested-True]",
+    "tests/builtin_plugins/test_call_formats.py::test_every_text_*-no schema-True]",
+    "tests/builtin_plugins/test_hostile_schemas.py::test_they_*[[]not of anyOf]",
+    "tests/builtin_plugins/test_xgrammar.py::test_threads_wait_for_a_process_*",
+    "tests/builtin_plugins/test_quantized_checkpoints.py::test_tokens_are_those_*[[]com*]",
+    "tests/builtin_plugins/test_quantized_checkpoints.py::test_floats_of_few_bits_*[[]nf4]",
+    "tests/builtin_plugins/test_model_families.py::test_logits_*[[]olmo2-one-kv-head]",
+    "tests/builtin_plugins/test_model_families.py::test_logits_*[[]granite-tied]",
+    "tests/builtin_plugins/test_models_gemma.py::test_logits_*[[]gemma2-[nu]*]",
+    "tests/builtin_plugins/test_qwen3_5.py::test_*[[]tied*]",
+    "tests/builtin_plugins/test_transformers_ranks.py::test_what_ranks_*[[]o*]",
+    "tests/builtin_plugins/test_loaders_cut.py::test_any_part_of_a_gguf_*[[]Q8_0]",
+    "tests/builtin_plugins/test_suffix.py::test_a_tree_occupies_*[[]python-300-30]",
+    "tests/builtin_plugins/test_suffix.py::test_drafts_change_no_output[[]0.9]",
+    "tests/builtin_plugins/test_tokenizer_folder.py::test_a_file_of_tiktoken_*[[][QH]*]",
+    "tests/builtin_plugins/test_shared_memory_communicator.py::test_a_killed_rank_*[[]3]",
+    "tests/builtin_plugins/test_gpt_oss.py::test_new_sinks_*[[]tied-torch]",
+    "tests/builtin_plugins/test_qwen3_next.py::test_bfloat16_stays_close",
+    "tests/builtin_plugins/test_kv_tiers_in_engine.py::test_prompts_that_*[[]2048]",
+    "tests/builtin_plugins/test_configs_as_transformers.py::test_a_config_*[[]no-window-[go]*]",
+    "tests/builtin_plugins/test_draft_model.py::test_another_tokenizer_*[[]2-without_end*]",
+    "tests/builtin_plugins/test_loader_outline.py::test_an_index_*[[]g*-transformers]",
 )
 
 
-_TIMING: tuple[str, ...] = ()
+_TIMING: tuple[str, ...] = (
+    # tests/builtin_plugins: what drafts cost.
+    "tests/builtin_plugins/test_*.py::Test*::test_speed",
+)
 
 
 class Selection:

@@ -222,7 +222,7 @@ class TestConformance(ExecutorSuite):
     executor = RayExecutor
     parallel = ((2, 1), (1, 2))
     communicator = "torch"
-    failure_seconds = 10.0
+    failure_seconds = 60.0
 
     def lose_worker(self, executor, rank):
         os.kill(executor.worker_pids[rank], signal.SIGKILL)

@@ -126,8 +126,9 @@ _NIGHTLY = (
 
 
 _TIMING: tuple[str, ...] = (
-    # tests/builtin_plugins: what drafts cost.
+    # tests/builtin_plugins: what drafts cost, and calls that end at a time limit of a suite.
     "tests/builtin_plugins/test_*.py::Test*::test_speed",
+    "tests/builtin_plugins/test_multiproc_suite.py::*::test_timeout",
 )
 
 

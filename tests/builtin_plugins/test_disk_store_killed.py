@@ -13,7 +13,7 @@ def run_kills(*arguments: object) -> None:
     run(*command, cwd=ROOT / "tests")
 
 
-@pytest.mark.parametrize("step", [83, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [127, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_process_may_be_killed_in_any_line(tmp_path: Path, step: int) -> None:
     run_kills("lines", tmp_path, step)
 

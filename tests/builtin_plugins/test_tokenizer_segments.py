@@ -171,7 +171,7 @@ def test_threads_share_it(demo):
     expected = {number: whole(demo, turn(number)) for number in range(12)}
 
     def work(first):
-        for step in range(60):
+        for step in range(24):
             number = (first * 5 + step) % 12
             if cache.encode(turn(number)) != expected[number]:
                 wrong.append(number)

@@ -86,27 +86,16 @@ def make(parser_type, special):
     return parser_type(context), tokenizer
 
 
-BACKENDS = {}
-
-
-def backend_of(tokenizer):
-    """Return the grammar backend of tokenizers with the same special tokens."""
-    key = tuple(tokenizer.special_tokens.items())
-    if key not in BACKENDS:
-        context = GrammarContext(
-            name="llguidance",
-            options=LLGuidance.Options(),
-            vocabulary=tokenizer.vocabulary(),
-            vocab_size=tokenizer.vocab_size,
-        )
-        BACKENDS[key] = LLGuidance(context)
-    return BACKENDS[key]
-
-
 def compiled(format, tokenizer):
+    context = GrammarContext(
+        name="llguidance",
+        options=LLGuidance.Options(),
+        vocabulary=tokenizer.vocabulary(),
+        vocab_size=tokenizer.vocab_size,
+    )
     tag = StructuralTag(format=format)
     checked = StructuredOutputs.checked(StructuredOutputs(structural_tag=tag))
-    return backend_of(tokenizer).compile(checked)
+    return LLGuidance(context).compile(checked)
 
 
 def advanced(state, token_ids):

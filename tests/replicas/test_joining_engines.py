@@ -19,13 +19,12 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import ExecutorConfig
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel_config import ParallelConfig, RayConfig
-from hardpoint.replicas.remote import listener
+from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
 from hardpoint.replicas.remote.messages import WINDOW, Ended, Kind, Window, encode
 from hardpoint.system.encoding import Encoder
 from hardpoint.toolkit.curve_keys import client_keys, make_client, revoke_client
-
 
 # Engines that tests play send no heartbeats.
 PATIENT = {"heartbeat_seconds": 40.0}
@@ -137,8 +136,9 @@ def test_an_engine_that_joins_again_ends_what_it_had(head):
     assert place.host.was_killed
 
 
-def test_wrong_joins_are_cheap_and_logged_once(head, caplog):
+def test_wrong_joins_are_cheap_and_logged_once(head, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "hardpoint")
+    monkeypatch.setattr(admission, "_LOG_INTERVAL_S", 3600.0)
     place, peer = head.host(), head.peer()
     peer.join()
     place.joined()

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from support.searching import searches_long
 
 from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
@@ -62,6 +63,15 @@ def options(name: str) -> list[str]:
     return named + SHARED if name == "config show" else named
 
 
+def tried(name: str) -> list[str]:
+    """Return the options of a command with wrong values: with --all, each one with all values."""
+    found = []
+    for place, option in enumerate(options(name)):
+        some = [WRONG[number % len(WRONG)] for number in (2 * place, 2 * place + 1)]
+        found += [f"{option}={value}" for value in (WRONG if searches_long() else some)]
+    return found
+
+
 def test_every_command_is_here():
     assert {line.split()[0] for line in LINES} == {c.name for c in builtin_commands.cli_commands()}
 
@@ -72,10 +82,9 @@ def test_wrong_values_end_with_a_message(monkeypatch, capsys, name):
     monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
     found = discover()  # 20 ms each time, which is not what is tested
     monkeypatch.setattr("hardpoint.command_plugins.discover", lambda foreign_groups: found)
-    values = [[f"{option}={value}"] for option in options(name) for value in WRONG]
-    for wrong in [*values, ["--no-such-option"], *([value] for value in WRONG)]:
+    for wrong in [*tried(name), "--no-such-option", *WRONG]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-        given = [*name.split(), *LINES[name], *wrong]
+        given = [*name.split(), *LINES[name], wrong]
         code = main(given)
         out, err = capsys.readouterr()
         assert "Traceback" not in err, given

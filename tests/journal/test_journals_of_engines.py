@@ -13,6 +13,7 @@ from support.adapters import lora, write_adapter, write_model
 from support.journal.files import of_other_torch, with_header
 from support.plugins.changing_parts import FIRST, Mark
 from support.process.harness import process_config
+from support.waiting import until
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -92,14 +93,14 @@ def test_requests_that_go_on_at_an_engine_that_is_started_again(
             await llm.set_plugins(enable=[Mark], options={"mark": {"mark": 2}})
             expected = await tokens_of(llm, "0 is")
             calls = [asyncio.ensure_future(tokens_of(llm, "0 is")) for _ in range(NUM_REQUESTS)]
-            while not await llm.live_requests():
+            while not all(call.done() for call in calls):
+                if any(one.num_output_tokens for one in await llm.live_requests()):
+                    break
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
             pid = llm.engines[-1].pid
             os.kill(pid, signal.SIGKILL)
             found = await asyncio.gather(*calls)
-            while llm.engines[-1].pid in (pid, None):
-                await asyncio.sleep(0.02)
+            await until(lambda: llm.engines[-1].pid not in (pid, None), "the other engine")
             marked = [
                 tokens_of(llm, f"{index} is", SHORT, tags={"marked": "yes"}) for index in range(4)
             ]

@@ -33,6 +33,7 @@ PATIENT = {"heartbeat_seconds": 40.0}
 @pytest.fixture
 def head():
     with Head(**PATIENT) as head:
+        head.listener._interval_s = 0.1  # of its own heartbeats
         yield head
 
 
@@ -240,7 +241,7 @@ def test_an_engine_that_is_silent_is_dead():
         place, peer = head.host(), head.peer()
         peer.join()
         place.joined()
-        head.listener._limit_s = 0.5
+        head.listener._limit_s, head.listener._interval_s = 0.5, 0.1
         words = "sent nothing for 0.5 s (parallel.heartbeat_seconds)"
         assert place.failure().endswith(words)
         assert place.host.was_killed

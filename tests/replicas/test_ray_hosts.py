@@ -83,6 +83,7 @@ class Places:
     def __init__(self, config):
         self.config = config
         self.hosts = hosts.RayHosts(config, NoLocal())
+        self.hosts._listener._interval_s = 0.1  # of heartbeats
         self.cluster = PlayedCluster.last
         self.peers, self.threads, self.open, self.sockets = [], [], [], []
 

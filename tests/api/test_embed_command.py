@@ -11,6 +11,7 @@ from support.process.forked_python import forked_python
 from support.scripted_folder import write_config
 
 from hardpoint import LLM
+from hardpoint.cli import main
 from hardpoint.testing import scripted_config
 
 
@@ -76,5 +77,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_wrong_calls_are_explained(folder, arguments, message):
-    assert message in embed(folder, *arguments, status=2)
+def test_wrong_calls_are_explained(folder, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(folder)
+    assert main(["-q", "embed", *arguments]) == 2
+    assert message in capsys.readouterr().err

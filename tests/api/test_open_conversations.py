@@ -636,13 +636,16 @@ class TestTasks:
 
         run(main)
 
-    def test_it_outlives_an_engine_that_dies(self, run):
+    def test_it_outlives_an_engine_that_dies(self, run, tmp_path):
         async def main(llm):
+            held = HeldSteps(tmp_path)
+            params = endless(max_tokens=400, plugin_args=held.slow(0.1))
             async with llm.open_conversation(GREEDY) as talk:
                 await taken(talk.send("say abc"))
                 before = talk.token_ids
                 with pytest.raises(EngineDeadError, match="engine.max_resumes"):
-                    await killing(llm, talk.send(" and", endless(0.05, max_tokens=400)))
+                    await killing(llm, talk.send(" and", params))
+                held.let_go()
                 assert (talk.state, talk.token_ids) == (S.APPENDING, before)
                 outputs = await taken(talk.commit())  # with the parameters that hold
                 assert outputs[0].turn == 1

@@ -303,6 +303,7 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
     alpha, beta = (client_keys(str(keys / name), "--keys") for name in ("alpha", "beta"))
     revoke_client(str(keys), "beta")
     with Head(keys=keys, **PATIENT) as head:
+        head.listener._interval_s = 0.1
         place, peer = head.host(), head.peer(alpha)
         peer.join()
         place.joined()

@@ -231,7 +231,7 @@ def test_commands_that_need_the_configuration_refuse_a_broken_one(folder, comman
     "command",
     [
         ["plugins", "list"],
-        ["generate", "x"],
+        pytest.param(["generate", "x"], marks=pytest.mark.nightly),
         pytest.param(["chat"], marks=pytest.mark.nightly),
     ],
 )

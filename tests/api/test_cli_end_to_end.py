@@ -137,7 +137,7 @@ class Terminal:
         raise AssertionError(f"the program did not end; it said {self.seen!r}")
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("term", [pytest.param("xterm", marks=pytest.mark.nightly), "dumb"])
 def test_chat_on_a_terminal(folder, term):
     terminal = Terminal(folder, "chat", term=term)
     terminal.expect("/help lists the commands")

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import itertools
 import re
 import sys
 
@@ -64,12 +65,15 @@ def options(name: str) -> list[str]:
 
 
 def tried(name: str) -> list[str]:
-    """Return the options of a command with wrong values: with --all, each one with all values."""
-    found = []
-    for place, option in enumerate(options(name)):
-        some = [WRONG[number % len(WRONG)] for number in (2 * place, 2 * place + 1)]
-        found += [f"{option}={value}" for value in (WRONG if searches_long() else some)]
-    return found
+    """Return wrong values for each option of a command, and for an argument.
+
+    With --all, these are all values, else two of them, other ones for each.
+    """
+    values = itertools.cycle(WRONG)
+    next(itertools.islice(values, len(name), len(name)), None)  # begins at another one
+    count = len(WRONG) if searches_long() else 2
+    prefixes = [*(f"{option}=" for option in options(name)), ""]
+    return [prefix + next(values) for prefix in prefixes for _ in range(count)]
 
 
 def test_every_command_is_here():
@@ -82,7 +86,7 @@ def test_wrong_values_end_with_a_message(monkeypatch, capsys, name):
     monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
     found = discover()  # 20 ms each time, which is not what is tested
     monkeypatch.setattr("hardpoint.command_plugins.discover", lambda foreign_groups: found)
-    for wrong in [*tried(name), "--no-such-option", *WRONG]:
+    for wrong in [*tried(name), "--no-such-option"]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
         given = [*name.split(), *LINES[name], wrong]
         code = main(given)

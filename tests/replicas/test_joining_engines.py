@@ -30,10 +30,15 @@ from hardpoint.toolkit.curve_keys import client_keys, make_client, revoke_client
 PATIENT = {"heartbeat_seconds": 40.0}
 
 
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch):
+    """Let heads send heartbeats often, and so notice the end of sessions soon."""
+    monkeypatch.setattr(listener, "_INTERVAL_S", 0.1)
+
+
 @pytest.fixture
 def head():
     with Head(**PATIENT) as head:
-        head.listener._interval_s = 0.1  # of its own heartbeats
         yield head
 
 
@@ -241,7 +246,7 @@ def test_an_engine_that_is_silent_is_dead():
         place, peer = head.host(), head.peer()
         peer.join()
         place.joined()
-        head.listener._limit_s, head.listener._interval_s = 0.5, 0.1
+        head.listener._limit_s = 0.5
         words = "sent nothing for 0.5 s (parallel.heartbeat_seconds)"
         assert place.failure().endswith(words)
         assert place.host.was_killed
@@ -303,7 +308,6 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
     alpha, beta = (client_keys(str(keys / name), "--keys") for name in ("alpha", "beta"))
     revoke_client(str(keys), "beta")
     with Head(keys=keys, **PATIENT) as head:
-        head.listener._interval_s = 0.1
         place, peer = head.host(), head.peer(alpha)
         peer.join()
         place.joined()

@@ -26,6 +26,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
+from hardpoint.replicas.remote import listener
 from hardpoint.replicas.remote.comparison import hello_of
 from hardpoint.replicas.remote.messages import Kind, Report, decode, encode
 from hardpoint.testing import scripted_config
@@ -83,7 +84,6 @@ class Places:
     def __init__(self, config):
         self.config = config
         self.hosts = hosts.RayHosts(config, NoLocal())
-        self.hosts._listener._interval_s = 0.1  # of heartbeats
         self.cluster = PlayedCluster.last
         self.peers, self.threads, self.open, self.sockets = [], [], [], []
 
@@ -149,6 +149,7 @@ def places(scripted, monkeypatch):
 
     def open_places(**parallel):
         monkeypatch.setattr(hosts, "EngineCluster", PlayedCluster)
+        monkeypatch.setattr(listener, "_INTERVAL_S", 0.1)
         table = {"data": 2, "ray": {}, "join_seconds": PATIENCE_S, "heartbeat_seconds": 600.0}
         config = scripted_config(scripted, {"parallel": table | parallel})
         opened.append(Places(msgspec.convert(config, EngineConfig)))

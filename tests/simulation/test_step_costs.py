@@ -82,7 +82,7 @@ class TestFit:
             slow = chance.choice([1.0, 1.0, 1.7, 3.0, 4.0])
             return LINEAR.milliseconds(**work) * slow * chance.uniform(1.0, 1.03)
 
-        cost = fit_cost(steps_of(disturbed, 600), **FACTS)
+        cost = fit_cost(steps_of(disturbed, 1000), **FACTS)
         assert 0.5 < cost.disturbed < 0.7
         work = {"single_queries": 8, "context": 1600}
         assert cost.milliseconds(**work) == pytest.approx(LINEAR.milliseconds(**work), rel=0.05)

@@ -26,7 +26,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
-from hardpoint.replicas.remote import listener
+from hardpoint.replicas.remote import joined_host, listener
 from hardpoint.replicas.remote.comparison import hello_of
 from hardpoint.replicas.remote.messages import Kind, Report, decode, encode
 from hardpoint.testing import scripted_config
@@ -150,6 +150,7 @@ def places(scripted, monkeypatch):
     def open_places(**parallel):
         monkeypatch.setattr(hosts, "EngineCluster", PlayedCluster)
         monkeypatch.setattr(listener, "_INTERVAL_S", 0.1)
+        monkeypatch.setattr(joined_host, "_NETWORK_S", 0.1)  # peers do not obey
         table = {"data": 2, "ray": {}, "join_seconds": PATIENCE_S, "heartbeat_seconds": 600.0}
         config = scripted_config(scripted, {"parallel": table | parallel})
         opened.append(Places(msgspec.convert(config, EngineConfig)))

@@ -95,13 +95,13 @@ def test_faults_name_the_resolver(tmp_path):
     resolvers.close()
 
 
-def test_one_that_hangs_is_named_and_others_go_on(tmp_path):
+def test_one_that_hangs_is_named_and_others_go_on(tmp_path, monkeypatch):
     resolvers = opened(tmp_path, First, seconds=0.2)
     try:
         expected = r"'first'.*took longer than adapters.resolve_seconds \(0.2\)"
         with pytest.raises(PluginFaultError, match=expected):
             asyncio.run(asyncio.wait_for(resolvers.resolve("hangs"), PATIENCE_S))
-        resolvers._seconds = PATIENCE_S  # from here on there shall be an answer
+        monkeypatch.setattr(resolvers, "_seconds", PATIENCE_S)  # from here on it shall answer
         assert ask(resolvers, "sql") == tmp_path / "sql"
     finally:
         GO_ON.set()

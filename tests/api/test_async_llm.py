@@ -365,21 +365,21 @@ class TestQuestions:
 
         run(main)
 
-    def test_no_answer_in_time(self, folder, tmp_path):
+    def test_no_answer_in_time(self, folder, tmp_path, monkeypatch):
         async def main():
             held = HeldSteps(tmp_path)
             params = endless(max_tokens=1, plugin_args=held.slow())
             own = config(folder, engine={"call_timeout_seconds": 2 * PATIENCE_S})
             async with AsyncLLM(config=own) as llm:
-                assert client_of(llm)._timeout_s == 2 * PATIENCE_S
-                client_of(llm)._timeout_s = 0.2
+                assert client_of(llm).utility_timeout("scheduler_stats") == 2 * PATIENCE_S
+                monkeypatch.setattr(client_of(llm), "_timeout_s", 0.2)
                 task = asyncio.create_task(collect(llm.generate("x", params)))
                 await until(held.have_begun, "the step")
                 with pytest.raises(EngineTimeoutError, match=r"scheduler_stats within 0.2 s"):
                     await llm.scheduler_stats()
                 held.let_go()
                 await task
-                client_of(llm)._timeout_s = PATIENCE_S  # from here on there shall be an answer
+                monkeypatch.undo()  # from here on there shall be an answer
                 assert (await llm.scheduler_stats()).num_running == 0
 
         asyncio.run(main())

@@ -206,14 +206,19 @@ def test_a_fork_of_a_program_with_an_event_loop_is_refused(scripted):
 
 
 def test_waiting_threads_are_not_passed_over():
-    lock, order, number = EngineLock(), [], 30
+    class Lock(EngineLock):
+        @property
+        def is_awaited(self) -> bool:
+            return self._is_awaited
+
+    lock, order, number = Lock(), [], 30
 
     def take(name: str, other: str) -> None:
         for _ in range(number):
             with lock:
                 order.append(name)
                 # This thread comes again at once, and the other one waits, unless it has ended.
-                wait_until(lambda: lock._is_awaited or order.count(other) == number)
+                wait_until(lambda: lock.is_awaited or order.count(other) == number)
 
     for thread in [Thread(lambda names=names: take(*names)) for names in ("ab", "ba")]:
         assert thread.wait() is None

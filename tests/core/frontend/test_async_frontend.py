@@ -43,7 +43,7 @@ def shared(scripted):
 @pytest.fixture
 def run(shared):
     runner, llm = shared
-    return lambda main: runner.run(asyncio.wait_for(main(llm), 60))
+    return lambda main: runner.run(asyncio.wait_for(main(llm), 4 * PATIENCE_S))
 
 
 async def collect(outputs) -> list:

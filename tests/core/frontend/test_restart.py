@@ -71,14 +71,14 @@ def test_requests_in_flight_fail_and_the_next_are_served(scripted):
             os.kill(first, signal.SIGKILL)
             began = time.monotonic()
             failures = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < PATIENCE_S / 2
             for failure in failures:
                 assert type(failure) is EngineDeadError
                 # Between two steps it may, and in one it was.
                 ends = ("the request may be sent again", "was in the step in which it died")
                 assert "(SIGKILL)" in str(failure)
                 assert str(failure).endswith(ends)
-            assert (llm.is_running, llm.errored) == (False, False)
+            assert not llm.errored
 
             # sent again while the new engine starts, they wait for it
             assert all(await asyncio.gather(*(serves(llm) for _ in range(4))))
@@ -161,7 +161,7 @@ def test_closing_while_it_is_restarted(scripted):
         await asyncio.sleep(0.05)
         began = time.monotonic()
         await llm.aclose()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PATIENCE_S / 2
         with pytest.raises(EngineClosedError):
             await waiting
 

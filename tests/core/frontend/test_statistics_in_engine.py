@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 import weakref
 
@@ -429,6 +430,24 @@ def test_closing_in_another_thread_closes_the_sinks_once(scripted):
     asyncio.run(main())
 
 
+def test_a_sink_of_main_is_not_sent_to_the_engine_process(scripted, monkeypatch):
+    class Script(StatSink):
+        contract = 1
+
+        def record(self, stats, lock=threading.Lock()):  # noqa: B008 - it cannot be pickled
+            with lock:
+                Recorder.seen.append(stats)
+
+    monkeypatch.setattr(Script, "__module__", "__main__")
+    monkeypatch.setattr(Script, "__qualname__", "Script")
+    monkeypatch.setattr(sys.modules["__main__"], "Script", Script, raising=False)
+    extra = {"engine": OWN, "stats": {"sinks": ["__main__:Script"]}}
+    with LLM(config=scripted_config(scripted, extra)) as llm:
+        llm.generate("say abc", GREEDY)
+    assert sum(each.num_generation_tokens for each in Recorder.seen) == 13
+
+
+@pytest.mark.nightly
 def test_a_sink_of_the_users_script_stays_in_its_process(scripted, tmp_path):
     """It need not be such that it could travel to the engine's."""
     config = scripted_config(scripted, {"engine": OWN, "stats": {"sinks": ["__main__:Script"]}})

@@ -49,6 +49,12 @@ def index_of(rig, client=0):
     return index
 
 
+def names_of_steps(rig):
+    """The ids of all requests that took part in a step."""
+    plans = [plan for plan, _ in list(rig.executor.sampled.values())]
+    return {name for plan in plans for name in plan.num_scheduled_tokens}
+
+
 def is_idle(rig, client=0):
     """Whether the last load of a client is that of an engine that has run four steps and ended."""
     last = loads(rig, client)[-1:]
@@ -211,8 +217,8 @@ class TestCache:
         with rig:
             for number, prompt in enumerate(prompts):
                 rig.send(request(str(number), prompt=prompt, max_tokens=1))
-            core, queue = rig.core, rig.queues.input
-            wait_until(lambda: queue.empty() and not core.num_unfinished_requests())
+            wait_until(lambda: len(names_of_steps(rig)) == 5)
+            wait_until(lambda: not rig.core.num_unfinished_requests())
             rig.send(UtilityCall(0, 1, "is_paused"))  # answered after all that came before
             while not hasattr(rig.queues.output.pop(lambda client: client == 0)[1], "call_id"):
                 pass

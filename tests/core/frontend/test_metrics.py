@@ -8,16 +8,15 @@ import signal
 import time
 
 import pytest
-from support.async_requests import collect, config, endless
+from support.async_requests import GREEDY, collect, config, endless
 from support.process.harness import pid_of
 from support.waiting import PATIENCE_S, until
 
-from hardpoint import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from hardpoint import LLM, AsyncLLM, EngineDeadError
 from hardpoint.core.frontend import async_engine, llm_engine
 from hardpoint.plugins import PluginReport, StatSink
 from hardpoint.testing import scripted_config
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 HURRY_S = 0.2
 
 

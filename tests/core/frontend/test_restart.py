@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from support.async_requests import GREEDY, collect
 from support.waiting import PATIENCE_S, until, wait_until
 
 from hardpoint import (
@@ -23,7 +24,6 @@ from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.testing import scripted_config
 
 LIMIT = r"not restarted: 1 restart within a minute \(engine\.max_restarts_per_minute\)"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0,
     max_tokens=400,
@@ -35,10 +35,6 @@ ENDLESS = SamplingParams(
 
 def pid_of(llm) -> int:
     return llm.engine_pid
-
-
-async def collect(outputs) -> list:
-    return [output async for output in outputs]
 
 
 async def kill(llm) -> None:

@@ -438,8 +438,7 @@ def test_a_sink_of_main_is_not_sent_to_the_engine_process(scripted, monkeypatch)
             with lock:
                 Recorder.seen.append(stats)
 
-    monkeypatch.setattr(Script, "__module__", "__main__")
-    monkeypatch.setattr(Script, "__qualname__", "Script")
+    Script.__module__, Script.__qualname__ = "__main__", "Script"
     monkeypatch.setattr(sys.modules["__main__"], "Script", Script, raising=False)
     extra = {"engine": OWN, "stats": {"sinks": ["__main__:Script"]}}
     with LLM(config=scripted_config(scripted, extra)) as llm:

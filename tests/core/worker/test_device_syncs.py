@@ -263,14 +263,14 @@ def test_a_recorded_step_waits_once_but_for_the_first_checks(folder, device):
         "ops": {"use": f"{__name__}:Graphs"},
         "attention": {"use": "support.core.graphs:PaddedAttention"},
     }
-    steps, results = waits_of_steps(folder, recorded, jobs(2), device)
+    steps, results = waits_of_steps(folder, recorded, jobs(4), device)
     assert GraphedOps.replays > len(steps) / 4
     checks = [wait for step in steps for wait in step if wait.place != FETCH]
     assert {wait.place for wait in checks} == {("features/recording/decode_graphs.py", "_checked")}
     assert len(checks) <= 4
     assert sum(map(len, steps)) <= len(steps) + len(checks)
     engine = scripted_engine(folder, settings({}))
-    assert tokens_of(run(engine, jobs(2))) == tokens_of(results)
+    assert tokens_of(run(engine, jobs(4))) == tokens_of(results)
     engine.close()
 
 

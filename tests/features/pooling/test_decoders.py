@@ -40,8 +40,8 @@ SITUATIONS = {
     "planned ahead": {"executor": {"use": "multiproc"}, "scheduler": {"asynchronous": True}},
     "engine process": {"engine": {"in_process": False}},
     "stores": {
-        "kv_connector": {"stores": ["memory"]},
-        "plugin": {"memory": {"size_bytes": 1 << 20}},
+        "kv_connector": {"stores": ["memory"], "load_seconds": 120.0},
+        "plugin": {"memory": {"size_bytes": 1 << 20}, "stores": {"timeout_seconds": 60.0}},
         "kv_cache": {"num_blocks": 12, "watermark": 0.0},
         "scheduler": {"max_num_seqs": 2},
     },

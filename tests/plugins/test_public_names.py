@@ -1,6 +1,7 @@
 """The same door: built-ins and examples take only what every author may take."""
 
 import ast
+import gc
 import importlib
 from collections.abc import Iterator
 from functools import cache
@@ -73,6 +74,14 @@ CALLERS = (
     "toolkit",
     "typed",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collections():
+    """Collect no garbage: syntax trees are many objects, and none of them is in a cycle."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache

@@ -80,9 +80,12 @@ def test_each_image_changes_what_follows(folder):
     [
         {"scheduler": {"max_num_batched_tokens": 24}},
         {"scheduler": {"max_num_batched_tokens": SOFT_TOKENS}},
-        {"scheduler": {"long_prefill_token_threshold": 5}},
-        {"scheduler": {"max_num_seqs": 8}},
-        {"scheduler": {"chunked_prefill": False, "max_num_batched_tokens": 256}},
+        pytest.param({"scheduler": {"long_prefill_token_threshold": 5}}, marks=pytest.mark.nightly),
+        pytest.param({"scheduler": {"max_num_seqs": 8}}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"scheduler": {"chunked_prefill": False, "max_num_batched_tokens": 256}},
+            marks=pytest.mark.nightly,
+        ),
         {"plugin": {"encoders": {"budget_tokens": SOFT_TOKENS}}},
         {"speculation": {"use": ["ngram"]}},
         {"scheduler": {"asynchronous": True}},

@@ -10,6 +10,7 @@ import pytest
 from support.builtins.split import DECODE, Split
 from support.cases import nightly_but
 from support.gemma_images import prompt, write_model
+from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
@@ -151,15 +152,20 @@ def test_another_engine_goes_on_with_the_same_images_alone(folder, alone, tmp_pa
     split.both(
         load_in_step=in_step,
         timeout_seconds=60.0,
-        p2p={"wait_seconds": 60.0, "connect_seconds": 60.0},
+        p2p={"wait_seconds": 1.0, "connect_seconds": 60.0},
         kv_connector={"load_seconds": 120.0},
     )
-    try:
+
+    def has_all_blocks():
+        """Go on; the blocks of another engine are waited for a second, and computed otherwise."""
         transfer = split.compute(PROMPTS["two"])
         output = split.go_on(PROMPTS["two"], transfer, max_tokens=6, logprobs=3)
         assert results(output) == alone["two"]
-        assert output.num_cached_tokens == whole_blocks(output)
         split.engines[DECODE].reset_prefix_cache()
+        return output.num_cached_tokens == whole_blocks(output)
+
+    try:
+        wait_until(has_all_blocks, what="the blocks of the other engine")
         transfer = split.compute(PROMPTS["two"])
         other = split.go_on(OTHERS["two"], transfer, max_tokens=6, logprobs=3)
         assert results(other) == alone["other two"]

@@ -31,7 +31,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize(
-    "level", nightly_but(LEVELS, "few blocks", "n-grams", "stores", "ahead in a process")
+    "level", nightly_but(LEVELS, "few blocks", "n-grams", "ahead in a process")
 )
 def test_tokens_are_those_without_it(scripted, jobs, expected, level):
     engine = scripted_engine(scripted, CANARY | LEVELS[level])

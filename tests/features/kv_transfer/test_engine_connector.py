@@ -148,7 +148,7 @@ def cases(faults):
 def lasting(scripted):
     """An engine that outlives the faults of many tests, and its script."""
     script = Script()
-    engine = started(scripted, script, clock=ScriptedClock(tick=0.001), load_seconds=1.0)
+    engine = started(scripted, script, clock=ScriptedClock(tick=0.01), load_seconds=1.0)
     yield engine, script
     engine.close()
 

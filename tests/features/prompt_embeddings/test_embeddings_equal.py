@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from support.cases import nightly_but
 from support.embedded import EmbeddedModel, prompt_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
@@ -65,7 +66,9 @@ def expected(embedded):
         yield {tuple(ids): results(llm.generate([ids], GREEDY))[0] for ids in PROMPTS}
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation", nightly_but(SITUATIONS, "chunks", "preemptions", "stores", "drafts", "two stages")
+)
 def test_tokens_are_those_of_ids(embedded, expected, situation):
     asked = [(ids, form) for ids in PROMPTS for form in forms(embedded, ids)]
     with LLM(config=embedded.settings(SITUATIONS[situation])) as llm:

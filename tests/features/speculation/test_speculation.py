@@ -66,7 +66,6 @@ def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks
     ("cache_dtype", "dtype"),
     nightly_but(
         itertools.product(("auto", "int8", "fp8"), ("bfloat16", "float32")),
-        ("auto", "bfloat16"),
         ("int8", "float32"),
     ),
 )
@@ -92,7 +91,7 @@ def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, ca
     engine.close()
 
 
-@pytest.mark.parametrize("use", ["uniproc", "multiproc"])
+@pytest.mark.parametrize("use", nightly_but(["uniproc", "multiproc"], "uniproc"))
 def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs, expected, use):
     config = speculating_with(
         "hardpoint.testing:ScriptedSpeculator", options=replaying(jobs, expected)

@@ -74,7 +74,7 @@ def check_whole(output):
         assert sum(step.num_tokens for step in completion.steps) >= len(ids)
 
 
-@pytest.mark.parametrize("level", nightly_but(LEVELS, "few blocks", "ahead in a process", "drafts"))
+@pytest.mark.parametrize("level", nightly_but(LEVELS, "few blocks", "drafts"))
 def test_tokens_are_those_without_traces(scripted, jobs, expected, level):
     settings = LEVELS[level]
     if level == "drafts":

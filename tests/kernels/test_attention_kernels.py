@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.builtins.model_harness import build_backend
+from support.cases import nightly_but
 from support.searching import examples, searches_long
 
 from hardpoint.builtin_plugins.attention.native_cpu import NativeAttention
@@ -31,7 +32,7 @@ def available() -> list[str]:
     return [path for path in cpu.PATHS if plain.supports(path)]
 
 
-@pytest.fixture(params=available())
+@pytest.fixture(params=nightly_but(available(), available()[0], available()[-1]))
 def library(request, monkeypatch) -> cpu.Library:
     """The kernels of each instruction set, for whatever loads them."""
     library = cpu.load(request.param)

@@ -50,7 +50,8 @@ def test_an_abort_waits_a_moment_for_the_rank_that_failed(patient, call):
 
 @pytest.mark.parametrize("call", [results_of, first_of])
 @pytest.mark.parametrize("others", [(ABORTED, "result"), ("result", ABORTED), (None, ABORTED)])
-def test_an_abort_alone_is_the_error(call, others):
+def test_an_abort_alone_is_the_error(monkeypatch, call, others):
+    monkeypatch.setattr(joining, "_SETTLE_SECONDS", 0.02)
     with pytest.raises(CommunicationAbortedError, match="rank 1 failed: out of memory"):
         call(futures_of(*others))
 

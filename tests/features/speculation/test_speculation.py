@@ -40,14 +40,14 @@ def replaying(jobs, expected, **options):
     return {"scripted_speculator": {"right": 0.7, "replies": replies} | options}
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", nightly_but(BUILT_IN, "ngram"))
 def test_tokens_are_those_without_a_speculator(scripted, jobs, expected, name):
     engine = scripted_engine(scripted, speculating_with(name))
     assert run(engine, jobs, per_step=3) == expected
     engine.close()
 
 
-@pytest.mark.parametrize("blocks", [None, 24])
+@pytest.mark.parametrize("blocks", nightly_but([None, 24], 24))
 def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks):
     options = replaying(jobs, expected)
     config = speculating_with("hardpoint.testing:ScriptedSpeculator", options=options)

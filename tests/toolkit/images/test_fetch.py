@@ -265,13 +265,13 @@ def test_a_name_that_changes_between_hops_is_checked_again(serve):
         (response(b"no", "302 Found"), "its host answered with the status 302"),
         (b"SSH-2.0-OpenSSH\r\n", "does not answer as it should"),
         (b"", "does not answer as it should"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n", *[b"x"] * 40], "more than 0.5 s to fetch"),
-        ([b"HTTP/1.1 200 OK\r\n", *[b"a: b\r\n"] * 40], "more than 0.5 s to fetch"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", *[b"x"] * 40], "more than 0.2 s to fetch"),
+        ([b"HTTP/1.1 200 OK\r\n", *[b"a: b\r\n"] * 40], "more than 0.2 s to fetch"),
     ],
 )
 def test_what_a_host_may_answer(serve, answer, words):
     server = serve(image=answer)
-    limited = fetcher(server, **({"seconds": 0.5} if isinstance(answer, list) else {}))
+    limited = fetcher(server, **({"seconds": 0.2} if isinstance(answer, list) else {}))
     assert words in refused(limited, f"http://a.com:{server.port}/image")
 
 

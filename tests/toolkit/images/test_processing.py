@@ -90,7 +90,7 @@ def test_a_fault_names_the_image_and_ends_nothing_else(reader, monkeypatch, name
     picture = gradient(WIDTHS[name], 5)
     with monkeypatch.context() as patch:
         if name == "slow":
-            patch.setattr(reader._decoder._process, "_seconds", 0.5)
+            patch.setattr(reader._decoder._process, "_seconds", 0.2)
         with pytest.raises(RequestError, match=REFUSED[name]) as caught:
             reader.read([("x", encoded(picture) if is_encoded else picture)])
     assert ("decoding and" in str(caught.value)) == (is_encoded and "takes" in REFUSED[name])

@@ -356,6 +356,7 @@ def test_experts_of_codes(kinds, rows, per_row, dtype, is_stacked, seed):
     assert ((y.float() - expected).abs() <= ROUNDING[dtype] * (scale + 1e-3)).all()
 
 
+@pytest.mark.nightly
 def test_results_of_experts_lie_at_aligned_addresses(monkeypatch):
     """Where columns are computed in parts."""
     ops = TritonOps(OpsContext(name="triton", options=None, device=DEVICE, dtype=FLOAT))

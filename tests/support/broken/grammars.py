@@ -9,12 +9,12 @@ import numpy as np
 
 from hardpoint.plugins import GrammarBackend
 from hardpoint.testing.text.grammar_samples import KEYWORDS
+from support.samples import Sample
 
 
-class Finite(GrammarBackend):
+class Finite(Sample, GrammarBackend, contract=1):
     """A correct one: of `choice`, and of JSON schemas that are an enum of texts."""
 
-    contract = 1
     formats = ("choice", "json")
 
     def __init__(self, context):
@@ -89,7 +89,7 @@ def with_state(state):
     return decorate
 
 
-class WithoutContract(Finite):
+class WithoutContract(Finite, contract=None):
     pass
 
 
@@ -102,7 +102,7 @@ class FirstBytes(State):
 
 @with_state(FirstBytes)
 class TooWide(Finite):
-    contract = 1
+    pass
 
 
 class OneByte(State):
@@ -113,7 +113,7 @@ class OneByte(State):
 
 @with_state(OneByte)
 class TooNarrow(Finite):
-    contract = 1
+    pass
 
 
 class FirstIds(State):
@@ -124,7 +124,7 @@ class FirstIds(State):
 
 @with_state(FirstIds)
 class OneIdPerText(Finite):
-    contract = 1
+    pass
 
 
 class Decoded(State):
@@ -140,13 +140,11 @@ class Decoded(State):
 
 @with_state(Decoded)
 class WholeCharacters(Finite):
-    contract = 1
+    pass
 
 
 class Specials(Finite):
     """Takes special tokens for their texts."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -165,7 +163,7 @@ class AllBits(State):
 
 @with_state(AllBits)
 class Beyond(Finite):
-    contract = 1
+    pass
 
 
 class EmptyTokens(State):
@@ -176,7 +174,7 @@ class EmptyTokens(State):
 
 @with_state(EmptyTokens)
 class AllowsEmpty(Finite):
-    contract = 1
+    pass
 
 
 class EndsOnlyAlone(State):
@@ -186,7 +184,7 @@ class EndsOnlyAlone(State):
 
 @with_state(EndsOnlyAlone)
 class EndsTooLate(Finite):
-    contract = 1
+    pass
 
 
 class EndsAnywhere(State):
@@ -197,7 +195,7 @@ class EndsAnywhere(State):
 
 @with_state(EndsAnywhere)
 class EndsTooEarly(Finite):
-    contract = 1
+    pass
 
 
 class EndsWithNothing(State):
@@ -207,7 +205,7 @@ class EndsWithNothing(State):
 
 @with_state(EndsWithNothing)
 class ReturnsNone(Finite):
-    contract = 1
+    pass
 
 
 class AdvancesWidely(State):
@@ -223,7 +221,7 @@ class AdvancesWidely(State):
 
 @with_state(AdvancesWidely)
 class Disagrees(Finite):
-    contract = 1
+    pass
 
 
 class RaisesForRefused(State):
@@ -235,7 +233,7 @@ class RaisesForRefused(State):
 
 @with_state(RaisesForRefused)
 class RaisesInAdvance(Finite):
-    contract = 1
+    pass
 
 
 class KeepsRefused(State):
@@ -247,7 +245,7 @@ class KeepsRefused(State):
 
 @with_state(KeepsRefused)
 class RefusedChanges(Finite):
-    contract = 1
+    pass
 
 
 class CountsRefused(State):
@@ -259,7 +257,7 @@ class CountsRefused(State):
 
 @with_state(CountsRefused)
 class RefusedIsUndone(Finite):
-    contract = 1
+    pass
 
 
 class OneTooFew(State):
@@ -269,7 +267,7 @@ class OneTooFew(State):
 
 @with_state(OneTooFew)
 class RollbackOffByOne(Finite):
-    contract = 1
+    pass
 
 
 class RefilledStack(State):
@@ -283,7 +281,7 @@ class RefilledStack(State):
 
 @with_state(RefilledStack)
 class RollbackForgets(Finite):
-    contract = 1
+    pass
 
 
 class PendingRollback(State):
@@ -313,7 +311,7 @@ class PendingRollback(State):
 
 @with_state(PendingRollback)
 class RollbackOnce(Finite):
-    contract = 1
+    pass
 
 
 class SharedStack(State):
@@ -323,7 +321,7 @@ class SharedStack(State):
 
 @with_state(SharedStack)
 class ForkShares(Finite):
-    contract = 1
+    pass
 
 
 class SharedForks(State):
@@ -339,7 +337,7 @@ class SharedForks(State):
 
 @with_state(SharedForks)
 class ForksAreOne(Finite):
-    contract = 1
+    pass
 
 
 class Fills(State):
@@ -355,13 +353,11 @@ class Fills(State):
 
 @with_state(Fills)
 class FillChanges(Finite):
-    contract = 1
+    pass
 
 
 class OneCurrent(Finite):
     """Keeps the grammar that is compiled in the backend."""
-
-    contract = 1
 
     def compile(self, structured):
         self.current = self.language(structured)
@@ -381,12 +377,10 @@ class OwnThread(State):
 
 @with_state(OwnThread)
 class OneThread(Finite):
-    contract = 1
+    pass
 
 
 class RaisesTypeError(Finite):
-    contract = 1
-
     def language(self, structured):
         if isinstance(structured.json, dict) and {}.get(structured.json.get("anyOf")):
             raise ValueError("json.anyOf: expected an enum")
@@ -394,8 +388,6 @@ class RaisesTypeError(Finite):
 
 
 class RefusesWithoutReason(Finite):
-    contract = 1
-
     def language(self, structured):
         try:
             return super().language(structured)
@@ -404,8 +396,6 @@ class RefusesWithoutReason(Finite):
 
 
 class AcceptsAnything(Finite):
-    contract = 1
-
     def language(self, structured):
         if structured.json is not None and list(structured.json) != ["enum"]:
             return [b"null"]
@@ -413,8 +403,6 @@ class AcceptsAnything(Finite):
 
 
 class AcceptsOtherFormats(Finite):
-    contract = 1
-
     def language(self, structured):
         if structured.regex is not None:
             return [structured.regex.encode()]
@@ -422,18 +410,14 @@ class AcceptsOtherFormats(Finite):
 
 
 class StatesTooMuch(Finite):
-    contract = 1
     formats = ("choice", "json", "regex")
 
 
 class NoFormats(Finite):
-    contract = 1
     formats = ()
 
 
 class TakesForever(Finite):
-    contract = 1
-
     def compile(self, structured):
         language = self.language(structured)
         if len(language) > 1000:
@@ -442,8 +426,6 @@ class TakesForever(Finite):
 
 
 class RaisesForLarge(Finite):
-    contract = 1
-
     def compile(self, structured):
         language = self.language(structured)
         if len(language) > 1000:
@@ -452,8 +434,6 @@ class RaisesForLarge(Finite):
 
 
 class IgnoresKeywords(Finite):
-    contract = 1
-
     def language(self, structured):
         schema = structured.json
         if schema is not None and "enum" not in schema:
@@ -462,8 +442,6 @@ class IgnoresKeywords(Finite):
 
 
 class RefusesLenient(Finite):
-    contract = 1
-
     def language(self, structured):
         if structured.lenient:
             raise ValueError("lenient: expected false")
@@ -471,32 +449,24 @@ class RefusesLenient(Finite):
 
 
 class ValidatesNothing(Finite):
-    contract = 1
-
     @classmethod
     def validate(cls, structured, answer):
         return None
 
 
 class ValidatesWithBools(Finite):
-    contract = 1
-
     @classmethod
     def validate(cls, structured, answer):
         return True
 
 
 class RaisesInValidate(Finite):
-    contract = 1
-
     @classmethod
     def validate(cls, structured, answer):
         raise ValueError("not JSON")
 
 
 class Cached(Finite):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.compiled = []
@@ -514,7 +484,7 @@ class Large(State):
 
 @with_state(Large)
 class LargeForks(Finite):
-    contract = 1
+    pass
 
 
 class AllTokens(State):
@@ -525,4 +495,4 @@ class AllTokens(State):
 
 @with_state(AllTokens)
 class SlowMasks(Finite):
-    contract = 1
+    pass

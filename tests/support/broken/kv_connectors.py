@@ -20,6 +20,7 @@ from hardpoint.plugins.kv_connector import (
     KVConnectorWorker,
     block_key,
 )
+from support.samples import Sample
 
 
 class Move(msgspec.Struct):
@@ -188,10 +189,9 @@ class ShelfWorker(KVConnectorWorker):
         return errors
 
 
-class Shelf(KVConnector):
+class Shelf(Sample, KVConnector, contract=1):
     """Right."""
 
-    contract = 1
     Metadata = Jobs
     scheduler_class, worker_class = ShelfScheduler, ShelfWorker
 
@@ -205,7 +205,7 @@ class Shelf(KVConnector):
         return self.worker_class(Path(self.options.path), context)
 
 
-class NoContract(Shelf):
+class NoContract(Shelf, contract=None):
     pass
 
 
@@ -217,7 +217,6 @@ class _LastBlockAgain(ShelfScheduler):
 
 
 class LoadsOneBlockEverywhere(Shelf):
-    contract = 1
     scheduler_class = _LastBlockAgain
 
 
@@ -233,7 +232,6 @@ class _FirstBlocks(ShelfScheduler):
 class ForgetsTheLocalPrefix(Shelf):
     """Loads into the first blocks of a table, though the local cache has filled those."""
 
-    contract = 1
     scheduler_class = _FirstBlocks
 
 
@@ -245,7 +243,6 @@ class _SavesBefore(ShelfWorker):
 
 
 class SavesBeforeTheStep(Shelf):
-    contract = 1
     worker_class = _SavesBefore
 
 
@@ -255,7 +252,6 @@ class _RoundsUp(ShelfScheduler):
 
 
 class SavesUnfinishedBlocks(Shelf):
-    contract = 1
     scheduler_class = _RoundsUp
 
 
@@ -265,7 +261,6 @@ class _NeverFails(ShelfWorker):
 
 
 class HidesFailedLoads(Shelf):
-    contract = 1
     worker_class = _NeverFails
 
 
@@ -277,7 +272,6 @@ class _SavesAll(ShelfScheduler):
 class SavesAfterAFailedLoad(Shelf):
     """Keeps what a step computed from blocks that could not be loaded."""
 
-    contract = 1
     scheduler_class = _SavesAll
 
 
@@ -294,7 +288,6 @@ class _SavesOthers(ShelfWorker):
 class SavesOthersAfterAFailedLoad(Shelf):
     """Drops the saves of the request whose load failed, and not of those that share its blocks."""
 
-    contract = 1
     scheduler_class, worker_class = _SavesAll, _SavesOthers
 
 
@@ -304,7 +297,6 @@ class _Trusts(ShelfWorker):
 
 
 class TrustsStorage(Shelf):
-    contract = 1
     worker_class = _Trusts
 
 
@@ -315,7 +307,6 @@ class _ReadsAll(ShelfWorker):
 
 
 class RaisesForLostBlocks(Shelf):
-    contract = 1
     worker_class = _ReadsAll
 
 
@@ -326,7 +317,6 @@ class _ForgetsUnknown(ShelfScheduler):
 
 
 class RaisesForUnknownRequests(Shelf):
-    contract = 1
     scheduler_class = _ForgetsUnknown
 
 
@@ -337,12 +327,10 @@ class _WithRequests(ShelfScheduler):
 
 
 class SendsObjects(Shelf):
-    contract = 1
     scheduler_class = _WithRequests
 
 
 class ForgetsTheTypeOfMetadata(Shelf):
-    contract = 1
     Metadata = Any
 
 
@@ -353,7 +341,6 @@ class _WithoutBool(ShelfScheduler):
 
 
 class FinishesWithNone(Shelf):
-    contract = 1
     scheduler_class = _WithoutBool
 
 
@@ -365,7 +352,6 @@ class _Later(ShelfScheduler):
 class NamesNoLoad(Shelf):
     """Loads between steps, and does not report when that is done."""
 
-    contract = 1
     scheduler_class = _Later
 
 
@@ -388,7 +374,6 @@ class _SaysAtOnce(ShelfWorker):
 
 
 class SaysTooSoon(Shelf):
-    contract = 1
     scheduler_class, worker_class = _Later, _SaysAtOnce
 
 
@@ -398,7 +383,6 @@ class _NeverKnows(ShelfScheduler):
 
 
 class NeverKnows(Shelf):
-    contract = 1
     scheduler_class = _NeverKnows
 
 
@@ -411,7 +395,6 @@ class _Keeps(ShelfScheduler):
 class KeepsBlocks(Shelf):
     """Keeps the blocks of requests, and does not report when they are saved."""
 
-    contract = 1
     scheduler_class = _Keeps
 
 
@@ -421,7 +404,6 @@ class _LoadsNothing(ShelfScheduler):
 
 
 class LoadsNothing(Shelf):
-    contract = 1
     scheduler_class = _LoadsNothing
 
 
@@ -432,7 +414,6 @@ class _LeavesTheLast(ShelfScheduler):
 
 
 class LeavesTheLastBlock(Shelf):
-    contract = 1
     scheduler_class = _LeavesTheLast
 
 
@@ -443,7 +424,6 @@ class _ByTokens(ShelfWorker):
 
 
 class KeysWithoutIdentity(Shelf):
-    contract = 1
     worker_class = _ByTokens
 
 
@@ -454,7 +434,6 @@ class _Slow(ShelfScheduler):
 
 
 class LooksUpSlowly(Shelf):
-    contract = 1
     scheduler_class = _Slow
 
 
@@ -465,7 +444,6 @@ class _SlowSaver(ShelfWorker):
 
 
 class SavesSlowly(Shelf):
-    contract = 1
     worker_class = _SlowSaver
 
 
@@ -485,7 +463,6 @@ class _Shared(ShelfWorker):
 class Shared(Shelf):
     """Passes the messages of its halves through its class."""
 
-    contract = 1
     identities = (None,)
     scheduler_class, worker_class = _Shares, _Shared
 
@@ -497,7 +474,6 @@ class _WithThread(ShelfWorker):
 
 
 class LeavesAThread(Shelf):
-    contract = 1
     worker_class = _WithThread
 
 
@@ -508,5 +484,4 @@ class _Remembers(ShelfScheduler):
 
 
 class RemembersRequests(Shelf):
-    contract = 1
     scheduler_class = _Remembers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.plugins import Pooler, PromptPooler
+from support.samples import Sample
 
 
 class State(PromptPooler):
@@ -18,10 +19,9 @@ class State(PromptPooler):
         return torch.cat(self.rows).amax(0)
 
 
-class Largest(Pooler):
+class Largest(Sample, Pooler, contract=1):
     """Right: the largest element of each column."""
 
-    contract = 1
     state = State
 
     def start(self, prompt_token_ids, arguments):
@@ -36,18 +36,15 @@ class LastTwo(State):
 class Newest(Largest):
     """Right: the last hidden state."""
 
-    contract = 1
     needs_all = False
     state = LastTwo
 
 
-class NoContract(Largest):
+class NoContract(Largest, contract=None):
     pass
 
 
 class NoState(Largest):
-    contract = 1
-
     def start(self, prompt_token_ids, arguments):
         return 7
 
@@ -58,7 +55,6 @@ class Whole(State):
 
 
 class WrongShape(Largest):
-    contract = 1
     state = Whole
 
 
@@ -68,7 +64,6 @@ class Number(State):
 
 
 class NoTensor(Largest):
-    contract = 1
     state = Number
 
 
@@ -78,14 +73,11 @@ class MeanOfMeans(State):
 
 
 class DependsOnChunks(Largest):
-    contract = 1
     state = MeanOfMeans
 
 
 class SharesState(Largest):
     """One state for all prompts that are under way."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -98,8 +90,6 @@ class SharesState(Largest):
 
 class Remembers(Largest):
     """Never forgets the largest elements of former prompts."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -117,12 +107,10 @@ class View(State):
 
 
 class KeepsViews(Largest):
-    contract = 1
     state = View
 
 
 class NeedsMore(Largest):
-    contract = 1
     needs_all = False
 
 
@@ -132,5 +120,4 @@ class Missing(State):
 
 
 class Fails(Largest):
-    contract = 1
     state = Missing

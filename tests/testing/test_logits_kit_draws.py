@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from support.kit_suites import message_of, messages_of, stop_at_first_failure, suite_tests
+from support.samples import Sample
 from support.searching import kit_examples
 
 from hardpoint import plugins
@@ -19,10 +20,9 @@ from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 from hardpoint.testing.suite import Search
 
 
-class Phrases(SparseLogitsProcessor):
+class Phrases(Sample, SparseLogitsProcessor, contract=1):
     """Correct: once the output ends with the beginning of a form, raises the token that is next."""
 
-    contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
@@ -51,8 +51,6 @@ class Phrases(SparseLogitsProcessor):
 class Accumulates(Phrases):
     """Keeps the tokens of all requests."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.kept: list[int] = []
@@ -68,8 +66,6 @@ class Accumulates(Phrases):
 
 
 class RefusesAll(Phrases):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         raise ValueError("words: not today")
@@ -151,7 +147,6 @@ def test_nothing_is_proved_by_requests_that_do_not_use_it(test):
 class Spells(Phrases):
     """Correct: refuses a request without a tokenizer."""
 
-    contract = 1
     given: ClassVar[list[int | None]] = []
 
     @classmethod
@@ -165,8 +160,6 @@ class Spells(Phrases):
 
 
 class TakesItForGranted(Phrases):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         forms = [[context.tokenizer.encode(word)] for word in arguments.words]

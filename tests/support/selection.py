@@ -23,7 +23,6 @@ _NIGHTLY = (
     # What a suite finds out about memory is shown by components that are broken.
     "tests/testing/test_*_conform.py::*::test_memory",
     "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
-    "tests/testing/test_kv_connectors_conform.py::TestStores::test_storage",
     "tests/testing/test_scheduling_conform.py::TestDefaultSchedulerWithOtherOptions::*",
     # Triton's interpreter takes seconds for what a GPU does in no time.
     "tests/testing/test_worker_conform.py::TestTritonOps::test_codes",
@@ -66,7 +65,15 @@ _NIGHTLY = (
 )
 
 
-_TIMING: tuple[str, ...] = ()
+_TIMING: tuple[str, ...] = (
+    # tests/testing: costs of components, and leases and time-outs of what is correct.
+    "tests/testing/test_*.py::Test*::test_speed",
+    "tests/testing/test_output_parsers_*.py::Test*::test_linear",
+    "tests/testing/test_kv_connectors_conform.py::TestStoresInTime::*",
+    "tests/testing/*::Test*Peer*::test_leases",
+    "tests/testing/*::Test*Peer*::test_offers",
+    "tests/testing/*::Test*Peer*::test_waits",
+)
 
 
 class Selection:

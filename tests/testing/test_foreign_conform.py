@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from support.kit_suites import assert_fails, stop_at_first_failure
+from support.kit_suites import assert_fails
 from support.plugins import foreign_processors as foreign
 
 from hardpoint.plugins.manifest import Source
@@ -89,6 +89,5 @@ class TestV2History(LogitsProcessorSuite):
     ],
 )
 def test_the_suite_names_what_is_wrong(monkeypatch, target, arguments, test, rule, pattern):
-    stop_at_first_failure(monkeypatch)
     attributes = {"processor": component(target), "arguments": arguments}
     assert_fails(LogitsProcessorSuite, attributes, test, rule, pattern)

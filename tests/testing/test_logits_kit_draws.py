@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from support.kit_suites import message_of, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import message_of, messages_of, suite_tests
 from support.samples import Sample
 from support.searching import kit_examples
 
@@ -129,7 +129,6 @@ def test_a_processor_of_nested_ids_passes():
 
 @pytest.mark.parametrize("test", ["history", "pure", "swaps", "memory"])
 def test_what_is_kept_of_nested_ids_is_found(test, monkeypatch):
-    stop_at_first_failure(monkeypatch)
     for seed in range(3):
         message = message_of(LogitsProcessorSuite, suite(Accumulates, replay_seed=seed), test)
         assert message is not None, seed
@@ -175,7 +174,6 @@ def test_by_default_there_is_a_tokenizer_now_and_then_none(monkeypatch):
 
 
 def test_a_processor_has_to_take_that_there_is_no_tokenizer(monkeypatch):
-    stop_at_first_failure(monkeypatch)
     message = message_of(LogitsProcessorSuite, suite(TakesItForGranted), "contract")
     assert message is not None
     assert "prepare raised AttributeError: 'NoneType' object has no attribute 'encode'" in message

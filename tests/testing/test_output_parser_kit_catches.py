@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.broken import output_parsers as parsers
-from support.kit_suites import (
-    assert_fails,
-    label,
-    messages_of,
-    stop_at_first_failure,
-    suite_tests,
-)
+from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
 
 from hardpoint.testing import OutputParserSuite, OutputSample
 
@@ -48,17 +42,12 @@ BROKEN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
 def attributes(cls):
     special = (parsers.START, parsers.END) if cls is parsers.TypedTokens else ()
     return {"parser": cls, "samples": parsers.SAMPLES, "special_tokens": special, "examples": 0.3}
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_parser_fails_its_rule(cls, test, rule, pattern):
     assert_fails(OutputParserSuite, attributes(cls), test, rule, pattern)
 

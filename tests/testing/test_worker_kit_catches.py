@@ -16,10 +16,10 @@ from support.broken import (
 )
 from support.kit_suites import (
     assert_fails,
+    each_broken,
     label,
     message_of,
     messages_of,
-    stop_at_first_failure,
     suite_tests,
 )
 
@@ -405,17 +405,12 @@ RIGHT = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SAMPLERS, ids=label)
+@each_broken(SAMPLERS)
 def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
     assert_fails(SamplerSuite, {"sampler": cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=label)
+@each_broken(ATTENTION)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
     assert_fails(AttentionBackendSuite, {"backend": cls}, test, rule, pattern)
 
@@ -437,7 +432,7 @@ def test_rows_are_compared_bit_for_bit_where_that_is_claimed(cls):
     assert_fails(AttentionBackendSuite, attributes, "rows", "rows", pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)
+@each_broken(OPS)
 def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
     assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
 
@@ -449,15 +444,13 @@ def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invarianc
     assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
-@pytest.mark.parametrize(
-    ("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED + OF_IMAGES, ids=label
-)
+@each_broken(MODELS + ADAPTED + QUANTIZED + OF_IMAGES)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SHARED, ids=label)
+@each_broken(SHARED)
 def test_a_broken_model_of_several_ranks_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": shared_models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
@@ -482,7 +475,7 @@ def test_what_a_model_refuses_is_skipped_with_its_message():
         suite.test_expert()
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)
+@each_broken(LOADERS)
 def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
     attributes = {"loader": cls, "write": staticmethod(loaders.write), "scheme": loaders.scheme}
     assert_fails(WeightLoaderSuite, attributes, test, rule, pattern)

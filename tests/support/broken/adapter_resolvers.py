@@ -103,7 +103,7 @@ class Waits(Table):
 class RemembersTheLast(Table):
     def resolve(self, name):
         self.last = name
-        time.sleep(0.0002)
+        time.sleep(0.002)
         return self.names.get(self.last)
 
 

@@ -143,11 +143,15 @@ class LeaksThread(Kept):
 class LeaksProcess(Kept):
     """Leaves a process of another thread."""
 
+    started = []
+
     def start(self):
         def run():
-            subprocess.run(["sleep", "2"], check=True)
+            self.started.append(subprocess.Popen(["sleep", "60"]))
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
         return self.wrapped.start()
 
 

@@ -361,7 +361,7 @@ class OneCurrent(Finite):
 
     def compile(self, structured):
         self.current = self.language(structured)
-        time.sleep(0.002)
+        time.sleep(0.01)
         return State(self, [self.current])
 
 
@@ -421,7 +421,7 @@ class TakesForever(Finite):
     def compile(self, structured):
         language = self.language(structured)
         if len(language) > 1000:
-            time.sleep(2)
+            time.sleep(5)
         return State(self, [language])
 
 

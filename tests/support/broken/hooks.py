@@ -123,7 +123,7 @@ class ClosesWhatIsOpen(Hooks):
 class Blocks(Hooks):
     @hookimpl
     def engine_started(self, info):
-        time.sleep(0.5)
+        time.sleep(5)
 
 
 class Slow(Hooks):

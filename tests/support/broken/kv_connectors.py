@@ -470,7 +470,7 @@ class Shared(Shelf):
 class _WithThread(ShelfWorker):
     def register_kv_caches(self, caches):
         super().register_kv_caches(caches)
-        threading.Thread(target=time.sleep, args=(15,), name="Endless", daemon=True).start()
+        threading.Thread(target=time.sleep, args=(60,), name="Endless", daemon=True).start()
 
 
 class LeavesAThread(Shelf):

@@ -201,9 +201,15 @@ class WritesOutside(Right):
 
 
 class WritesLate(Right):
+    """Writes what it gave once more when it gives the next."""
+
+    last = None
+
     def give(self, block, buffer):
+        if self.last is not None:
+            super().give(*self.last)
         super().give(block, buffer)
-        threading.Timer(0.01, super().give, (block, buffer)).start()
+        self.last = block, buffer
 
 
 class TornBlocks(Right):
@@ -214,7 +220,7 @@ class TornBlocks(Right):
         block = self.blocks.setdefault(key, self.taken(buffer))
         for kept, part in zip(block, buffer, strict=True):
             kept[:] = part
-            time.sleep(0.0005)
+            time.sleep(0.005)
         return True
 
     def load(self, key, buffer):
@@ -227,7 +233,7 @@ class TornBlocks(Right):
 class OneScratch(Right):
     def store(self, key, buffer):
         self.scratch = self.taken(buffer)
-        time.sleep(0.0005)
+        time.sleep(0.005)
         self.blocks[key] = self.scratch
         return True
 
@@ -238,7 +244,7 @@ class LosesLock(Right):
         self.lock = threading.Semaphore()
 
     def load(self, key, buffer):
-        self.lock.acquire(timeout=1.0)
+        self.lock.acquire(timeout=30.0)
         if key not in self.blocks:
             return False
         self.lock.release()
@@ -288,7 +294,7 @@ class NotDurable(InPlace):
 
 class DrainWaits(Right):
     def drain(self):
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + 30.0
         while not self.blocks and time.monotonic() < end:
             time.sleep(0.01)
 
@@ -297,7 +303,7 @@ class LeavesThread(Right):
     def __init__(self, context):
         super().__init__(context)
         self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(3.0,), name="leaf", daemon=True).start()
+        threading.Thread(target=self.ended.wait, args=(30.0,), name="leaf", daemon=True).start()
 
 
 class LeavesFile(Right):

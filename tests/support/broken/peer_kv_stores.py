@@ -88,7 +88,7 @@ class LooksUpOffers(RightPeer):
 class PopsLate(RightPeer):
     def give_offer(self, key, seconds):
         end, block = self.offers.get(key, (0.0, None))
-        time.sleep(0.01)
+        time.sleep(0.05)
         self.offers.pop(key, None)
         return block if time.monotonic() < end else None
 

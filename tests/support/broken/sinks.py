@@ -139,7 +139,7 @@ class LeavesAThread(Totals):
     def __init__(self, context):
         super().__init__(context)
         self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(5,), name="sink", daemon=True).start()
+        threading.Thread(target=self.ended.wait, args=(30,), name="sink", daemon=True).start()
 
 
 class LeavesTheFile(Totals):

@@ -80,54 +80,42 @@ class State:
 
 
 def with_state(state):
-    """Return a decorator that makes `state` the class of a backend's states."""
+    """Return a backend with a class of states, named as it is."""
 
-    def decorate(cls):
-        cls.compile = lambda self, structured: state(self, [self.language(structured)])
-        return cls
+    def compiled(self, structured):
+        return state(self, [self.language(structured)])
 
-    return decorate
+    return type(state.__name__, (Finite,), {"compile": compiled, "__module__": __name__})
 
 
 class WithoutContract(Finite, contract=None):
     pass
 
 
-class FirstBytes(State):
+@with_state
+class TooWide(State):
     def allowed(self):
         """Compare the first byte of tokens alone."""
         first = {rest[:1] for rest in self.rests[-1] if rest}
         return [t for t, text in enumerate(self.grammar.texts) if text and text[:1] in first]
 
 
-@with_state(FirstBytes)
-class TooWide(Finite):
-    pass
-
-
-class OneByte(State):
+@with_state
+class TooNarrow(State):
     def allowed(self):
         """Allow no token of several bytes."""
         return [t for t in super().allowed() if len(self.grammar.texts[t]) == 1]
 
 
-@with_state(OneByte)
-class TooNarrow(Finite):
-    pass
-
-
-class FirstIds(State):
+@with_state
+class OneIdPerText(State):
     def allowed(self):
         """Allow one of two tokens with the same bytes."""
         return [self.grammar.ids[self.grammar.texts[t]][0] for t in super().allowed()]
 
 
-@with_state(FirstIds)
-class OneIdPerText(Finite):
-    pass
-
-
-class Decoded(State):
+@with_state
+class WholeCharacters(State):
     def allowed(self):
         """Allow whole characters only."""
         for token in super().allowed():
@@ -136,11 +124,6 @@ class Decoded(State):
             except UnicodeDecodeError:
                 continue
             yield token
-
-
-@with_state(Decoded)
-class WholeCharacters(Finite):
-    pass
 
 
 class Specials(Finite):
@@ -154,61 +137,42 @@ class Specials(Finite):
             self.ids.setdefault(text, []).append(token)
 
 
-class AllBits(State):
+@with_state
+class Beyond(State):
     def fill_bitmask(self, row):
         can_end = super().fill_bitmask(row)
         row[-1] = -1
         return can_end
 
 
-@with_state(AllBits)
-class Beyond(Finite):
-    pass
-
-
-class EmptyTokens(State):
+@with_state
+class AllowsEmpty(State):
     def allowed(self):
         yield from super().allowed()
         yield 0
 
 
-@with_state(EmptyTokens)
-class AllowsEmpty(Finite):
-    pass
-
-
-class EndsOnlyAlone(State):
+@with_state
+class EndsTooLate(State):
     def fill_bitmask(self, row):
         return super().fill_bitmask(row) and self.rests[-1] == [b""]
 
 
-@with_state(EndsOnlyAlone)
-class EndsTooLate(Finite):
-    pass
-
-
-class EndsAnywhere(State):
+@with_state
+class EndsTooEarly(State):
     def fill_bitmask(self, row):
         super().fill_bitmask(row)
         return len(self.rests) > 1
 
 
-@with_state(EndsAnywhere)
-class EndsTooEarly(Finite):
-    pass
-
-
-class EndsWithNothing(State):
+@with_state
+class ReturnsNone(State):
     def fill_bitmask(self, row):
         super().fill_bitmask(row)
 
 
-@with_state(EndsWithNothing)
-class ReturnsNone(Finite):
-    pass
-
-
-class AdvancesWidely(State):
+@with_state
+class Disagrees(State):
     def advance(self, token_id):
         """Accept a token whose first byte is right."""
         text = self.grammar.texts[token_id][:1]
@@ -219,58 +183,38 @@ class AdvancesWidely(State):
         return bool(left)
 
 
-@with_state(AdvancesWidely)
-class Disagrees(Finite):
-    pass
-
-
-class RaisesForRefused(State):
+@with_state
+class RaisesInAdvance(State):
     def advance(self, token_id):
         if not super().advance(token_id):
             raise ValueError("the token is not allowed")
         return True
 
 
-@with_state(RaisesForRefused)
-class RaisesInAdvance(Finite):
-    pass
-
-
-class KeepsRefused(State):
+@with_state
+class RefusedChanges(State):
     def advance(self, token_id):
         left = self.left(token_id)
         self.rests.append(left)
         return bool(left)
 
 
-@with_state(KeepsRefused)
-class RefusedChanges(Finite):
-    pass
-
-
-class CountsRefused(State):
+@with_state
+class RefusedIsUndone(State):
     def advance(self, token_id):
         left = self.left(token_id)
         self.rests.append(left or self.rests[-1])
         return bool(left)
 
 
-@with_state(CountsRefused)
-class RefusedIsUndone(Finite):
-    pass
-
-
-class OneTooFew(State):
+@with_state
+class RollbackOffByOne(State):
     def rollback(self, count):
         del self.rests[max(1, len(self.rests) - count + 1) :]
 
 
-@with_state(OneTooFew)
-class RollbackOffByOne(Finite):
-    pass
-
-
-class RefilledStack(State):
+@with_state
+class RollbackForgets(State):
     def rollback(self, count):
         """Undo tokens of one byte only."""
         for _ in range(count):
@@ -279,12 +223,8 @@ class RefilledStack(State):
                 self.rests.append(left)
 
 
-@with_state(RefilledStack)
-class RollbackForgets(Finite):
-    pass
-
-
-class PendingRollback(State):
+@with_state
+class RollbackOnce(State):
     pending = 0
 
     def rollback(self, count):
@@ -309,22 +249,14 @@ class PendingRollback(State):
         return super().fork()
 
 
-@with_state(PendingRollback)
-class RollbackOnce(Finite):
-    pass
-
-
-class SharedStack(State):
+@with_state
+class ForkShares(State):
     def fork(self):
         return type(self)(self.grammar, self.rests)
 
 
-@with_state(SharedStack)
-class ForkShares(Finite):
-    pass
-
-
-class SharedForks(State):
+@with_state
+class ForksAreOne(State):
     """Forks at the same place are one."""
 
     one = None
@@ -335,12 +267,8 @@ class SharedForks(State):
         return self.one
 
 
-@with_state(SharedForks)
-class ForksAreOne(Finite):
-    pass
-
-
-class Fills(State):
+@with_state
+class FillChanges(State):
     filled = 0
 
     def fill_bitmask(self, row):
@@ -349,11 +277,6 @@ class Fills(State):
         if self.filled % 3 == 0:
             row[:] = 0
         return can_end
-
-
-@with_state(Fills)
-class FillChanges(Finite):
-    pass
 
 
 class OneCurrent(Finite):
@@ -365,7 +288,8 @@ class OneCurrent(Finite):
         return State(self, [self.current])
 
 
-class OwnThread(State):
+@with_state
+class OneThread(State):
     def __init__(self, grammar, rests):
         super().__init__(grammar, rests)
         self.thread = threading.get_ident()
@@ -373,11 +297,6 @@ class OwnThread(State):
     def fill_bitmask(self, row):
         assert threading.get_ident() == self.thread, "another thread"
         return super().fill_bitmask(row)
-
-
-@with_state(OwnThread)
-class OneThread(Finite):
-    pass
 
 
 class RaisesTypeError(Finite):
@@ -476,23 +395,15 @@ class Cached(Finite):
         return self.compiled[-1]
 
 
-class Large(State):
+@with_state
+class LargeForks(State):
     def __init__(self, grammar, rests):
         super().__init__(grammar, rests)
         self.table = bytearray(1 << 17)
 
 
-@with_state(Large)
-class LargeForks(Finite):
-    pass
-
-
-class AllTokens(State):
+@with_state
+class SlowMasks(State):
     def allowed(self):
         """Compare every token with every text, in a slow way."""
         return [t for t in range(len(self.grammar.texts)) if self.left(t)]
-
-
-@with_state(AllTokens)
-class SlowMasks(Finite):
-    pass

@@ -205,22 +205,28 @@ class Shelf(Sample, KVConnector, contract=1):
         return self.worker_class(Path(self.options.path), context)
 
 
+def with_half(half):
+    """Return a connector with a half, named as it is."""
+    kind = "scheduler" if issubclass(half, ShelfScheduler) else "worker"
+    return type(half.__name__, (Shelf,), {f"{kind}_class": half, "__module__": __name__})
+
+
 class NoContract(Shelf, contract=None):
     pass
 
 
-class _LastBlockAgain(ShelfScheduler):
+@with_half
+class LoadsOneBlockEverywhere(ShelfScheduler):
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
         for load in self.loads[-1:]:
             load.hashes = [load.hashes[0]] * len(load.hashes)
 
 
-class LoadsOneBlockEverywhere(Shelf):
-    scheduler_class = _LastBlockAgain
+@with_half
+class ForgetsTheLocalPrefix(ShelfScheduler):
+    """Loads into the first blocks of a table, though the local cache has filled those."""
 
-
-class _FirstBlocks(ShelfScheduler):
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         first = self.matched.get(request.request_id, 0)
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
@@ -229,39 +235,24 @@ class _FirstBlocks(ShelfScheduler):
                 load.blocks = list(block_ids[0][: len(load.blocks)])
 
 
-class ForgetsTheLocalPrefix(Shelf):
-    """Loads into the first blocks of a table, though the local cache has filled those."""
-
-    scheduler_class = _FirstBlocks
-
-
-class _SavesBefore(ShelfWorker):
+@with_half
+class SavesBeforeTheStep(ShelfWorker):
     def start_load_kv(self, metadata):
         super().start_load_kv(metadata)
         super().wait_for_save()
         self.saves = []
 
 
-class SavesBeforeTheStep(Shelf):
-    worker_class = _SavesBefore
-
-
-class _RoundsUp(ShelfScheduler):
+@with_half
+class SavesUnfinishedBlocks(ShelfScheduler):
     def save(self, request_id, num_computed):
         return super().save(request_id, num_computed + self.size - 1)
 
 
-class SavesUnfinishedBlocks(Shelf):
-    scheduler_class = _RoundsUp
-
-
-class _NeverFails(ShelfWorker):
+@with_half
+class HidesFailedLoads(ShelfWorker):
     def load_errors(self):
         return ()
-
-
-class HidesFailedLoads(Shelf):
-    worker_class = _NeverFails
 
 
 class _SavesAll(ShelfScheduler):
@@ -291,57 +282,42 @@ class SavesOthersAfterAFailedLoad(Shelf):
     scheduler_class, worker_class = _SavesAll, _SavesOthers
 
 
-class _Trusts(ShelfWorker):
+@with_half
+class TrustsStorage(ShelfWorker):
     def is_right(self, key, data):
         return len(data) == 32 + sum(view.shape[1] for view in self.views)
 
 
-class TrustsStorage(Shelf):
-    worker_class = _Trusts
-
-
-class _ReadsAll(ShelfWorker):
+@with_half
+class RaisesForLostBlocks(ShelfWorker):
     def read(self, key, block):
         data = (self.folder / key.hex()).read_bytes()
         return self.is_right(key, data) and super().read(key, block)
 
 
-class RaisesForLostBlocks(Shelf):
-    worker_class = _ReadsAll
-
-
-class _ForgetsUnknown(ShelfScheduler):
+@with_half
+class RaisesForUnknownRequests(ShelfScheduler):
     def request_finished(self, request, block_ids):
         del self.running[request.request_id]
         return super().request_finished(request, block_ids)
 
 
-class RaisesForUnknownRequests(Shelf):
-    scheduler_class = _ForgetsUnknown
-
-
-class _WithRequests(ShelfScheduler):
+@with_half
+class SendsObjects(ShelfScheduler):
     def build_connector_meta(self, plan):
         jobs = super().build_connector_meta(plan)
         return jobs and {"loads": jobs.loads, "saves": jobs.saves, "plan": object()}
-
-
-class SendsObjects(Shelf):
-    scheduler_class = _WithRequests
 
 
 class ForgetsTheTypeOfMetadata(Shelf):
     Metadata = Any
 
 
-class _WithoutBool(ShelfScheduler):
+@with_half
+class FinishesWithNone(ShelfScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
         return None, None
-
-
-class FinishesWithNone(Shelf):
-    scheduler_class = _WithoutBool
 
 
 class _Later(ShelfScheduler):
@@ -377,74 +353,53 @@ class SaysTooSoon(Shelf):
     scheduler_class, worker_class = _Later, _SaysAtOnce
 
 
-class _NeverKnows(ShelfScheduler):
+@with_half
+class NeverKnows(ShelfScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return None, False
 
 
-class NeverKnows(Shelf):
-    scheduler_class = _NeverKnows
+@with_half
+class KeepsBlocks(ShelfScheduler):
+    """Keeps the blocks of requests, and does not report when they are saved."""
 
-
-class _Keeps(ShelfScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
         return True, None
 
 
-class KeepsBlocks(Shelf):
-    """Keeps the blocks of requests, and does not report when they are saved."""
-
-    scheduler_class = _Keeps
-
-
-class _LoadsNothing(ShelfScheduler):
+@with_half
+class LoadsNothing(ShelfScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
 
 
-class LoadsNothing(Shelf):
-    scheduler_class = _LoadsNothing
-
-
-class _LeavesTheLast(ShelfScheduler):
+@with_half
+class LeavesTheLastBlock(ShelfScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return max(count - self.size, 0), False
 
 
-class LeavesTheLastBlock(Shelf):
-    scheduler_class = _LeavesTheLast
-
-
-class _ByTokens(ShelfWorker):
+@with_half
+class KeysWithoutIdentity(ShelfWorker):
     def __init__(self, folder, context):
         super().__init__(folder, context)
         self.identity = b"any model"
 
 
-class KeysWithoutIdentity(Shelf):
-    worker_class = _ByTokens
-
-
-class _Slow(ShelfScheduler):
+@with_half
+class LooksUpSlowly(ShelfScheduler):
     def has(self, identity, block_hash):
         time.sleep(0.03)
         return super().has(identity, block_hash)
 
 
-class LooksUpSlowly(Shelf):
-    scheduler_class = _Slow
-
-
-class _SlowSaver(ShelfWorker):
+@with_half
+class SavesSlowly(ShelfWorker):
     def store(self, key, block):
         time.sleep(0.03)
         super().store(key, block)
-
-
-class SavesSlowly(Shelf):
-    worker_class = _SlowSaver
 
 
 class _Shares(ShelfScheduler):
@@ -467,21 +422,15 @@ class Shared(Shelf):
     scheduler_class, worker_class = _Shares, _Shared
 
 
-class _WithThread(ShelfWorker):
+@with_half
+class LeavesAThread(ShelfWorker):
     def register_kv_caches(self, caches):
         super().register_kv_caches(caches)
         threading.Thread(target=time.sleep, args=(60,), name="Endless", daemon=True).start()
 
 
-class LeavesAThread(Shelf):
-    worker_class = _WithThread
-
-
-class _Remembers(ShelfScheduler):
+@with_half
+class RemembersRequests(ShelfScheduler):
     def request_finished(self, request, block_ids):
         vars(self).setdefault("ended", []).append(request.request_id)
         return super().request_finished(request, block_ids)
-
-
-class RemembersRequests(Shelf):
-    scheduler_class = _Remembers

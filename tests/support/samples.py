@@ -1,7 +1,8 @@
-"""Contract numbers of the plugins of tests, stated once for a class and those derived from it."""
+"""What the plugins of tests have in common: their contract, and threads that they leave."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 _OF_BASE: Any = object()
@@ -21,3 +22,22 @@ class Sample:
             contract = getattr(cls, "contract", None)
         if contract is not None:
             cls.contract = contract
+
+
+_LEFT: list[tuple[threading.Thread, threading.Event]] = []
+
+
+def leave_thread(name: str | None = None) -> None:
+    """Start a thread that runs until `end_threads`, for samples that leave theirs behind."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name=name, daemon=True)
+    _LEFT.append((thread, ended))
+    thread.start()
+
+
+def end_threads() -> None:
+    """End the threads that were left."""
+    while _LEFT:
+        thread, ended = _LEFT.pop()
+        ended.set()
+        thread.join()

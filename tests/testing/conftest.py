@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
+from support.samples import end_threads
 
 from hardpoint.testing import AdapterResolverSuite, ExecutorSuite, StepPartSuite
 from hardpoint.testing import component_suite as components
@@ -62,6 +64,13 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
     for owner, name in _LIMITS:
         monkeypatch.setattr(owner, name, _PATIENCE_S)
+
+
+@pytest.fixture(autouse=True)
+def _no_threads() -> Iterator[None]:
+    """End the threads that broken samples left."""
+    yield
+    end_threads()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from support.broken import processors
 from support.broken.step_parts import Good
+from support.kit_suites import shorten
 from support.samples import Sample
 
 from hardpoint.plugins import StatSink
@@ -146,7 +147,9 @@ def ended():
         (Objects, r"dump_state\(\) cannot be JSON: "),
     ],
 )
-def test_sinks(sink, words):
+def test_sinks(sink, words, monkeypatch):
+    if sink is Leaves:
+        shorten(monkeypatch, {"component_suite._THREADS_END_S": 0.1})
     BUILT.clear()
     Counts.built = 0
     with pytest.raises(pytest.fail.Exception, match=rf"(?s)live changes: .*{words}"):

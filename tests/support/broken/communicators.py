@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.testing.model.rank_threads import ThreadCommunicator, ThreadExchange
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 _met = threading.Condition()
 _exchanges: dict[object, tuple[ThreadExchange, set[int]]] = {}
@@ -241,7 +241,7 @@ class WaitsLonger(Right):
 class LeaksThread(Right):
     def __init__(self, context):
         super().__init__(context)
-        threading.Thread(target=time.sleep, args=(30.0,), daemon=True).start()
+        leave_thread()
 
 
 class LeaksFile(Right):

@@ -11,7 +11,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from hardpoint.plugins import ConfigError, Executor, HardpointError, ModelRunnerOutput, Wrapper
 from hardpoint.plugins.executor import open_worker
 from hardpoint.toolkit.workers.joining import are_out_of_step, first_error_or, results_of
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 
 class Kept(Sample, Wrapper[Executor], Executor, contract=1):
@@ -135,8 +135,7 @@ class ClaimsNone(Kept):
 
 class LeaksThread(Kept):
     def start(self):
-        self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(20,), daemon=True).start()
+        leave_thread()
         return self.wrapped.start()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from hardpoint.plugins.kv_connector import (
     KVConnectorWorker,
     block_key,
 )
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 
 class Move(msgspec.Struct):
@@ -426,7 +425,7 @@ class Shared(Shelf):
 class LeavesAThread(ShelfWorker):
     def register_kv_caches(self, caches):
         super().register_kv_caches(caches)
-        threading.Thread(target=time.sleep, args=(60,), name="Endless", daemon=True).start()
+        leave_thread("Endless")
 
 
 @with_half

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from hardpoint.plugins import KVStore, Options
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 _places = {}
 
@@ -244,7 +244,7 @@ class LosesLock(Right):
         self.lock = threading.Semaphore()
 
     def load(self, key, buffer):
-        self.lock.acquire(timeout=30.0)
+        self.lock.acquire(timeout=5.0)
         if key not in self.blocks:
             return False
         self.lock.release()
@@ -294,7 +294,7 @@ class NotDurable(InPlace):
 
 class DrainWaits(Right):
     def drain(self):
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 5.0
         while not self.blocks and time.monotonic() < end:
             time.sleep(0.01)
 
@@ -302,8 +302,7 @@ class DrainWaits(Right):
 class LeavesThread(Right):
     def __init__(self, context):
         super().__init__(context)
-        self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(30.0,), name="leaf", daemon=True).start()
+        leave_thread("leaf")
 
 
 class LeavesFile(Right):

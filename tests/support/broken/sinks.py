@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sqlite3
 import tempfile
-import threading
 import time
 
 import msgspec
 
 from hardpoint.plugins import StatSink
-from support.samples import Sample
+from support.samples import Sample, leave_thread
 
 
 class Totals(Sample, StatSink, contract=1):
@@ -138,8 +137,7 @@ class WritesAfterClose(Totals):
 class LeavesAThread(Totals):
     def __init__(self, context):
         super().__init__(context)
-        self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(30,), name="sink", daemon=True).start()
+        leave_thread("sink")
 
 
 class LeavesTheFile(Totals):

@@ -40,6 +40,11 @@ class Newest(Largest):
     state = LastTwo
 
 
+def with_state(state):
+    """Return a pooler with a class of states, named as it is."""
+    return type(state.__name__, (Largest,), {"state": state, "__module__": __name__})
+
+
 class NoContract(Largest, contract=None):
     pass
 
@@ -49,31 +54,22 @@ class NoState(Largest):
         return 7
 
 
-class Whole(State):
+@with_state
+class WrongShape(State):
     def finish(self):
         return torch.cat(self.rows)
 
 
-class WrongShape(Largest):
-    state = Whole
-
-
-class Number(State):
+@with_state
+class NoTensor(State):
     def finish(self):
         return float(torch.cat(self.rows).sum())
 
 
-class NoTensor(Largest):
-    state = Number
-
-
-class MeanOfMeans(State):
+@with_state
+class DependsOnChunks(State):
     def finish(self):
         return torch.stack([rows.mean(0) for rows in self.rows]).mean(0)
-
-
-class DependsOnChunks(Largest):
-    state = MeanOfMeans
 
 
 class SharesState(Largest):
@@ -101,23 +97,17 @@ class Remembers(Largest):
         return state
 
 
-class View(State):
+@with_state
+class KeepsViews(State):
     def update(self, hidden):
         self.rows.append(hidden)
-
-
-class KeepsViews(Largest):
-    state = View
 
 
 class NeedsMore(Largest):
     needs_all = False
 
 
-class Missing(State):
+@with_state
+class Fails(State):
     def finish(self):
         return {}["vector"]
-
-
-class Fails(Largest):
-    state = Missing

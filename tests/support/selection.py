@@ -25,9 +25,8 @@ _NIGHTLY = (
     "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
     "tests/testing/test_scheduling_conform.py::TestDefaultSchedulerWithOtherOptions::*",
     # Triton's interpreter takes seconds for what a GPU does in no time.
-    "tests/testing/test_worker_conform.py::TestTritonOps::test_codes",
-    "tests/testing/test_worker_conform.py::TestTritonOps::test_top_?",
-    "tests/testing/test_worker_conform.py::TestTritonAttention::test_rows",
+    "tests/testing/test_worker_conform.py::TestTritonOps::test_[!ag]*",
+    "tests/testing/test_worker_conform.py::TestTritonAttention::test_[!c]*",
     "tests/testing/test_worker_conform.py::TestGemma3WithImages::test_weights",
     # One of each generation of vLLM's interface always runs.
     "tests/testing/test_foreign_conform.py::TestV0Factory::*",
@@ -35,8 +34,6 @@ _NIGHTLY = (
     "tests/testing/test_foreign_conform.py::TestV1Tokens::*",
     "tests/testing/test_foreign_conform.py::TestV1WithState::*",
     "tests/testing/test_foreign_conform.py::TestV2History::*",
-    "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesTokens]",
-    "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesOfValues]",
     "tests/process/test_joined_engines.py::*[[]with_time]",
     "tests/process/test_live_changes_in_processes.py::test_random_*[[]two engines-*]",
     "tests/test_stranger_small.py::*[[]acme_ops]",

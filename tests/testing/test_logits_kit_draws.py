@@ -135,7 +135,16 @@ def test_what_is_kept_of_nested_ids_is_found(test, monkeypatch):
         assert "breaks a rule" in message
 
 
-@pytest.mark.parametrize("test", ["bystanders", "history", "pure", "speed", "swaps"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "bystanders",
+        *(
+            pytest.param(t, marks=pytest.mark.nightly)
+            for t in ("history", "pure", "speed", "swaps")
+        ),
+    ],
+)
 def test_nothing_is_proved_by_requests_that_do_not_use_it(test):
     message = message_of(LogitsProcessorSuite, suite(RefusesAll, examples=0.1), test)
     assert message is not None

@@ -41,6 +41,14 @@ def site(tmp_path, monkeypatch):
         yield opened
 
 
+def some(values, *always):
+    """Return parameters of which those at these places always run, the others nightly."""
+    return [
+        pytest.param(value, marks=() if place in always else pytest.mark.nightly)
+        for place, value in enumerate(values)
+    ]
+
+
 def check(name, limits=None, options=None, against=None):
     """Return the records of a check by `record`, those of checks by name."""
     given = {**LIMITS, **(limits or {})}
@@ -65,7 +73,7 @@ def assert_judged(package: Package, site: Site) -> dict:
     return records
 
 
-@pytest.mark.parametrize("package", EARLY, ids=lambda package: package.name)
+@pytest.mark.parametrize("package", some(EARLY, 0, 2), ids=lambda package: package.name)
 def test_refused_packages(package, site):
     records = assert_judged(package, site)
     assert not records["check"]
@@ -80,18 +88,14 @@ def test_exit_in_a_check(site):
 
 
 @pytest.mark.parametrize(
-    "package",
-    [
-        package if package is EXPECTED else pytest.param(package, marks=pytest.mark.nightly)
-        for package in RUN
-    ],
-    ids=lambda package: package.name,
+    "package", some(RUN, RUN.index(EXPECTED)), ids=lambda package: package.name
 )
 def test_broken_packages(package, site):
     records = assert_judged(package, site)
     assert records["plugin"]["suite"] == "StatSinkSuite"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("package", [UNUSED, LACKING], ids=lambda package: package.name)
 def test_what_cannot_be_proved(package, site):
     records = assert_judged(package, site)
@@ -116,7 +120,7 @@ def test_what_a_package_does(site):
     assert records["check"]["test_statistics"]["claim"]
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral"])
+@pytest.mark.parametrize("name", some(["hermes", "mistral"], 0))
 def test_samples_are_needed(name, site):
     """The second lacks a tokenizer with its special tokens, too."""
     parser = check(f"tool_parsers/{name}")
@@ -128,6 +132,7 @@ def test_samples_are_needed(name, site):
     assert all(reason.startswith("needs ") for reason in reasons)
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_not_there(site):
     pytest.importorskip("redis")
     with socket.socket() as unused:
@@ -195,6 +200,7 @@ def test_another_contract():
     assert records["result"]["problem"].endswith("states contract 1 of logits_processors, not 7")
 
 
+@pytest.mark.nightly
 def test_cost_of_a_logits_processor(site):
     records = check("min_p")
     assert records["result"]["exit_code"] == 0, records
@@ -290,7 +296,10 @@ class SoloPolicy(SchedulingPolicy):
     contract = 1
 
     def key(self, request):
-        return float("nan")
+        return request.arrival_time
+
+    def victim(self, running, load):
+        return None
 """
     (site.folder / "solo.py").write_text(source)
     records = check("solo:SoloPolicy")
@@ -300,7 +309,7 @@ class SoloPolicy(SchedulingPolicy):
         ConfigSources(),
     )
     assert selected.one("scheduling_policies").name == "solo_policy"
-    failed = records["check"]["test_keys"]
+    failed = records["check"]["test_victim"]
     assert failed["outcome"] == "failed"
     (replay,) = re.findall(r"replay: HARDPOINT_SEED=\d+ .*", failed["evidence"])
     assert replay.endswith(" hardpoint plugins check solo:SoloPolicy")

@@ -146,6 +146,7 @@ class TestThreaded(ExecutorSuite):
     """A thread per rank."""
 
     executor = executors.Threaded
+    examples = kit_examples()
 
     def lose_worker(self, executor, rank):
         executor.lose(rank)

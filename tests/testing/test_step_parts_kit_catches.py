@@ -47,7 +47,6 @@ STEP_PARTS = [
     (broken.WrongLayer, "steps", "worker", "called the attention of layer 0 in layer 1"),
     (broken.ByPosition, "alone_as_together", "alone as", "changes its logits in step . to"),
     (broken.WritesTokens, "reads_only", "worker reads only", "sampled.. changed what it was given"),
-    (broken.KeepsEnded, "memory", "memory", "its attributes grew from"),
     (broken.RaisesInLost, "lost_plans", "lost plans", "lost.. raised KeyError"),
     (
         broken.CountsPlans,
@@ -64,6 +63,7 @@ STEP_PARTS = [
     (broken.WritesPlan, "reads_only", "reads only", "begin.. changed what it was given"),
     (broken.WritesResult, "reads_only", "reads only", "result.. changed what it was given"),
     (broken.Grows, "memory", "memory", "its attributes grew from"),
+    (broken.KeepsEnded, "memory", "memory", "its attributes grew from"),
     (broken.ClosesOnce, "close", "close", "raised AttributeError"),
     (broken.PrepareRaises, "frontend", "frontend", "prepare.. raised KeyError: 'reasons'"),
     (broken.Renames, "frontend", "frontend", "changed request_id from 'r0' to 'r0-mine'"),

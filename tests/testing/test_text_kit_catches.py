@@ -13,6 +13,7 @@ from support.kit_suites import (
     shorten,
     suite_tests,
 )
+from support.searching import kit_examples
 
 from hardpoint.testing import (
     KVEventPublisherSuite,
@@ -153,7 +154,7 @@ def test_a_broken_component_fails_its_rule(suite, attribute, cls, test, rule, pa
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": 0.3}) == {}
+    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": kit_examples()}) == {}
 
 
 @pytest.mark.parametrize(("suite", "attribute", "broken"), SUITES, ids=label)

@@ -61,7 +61,16 @@ class TestDefaultSampler(SamplerSuite):
     sampler = DefaultSampler
 
 
-class TestTorchOps(OpsSuite):
+class FewSizes(OpsSuite):
+    """With few sizes, unless searches are long: each is run alone, too."""
+
+    if not searches_long():
+        sizes = (50,)
+        rows = (3,)
+        vocab_sizes = (999,)
+
+
+class TestTorchOps(FewSizes):
     ops = TorchOps
 
 
@@ -70,16 +79,13 @@ class TestNativeOps(OpsSuite):
     batch_invariant = True
 
 
-class TestTritonOps(OpsSuite):
+class TestTritonOps(FewSizes):
     """Interpreted, where there is no GPU."""
 
     ops = TritonOps
     device = kernel_device()
     if not searches_long():
         dtypes = (torch.bfloat16,)
-        sizes = (50,)
-        rows = (3,)  # each is run alone, too
-        vocab_sizes = (999,)
 
 
 class TestTorchAttention(AttentionBackendSuite):
@@ -229,7 +235,9 @@ TestGranite = suite_of(
 TestSmolLM3 = suite_of(SmolLM3, nightly=True, **DIVISIBLE, no_rope_layer_interval=2)
 TestOlmo2 = suite_of(Olmo2, nightly=True, **DIVISIBLE)
 TestOlmo3 = suite_of(Olmo3, nightly=True, **DIVISIBLE, sliding_window=7, num_hidden_layers=4)
-TestCohere2 = suite_of(Cohere2, **DIVISIBLE, sliding_window=7, sliding_window_pattern=2)
+TestCohere2 = suite_of(
+    Cohere2, nightly=True, **DIVISIBLE, sliding_window=7, sliding_window_pattern=2
+)
 TestGlm4 = suite_of(Glm4, nightly=True, **DIVISIBLE | {"num_key_value_heads": 6}, head_dim=8)
 TestGlm4Moe = suite_of(
     Glm4Moe,
@@ -243,6 +251,7 @@ TestGlm4Moe = suite_of(
 )
 TestGptOss = suite_of(
     GptOss,
+    nightly=True,
     **DIVISIBLE | {"num_key_value_heads": 6},
     head_dim=8,
     sliding_window=7,
@@ -335,6 +344,7 @@ TestQwen3Moe = suite_of(
 )
 
 
+@pytest.mark.nightly
 class TestThroughTransformers(ModelSuite):
     """One layer, of a family that has a plugin of its own, too."""
 

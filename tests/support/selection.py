@@ -59,6 +59,10 @@ _NIGHTLY = (
     "tests/builtin_plugins/test_stat_opentelemetry.py::test_a_collector_that_is_gone_*[[]grpc]",
     "tests/builtin_plugins/server/test_extensions.py::test_a_callback_that_holds_*[[]call_*]",
     "tests/kernels/test_kernel_paths.py::test_each_path_passes_the_suite[[]avx*2]",
+    # tests/testing: what samples of the kit show, and components that are like others.
+    "tests/testing/test_scripted_parts.py::*::test_memory",
+    "tests/testing/test_scripted_parts.py::test_batched_equals_alone[[][bcnr]*]",
+    "tests/testing/test_text_conform.py::Test[GS]*::test_threads",
 )
 
 

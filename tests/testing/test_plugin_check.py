@@ -11,7 +11,6 @@ from support.broken.packages import (
     ACTIVE,
     EARLY,
     EXITS,
-    EXPECTED,
     LACKING,
     RUN,
     UNUSED,
@@ -41,14 +40,6 @@ def site(tmp_path, monkeypatch):
         yield opened
 
 
-def some(values, *always):
-    """Return parameters of which those at these places always run, the others nightly."""
-    return [
-        pytest.param(value, marks=() if place in always else pytest.mark.nightly)
-        for place, value in enumerate(values)
-    ]
-
-
 def check(name, limits=None, options=None, against=None):
     """Return the records of a check by `record`, those of checks by name."""
     given = {**LIMITS, **(limits or {})}
@@ -73,7 +64,11 @@ def assert_judged(package: Package, site: Site) -> dict:
     return records
 
 
-@pytest.mark.parametrize("package", some(EARLY, 0, 2), ids=lambda package: package.name)
+@pytest.mark.parametrize(
+    "package",
+    [EARLY[0], *(pytest.param(p, marks=pytest.mark.nightly) for p in EARLY[1:])],
+    ids=lambda package: package.name,
+)
 def test_refused_packages(package, site):
     records = assert_judged(package, site)
     assert not records["check"]
@@ -87,9 +82,8 @@ def test_exit_in_a_check(site):
     assert records["check"]["test_speed"]["proved"] is None
 
 
-@pytest.mark.parametrize(
-    "package", some(RUN, RUN.index(EXPECTED)), ids=lambda package: package.name
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("package", RUN, ids=lambda package: package.name)
 def test_broken_packages(package, site):
     records = assert_judged(package, site)
     assert records["plugin"]["suite"] == "StatSinkSuite"
@@ -120,7 +114,8 @@ def test_what_a_package_does(site):
     assert records["check"]["test_statistics"]["claim"]
 
 
-@pytest.mark.parametrize("name", some(["hermes", "mistral"], 0))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
 def test_samples_are_needed(name, site):
     """The second lacks a tokenizer with its special tokens, too."""
     parser = check(f"tool_parsers/{name}")
@@ -288,6 +283,7 @@ def test_proof_of_all_is_enough():
     assert run_command("plugins", ["check", "a", "--require-proof"], check_plugin=proved) == 0
 
 
+@pytest.mark.nightly
 def test_an_fqcn_is_called_as_the_engine_calls_it_and_replayed_as_given(site):
     source = """
 from hardpoint.plugins import SchedulingPolicy

@@ -182,6 +182,7 @@ def test_by_default_there_is_a_tokenizer_now_and_then_none(monkeypatch):
     assert set(Spells.given) == {None, 257}
 
 
+@pytest.mark.nightly  # the search for the smallest case takes seconds
 def test_a_processor_has_to_take_that_there_is_no_tokenizer(monkeypatch):
     message = message_of(LogitsProcessorSuite, suite(TakesItForGranted), "contract")
     assert message is not None

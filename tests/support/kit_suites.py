@@ -44,7 +44,9 @@ def untimed_tests(suite: type) -> set[str]:
 def each_broken(
     samples: Iterable[Sequence[Any]], names: Sequence[str] = ("cls", "test", "rule", "pattern")
 ) -> pytest.MarkDecorator:
-    """Return a decorator for a test of broken samples; the first one of each rule always runs.
+    """Return a decorator for a test of broken samples.
+
+    The first one of each test and of each rule of a suite always runs.
 
     Args:
         samples: tuples that end with the component, the suite's test that fails, the rule and a
@@ -54,10 +56,11 @@ def each_broken(
     seen: set[tuple[Any, ...]] = set()
     parameters = []
     for sample in samples:
-        suite, (test, rules, _) = filter(inspect.isclass, sample[:-4]), sample[-3:]
-        rule = (*suite, test, rules.strip("()").partition("|")[0])
-        marks = [pytest.mark.nightly] if rule in seen else []
-        seen.add(rule)
+        suite, (test, rule, _) = filter(inspect.isclass, sample[:-4]), sample[-3:]
+        where = tuple(suite)
+        shown = {(*where, "test", test), (*where, "rule", rule.strip("()").partition("|")[0])}
+        marks = [pytest.mark.nightly] if shown <= seen else []
+        seen |= shown
         parameters.append(pytest.param(*sample, marks=marks))
     return pytest.mark.parametrize(names, parameters, ids=label)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.broken import balancers as broken
 from support.kit_suites import assert_fails, each_broken, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import LoadBalancerSuite
 
@@ -40,7 +41,10 @@ def test_a_broken_balancer_fails_its_rule(cls, test, rule, pattern):
 
 
 def test_a_right_one_passes():
-    assert messages_of(LoadBalancerSuite, {"balancer": broken.Fewest, "examples": 0.2}) == {}
+    assert (
+        messages_of(LoadBalancerSuite, {"balancer": broken.Fewest, "examples": kit_examples()})
+        == {}
+    )
 
 
 def test_a_balancer_without_sessions_is_not_asked_to_keep_them():

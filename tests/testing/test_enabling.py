@@ -96,6 +96,7 @@ def test_installing_enables_nothing(folder):
     assert "hardpoint conformance" not in output
 
 
+@pytest.mark.nightly
 def test_the_scripted_model_needs_neither_pytest_nor_hypothesis():
     code = (
         "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None\n"

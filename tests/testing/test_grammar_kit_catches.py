@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.broken import grammars
 from support.kit_suites import assert_fails, each_broken, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import GrammarSample, GrammarSuite
 
@@ -87,7 +88,8 @@ def test_a_broken_backend_fails_its_rule(cls, test, rule, pattern):
 
 
 def test_a_correct_backend_passes():
-    assert messages_of(GrammarSuite, attributes(grammars.Finite)) == {}
+    brief = {**attributes(grammars.Finite), "examples": kit_examples()}
+    assert messages_of(GrammarSuite, brief) == {}
 
 
 def test_every_test_catches_a_backend():

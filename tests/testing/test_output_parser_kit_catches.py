@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.broken import output_parsers as parsers
 from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import OutputParserSuite, OutputSample
 
@@ -70,7 +71,7 @@ def test_a_call_that_ends_reasoning_is_among_the_markers():
 
 @pytest.mark.parametrize("cls", [parsers.Right, parsers.RightWrapped], ids=label)
 def test_correct_parsers_pass(cls):
-    assert messages_of(OutputParserSuite, attributes(cls)) == {}
+    assert messages_of(OutputParserSuite, {**attributes(cls), "examples": kit_examples()}) == {}
 
 
 def test_every_test_catches_a_parser():

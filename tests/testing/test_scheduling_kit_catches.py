@@ -13,6 +13,7 @@ from support.kit_suites import (
     messages_of,
     suite_tests,
 )
+from support.searching import kit_examples
 
 from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite
 
@@ -147,7 +148,7 @@ def test_a_broken_eviction_policy_fails_its_rule(cls, test, rule, pattern):
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": 0.2}) == {}
+    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": kit_examples()}) == {}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ BROKEN = [
     (broken.Flattens, "inside", "inside", r"resolve\('planted'\) found .*, which is outside of"),
     (broken.Demands, "names", "names", r"resolve\('..'\) raised KeyError: '..'"),
     (broken.AnyName, "names", "names", r"resolve\('..'\) found .*, which is no adapter"),
-    (broken.Waits, "known", "time", r"resolve\('absent'\) took \d.* s, `max_seconds` is 1"),
+    (broken.Waits, "known", "time", r"resolve\('absent'\) took \d.* s, `max_seconds` is 0.2"),
     (broken.RemembersTheLast, "threads", "threads", "in 8 threads at once, it found"),
     (broken.Indexes, "reads_only", "reads only", r"resolving changed \['index.json'\]"),
 ]
@@ -35,7 +35,7 @@ class TestFolder(AdapterResolverSuite):
 
 @each_broken(BROKEN)
 def test_a_broken_resolver_fails_its_rule(cls, test, rule, pattern):
-    limit = {"max_seconds": 1.0} if cls is broken.Waits else {}
+    limit = {"max_seconds": 0.2} if cls is broken.Waits else {}
     assert_fails(AdapterResolverSuite, {"resolver": cls, **OFFERED, **limit}, test, rule, pattern)
 
 

@@ -96,7 +96,7 @@ class AnyName(Table):
 class Waits(Table):
     def resolve(self, name):
         if name not in self.names:
-            time.sleep(1.2)
+            time.sleep(0.3)
         return super().resolve(name)
 
 

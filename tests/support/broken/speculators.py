@@ -147,7 +147,7 @@ class Searches(LastPair):
 
 class Slow(LastPair):
     def follow(self, request):
-        end = time.process_time() + 0.002
+        end = time.process_time() + 0.001
         while time.process_time() < end:
             pass
         return super().follow(request)

@@ -23,12 +23,10 @@ _NIGHTLY = (
     # What a suite finds out about memory is shown by components that are broken.
     "tests/testing/test_*_conform.py::*::test_memory",
     "tests/builtin_plugins/test_draft_model.py::TestDraftModel::test_memory",
-    "tests/testing/test_kv_connectors_conform.py::TestStores::test_storage",
     "tests/testing/test_scheduling_conform.py::TestDefaultSchedulerWithOtherOptions::*",
     # Triton's interpreter takes seconds for what a GPU does in no time.
-    "tests/testing/test_worker_conform.py::TestTritonOps::test_codes",
-    "tests/testing/test_worker_conform.py::TestTritonOps::test_top_?",
-    "tests/testing/test_worker_conform.py::TestTritonAttention::test_rows",
+    "tests/testing/test_worker_conform.py::TestTritonOps::test_[!ag]*",
+    "tests/testing/test_worker_conform.py::TestTritonAttention::test_[!c]*",
     "tests/testing/test_worker_conform.py::TestGemma3WithImages::test_weights",
     # One of each generation of vLLM's interface always runs.
     "tests/testing/test_foreign_conform.py::TestV0Factory::*",
@@ -36,8 +34,6 @@ _NIGHTLY = (
     "tests/testing/test_foreign_conform.py::TestV1Tokens::*",
     "tests/testing/test_foreign_conform.py::TestV1WithState::*",
     "tests/testing/test_foreign_conform.py::TestV2History::*",
-    "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesTokens]",
-    "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesOfValues]",
     "tests/process/test_joined_engines.py::*[[]with_time]",
     "tests/process/test_live_changes_in_processes.py::test_random_*[[]two engines-*]",
     "tests/test_stranger_small.py::*[[]acme_ops]",
@@ -187,6 +183,14 @@ _NIGHTLY = (
     "tests/features/adapters/test_oracle.py::test_logprobs_*[[]*-one_layer]",
     "tests/kernels/test_logits_kernels.py::test_a*[[]avx2[]-]*",
     "tests/kernels/test_logits_kernels.py::test_a*[[]avx512[]-]*",
+    # tests/testing: what samples of the kit show, and components that are like others.
+    "tests/testing/test_scripted_parts.py::*::test_memory",
+    "tests/testing/test_scripted_parts.py::test_batched_equals_alone[[][bcnr]*]",
+    "tests/testing/test_text_conform.py::Test[GS]*::test_threads",
+    "tests/testing/test_scheduling_conform.py::Test*Weight::*",
+    "tests/testing/test_scheduling_conform.py::TestTinyScheduler::*",
+    "tests/testing/test_scheduling_conform.py::TestPolicyWithArguments::*",
+    "tests/testing/test_communicators_conform.py::TestTorchCommunicator::test_[!crs]*",
 )
 
 
@@ -196,6 +200,13 @@ _TIMING: tuple[str, ...] = (
     "tests/builtin_plugins/test_multiproc_suite.py::*::test_timeout",
     # features, kernels, toolkit, typed, plugins, benchmarks
     "tests/features/speculation/test_hidden_states.py::TestHead::test_speed",
+    # tests/testing: costs of components, and leases and time-outs of what is correct.
+    "tests/testing/test_*.py::Test*::test_speed",
+    "tests/testing/test_output_parsers_*.py::Test*::test_linear",
+    "tests/testing/test_kv_connectors_conform.py::TestStoresInTime::*",
+    "tests/testing/*::Test*Peer*::test_leases",
+    "tests/testing/*::Test*Peer*::test_offers",
+    "tests/testing/*::Test*Peer*::test_waits",
 )
 
 

@@ -1,7 +1,7 @@
 """Build `hardpoint-core`, the second distribution of this tree: Hardpoint with nine requirements.
 
   scripts/build-core OUT          writes OUT/hardpoint_core-VERSION-py3-none-any.whl
-  scripts/build-core --list       prints the modules and entry points that it has, and what it leaves out
+  scripts/build-core --list       prints its modules, its entry points, and what it leaves out
 
 It has the same import package. What comes along follows from the imports: a module is left out if
 it needs a requirement of `hardpoint` that is not one of the nine, or a module that is left out.
@@ -72,8 +72,9 @@ DESCRIPTION = """\
 # hardpoint-core
 
 The engine of Hardpoint with nine requirements, for programs that bring
-the rest themselves: a tokenizer, a loader of weights, a server. The import package is `hardpoint`, as that
-of the distribution `hardpoint`, which has all of it and more: install one of the two, never both.
+the rest themselves: a tokenizer, a loader of weights, a server. The import
+package is `hardpoint`, as that of the distribution `hardpoint`, which has all
+of it and more: install one of the two, never both.
 """
 
 
@@ -259,7 +260,10 @@ def pyproject(project: Mapping[str, Any], found: Contents, packages: list[str]) 
     """Return the pyproject.toml of the distribution."""
     own = project["project"]
     fields = {key: own[key] for key in ("version", "requires-python", "license", "license-files")}
-    summary = "The core of Hardpoint, with nine requirements; in the place of `hardpoint`, never beside it."
+    summary = (
+        "The core of Hardpoint, with nine requirements; "
+        "in the place of `hardpoint`, never beside it."
+    )
     fields |= {"name": f"{PACKAGE}-core", "description": summary, "readme": "README.md"}
     fields["dependencies"] = requirements(project)
     lines = ["[build-system]", *_table(project["build-system"]), "", "[project]", *_table(fields)]
@@ -301,8 +305,9 @@ def build(out: Path) -> None:
     project = read_project()
     with tempfile.TemporaryDirectory(prefix="hardpoint-core-") as folder:
         render(project, contents(project), Path(folder))
-        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out.resolve()]
-        subprocess.run([*command, folder], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        command += ["-o", str(out.resolve()), folder]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def show() -> None:

@@ -202,7 +202,8 @@ def minutes() -> float | None:
     """Return how long the last whole run of the tests took, None without one here."""
     if not DURATIONS.exists():
         return None
-    return round(json.loads(DURATIONS.read_text())["wall"] / 60, 1)
+    seconds: float = json.loads(DURATIONS.read_text(encoding="utf-8"))["wall"]
+    return round(seconds / 60, 1)
 
 
 def walked() -> list[Row]:

@@ -18,6 +18,7 @@ def grammars(tmp_path, *arguments):
     return json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.nightly
 def test_grammars(tmp_path):
     found = grammars(tmp_path, "--parts", "masks", "compile", "--batches", "1", "2")
     for name, results in found["masks"]["49152"].items():

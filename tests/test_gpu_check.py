@@ -7,12 +7,12 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from support.process.forked_python import forked_python
 from support.processes import ROOT
 
 SCRIPT = str(ROOT / "scripts" / "gpu_check.py")
@@ -22,14 +22,8 @@ LIMIT = 180  # seconds of a dry run
 
 def run(folder, *arguments, **environment):
     variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=folder,
-        env=variables | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables |= {"CUDA_VISIBLE_DEVICES": "", **environment}
+    return forked_python().run([SCRIPT, *arguments], folder, variables)
 
 
 @pytest.fixture

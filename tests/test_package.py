@@ -83,8 +83,8 @@ def build_wheel(out: Path) -> None:
 def installed(wheel, tmp_path_factory) -> Path:
     """A folder with nothing but the wheel's contents, entry points included."""
     target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel]
-    subprocess.run(pip, check=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
     return target
 
 

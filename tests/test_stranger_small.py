@@ -26,7 +26,22 @@ PACKAGES = {
 """By package: the share of what conformance suites try otherwise."""
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+IN_EACH_RUN = (
+    "acme_affinity",
+    "acme_choice_grammar",
+    "acme_observing",
+    "acme_taps",
+    "acme_watermark",
+)
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(package, marks=[] if package in IN_EACH_RUN else pytest.mark.nightly)
+        for package in PACKAGES
+    ],
+)
 def test_its_own_tests_pass(request, package, tmp_path):
     site = request.getfixturevalue(package)
     shutil.copytree(ROOT / "examples" / package / "tests", tmp_path / "tests")

@@ -211,7 +211,15 @@ def test_what_costs_more_than_the_capacity_is_refused(complete, tmp_path):
     assert "needs 9 of slots of big, of which there are 3" in result["errors"]["big1"]
 
 
-@pytest.mark.parametrize("method", ["check", "cost", "begin", "result", "ended", "wait"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "check",
+        "begin",
+        "wait",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cost", "result", "ended")),
+    ],
+)
 def test_who_does_not_use_it_survives_its_faults(complete, plain_tokens, tmp_path, method):
     (tmp_path / "broken.py").write_text(BROKEN.replace("METHOD", method))
     use = {"use": "broken:Broken", "name": "tenant_budget"}

@@ -107,6 +107,7 @@ def speculation(tmp_path, *arguments):
     return json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.nightly
 def test_acceptance_of_a_draft_model(tmp_path):
     found = speculation(tmp_path, "--acceptance", "--streams", "3", "--tokens", "12")
     assert [one["temperature"] for one in found] == [0.0, 0.7, 1.0] * 2

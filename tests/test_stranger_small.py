@@ -24,15 +24,7 @@ PACKAGES = {
     "acme_watermark": 0.1,
 }
 """By package: the share of what conformance suites try otherwise."""
-
-
-IN_EACH_RUN = (
-    "acme_affinity",
-    "acme_choice_grammar",
-    "acme_observing",
-    "acme_taps",
-    "acme_watermark",
-)
+IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark")
 
 
 @pytest.mark.parametrize(

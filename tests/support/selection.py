@@ -36,9 +36,6 @@ _NIGHTLY = (
     "tests/testing/test_foreign_conform.py::TestV2History::*",
     "tests/process/test_joined_engines.py::*[[]with_time]",
     "tests/process/test_live_changes_in_processes.py::test_random_*[[]two engines-*]",
-    "tests/test_stranger_small.py::*[[]acme_ops]",
-    "tests/test_stranger_small.py::*[[]acme_spans]",
-    "tests/test_stranger_small.py::*[[]acme_ring]",
     "tests/builtin_plugins/test_sampler.py::TestDistribution::test_a_big_vocabulary_*[[]torch]",
     # Of the places and ways that are much alike, one or two always run.
     "tests/journal/test_replayed_schedules.py::test_engines_of_each_kind[[]own process-stores]",
@@ -50,6 +47,7 @@ _NIGHTLY = (
     "tests/process/test_plugins_and_processes.py::test_a_copy_that_*[[]executor-sample_tokens]",
     "tests/replicas/test_joining_engines.py::test_garbage_ends_its_engine_alone[[]frames[1234]]",
     "tests/test_equality_real.py::test_fp32_tokens_do_not_depend_*[[]whole prompts]",
+    "tests/features/adapters/test_adapter_scale.py::test_scales_share_*[[]process]",
     "tests/test_equality_real.py::test_drafts_change_no_fp32_token[[]alone]",
     "tests/builtin_plugins/test_scheduler_step_time.py::test_tokens_are_the_same_*[[][123]]",
     "tests/builtin_plugins/test_stat_opentelemetry.py::test_a_collector_that_is_gone_*[[]grpc]",

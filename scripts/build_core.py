@@ -1,7 +1,7 @@
 """Build `hardpoint-core`, the second distribution of this tree: Hardpoint with nine requirements.
 
   scripts/build-core OUT          writes OUT/hardpoint_core-VERSION-py3-none-any.whl
-  scripts/build-core --list       prints the modules and entry points that it has, and what it leaves out
+  scripts/build-core --list       prints its modules, its entry points, and what it leaves out
 
 It has the same import package. What comes along follows from the imports: a module is left out if
 it needs a requirement of `hardpoint` that is not one of the nine, or a module that is left out.
@@ -68,12 +68,18 @@ FRONT = (PACKAGE, f"{PACKAGE}.__main__")
 LEFT_OUT = f"{PACKAGE}_left_out"
 """Group of the entry points that are left out, before their kind; `registry.discovery` reads it."""
 
+_NAMED = re.compile(rf"""["']({PACKAGE}(?:\.\w+)*)[:"']""")
+"""Text that names a module, as in `"hardpoint.a.b:Name"`."""
+_NESTED = (ast.stmt, ast.excepthandler, ast.match_case)
+"""Nodes that may have imports in them."""
+
 DESCRIPTION = """\
 # hardpoint-core
 
 The engine of Hardpoint with nine requirements, for programs that bring
-the rest themselves: a tokenizer, a loader of weights, a server. The import package is `hardpoint`, as that
-of the distribution `hardpoint`, which has all of it and more: install one of the two, never both.
+the rest themselves: a tokenizer, a loader of weights, a server. The import
+package is `hardpoint`, as that of the distribution `hardpoint`, which has all
+of it and more: install one of the two, never both.
 """
 
 
@@ -131,13 +137,14 @@ def _read_imports(name: str, module: Module, known: set[str]) -> None:
     is_lenient = name.removeprefix(f"{PACKAGE}.").partition(".")[0] in (*WHOLE, "kernels")
     package = name if module.path.stem == "__init__" else name.rpartition(".")[0]
     module.needed.add(package if package != name else package.rpartition(".")[0] or PACKAGE)
-    tree = ast.parse(module.path.read_text(encoding="utf-8"))
-    for node, on_use, guarded in _statements(tree.body, on_use=False, guarded=False):
+    text = module.path.read_text(encoding="utf-8")
+    body = ast.parse(text).body
+    for node, on_use, guarded in _statements(body, on_use=False, guarded=False):
         targets = set(_targets(node, package, known))
         module.used |= targets
         if not guarded and not (on_use and is_lenient):
             module.needed |= targets
-    module.used |= module.needed | set(_named(tree, known))
+    module.used |= module.needed | known.intersection(_NAMED.findall(text))
 
 
 def _statements(
@@ -154,8 +161,9 @@ def _statements(
             rest = [*node.handlers, *node.orelse, *node.finalbody]
             yield from _statements(rest, on_use=on_use, guarded=guarded)
         else:
-            inside = on_use or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from _statements(list(ast.iter_child_nodes(node)), on_use=inside, guarded=guarded)
+            inside = on_use or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            nested = [child for child in ast.iter_child_nodes(node) if isinstance(child, _NESTED)]
+            yield from _statements(nested, on_use=inside, guarded=guarded)
 
 
 def _catches_missing(handler: ast.ExceptHandler) -> bool:
@@ -180,15 +188,6 @@ def _targets(node: ast.Import | ast.ImportFrom, package: str, known: set[str]) -
             yield name
         elif top not in sys.stdlib_module_names:
             yield top
-
-
-def _named(tree: ast.Module, known: set[str]) -> Iterator[str]:
-    """Yield the modules of ours that texts name, as in `"hardpoint.a.b:Name"`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
-            if name in known:
-                yield name
 
 
 def contents(project: Mapping[str, Any], root: Path = ROOT) -> Contents:
@@ -259,7 +258,10 @@ def pyproject(project: Mapping[str, Any], found: Contents, packages: list[str]) 
     """Return the pyproject.toml of the distribution."""
     own = project["project"]
     fields = {key: own[key] for key in ("version", "requires-python", "license", "license-files")}
-    summary = "The core of Hardpoint, with nine requirements; in the place of `hardpoint`, never beside it."
+    summary = (
+        "The core of Hardpoint, with nine requirements; "
+        "in the place of `hardpoint`, never beside it."
+    )
     fields |= {"name": f"{PACKAGE}-core", "description": summary, "readme": "README.md"}
     fields["dependencies"] = requirements(project)
     lines = ["[build-system]", *_table(project["build-system"]), "", "[project]", *_table(fields)]
@@ -301,8 +303,9 @@ def build(out: Path) -> None:
     project = read_project()
     with tempfile.TemporaryDirectory(prefix="hardpoint-core-") as folder:
         render(project, contents(project), Path(folder))
-        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", out.resolve()]
-        subprocess.run([*command, folder], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        command += ["-o", str(out.resolve()), folder]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def show() -> None:

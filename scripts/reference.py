@@ -1,6 +1,6 @@
 """Write docs/reference/*.md from the code, or with --check say whether they are stale.
 
-scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md and gallery.md,
+scripts/reference           writes kinds.md, types.md, hooks.md, config.md, server.md, gallery.md,
                             and the rules of the suites in docs/conformance-kit*.md
 scripts/reference --check   writes nothing; exits 1 and names the files that differ
 """
@@ -73,12 +73,42 @@ MODULES = {
     "hardpoint.toolkit.workers.calls": "provisional",
     "hardpoint.toolkit.workers.joining": "provisional",
 }
-"""Public modules besides `hardpoint.plugins`: below it, of single kinds, and libraries for authors."""
+"""Public modules besides `hardpoint.plugins`: those of single kinds, and libraries for authors."""
 OURS = ("hardpoint.errors", "hardpoint.plugins", "hardpoint.toolkit", "hardpoint.typed")
 """What authors import, as prefixes."""
 COSTS = ROOT / "docs" / "reference" / "gallery-costs.json"
 """What scripts/gallery-costs has measured."""
 NOTE = "<!-- Written by scripts/reference from the code. Change the code, then run it again. -->"
+
+GALLERY_TEXT = """\
+All plugins of this repository by kind: the built-in ones, and those of the example
+packages, which are written as anybody's are. Tests run the suites of the kinds for them;
+`hardpoint plugins check NAME` runs one against an installed plugin, and measures what that
+costs on this machine. `hardpoint plugins list` names those that are enabled.
+
+The costs are what `plugins check` measured once, in microseconds to the nearest of 1, 2, 5,
+10 and so on, on {machine}, in steps of the scripted
+model with 8 requests and the simplest arguments: of a logits processor the time in its own
+methods, of others how much longer a step took. One of `< 50` was too small for a figure. Where
+there is none, no run of that model uses the plugin, or each does. `scripts/gallery-costs`
+measures again. The proof is the test that runs the suite for it; of the few without one, the
+tests of its module or package."""
+TYPES_TEXT = """\
+All names of `hardpoint.plugins`, and the types that its interfaces pass. A name of a group
+that is *stable* changes only with the contract version of its kind, and the version before
+is accepted. A *provisional* one may change in any release; its notes say how. Modules of
+Hardpoint that are not listed here are *internal*. Public names are described below, and those
+others that a guide or the page of the kinds names; the docstrings have the rest."""
+CONFIG_TEXT = """\
+Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where
+values come from and which wins. `none` stands for a value that is not set. A value that
+changes *live* is one that [`set_config`](../live-changes.md) changes while the engine runs;
+the others need a restart."""
+SERVER_TEXT = """\
+Every route of `hardpoint serve`, and every field of its requests: what it means, whether it
+is ignored, or refused by name. A field that is null is one that is left out. Any other
+field is an error that names the nearest known one, unless `server.unknown_fields` is
+"warn". [The guide](../serving.md) has examples."""
 
 END_OF_RULES = "<!-- end of rules -->"
 RULES = re.compile(
@@ -150,18 +180,7 @@ def gallery_page() -> str:
     measured = json.loads(COSTS.read_text(encoding="utf-8"))
     lines = [
         *_title("Gallery"),
-        "All plugins of this repository by kind: the built-in ones, and those of the example",
-        "packages, which are written as anybody's are. Tests run the suites of the kinds for them;",
-        "`hardpoint plugins check NAME` runs one against an installed plugin, and measures what that",
-        "costs on this machine. `hardpoint plugins list` names those that are enabled.",
-        "",
-        "The costs are what `plugins check` measured once, in microseconds to the nearest of 1, 2, 5,",
-        f"10 and so on, on {measured['machine']}, in steps of the scripted",
-        "model with 8 requests and the simplest arguments: of a logits processor the time in its own",
-        "methods, of others how much longer a step took. One of `< 50` was too small for a figure. Where",
-        "there is none, no run of that model uses the plugin, or each does. `scripts/gallery-costs`",
-        "measures again. The proof is the test that runs the suite for it; of the few without one, the",
-        "tests of its module or package.",
+        GALLERY_TEXT.format(machine=measured["machine"]),
     ]
     found: dict[str, list[tuple[str, ...]]] = {}
     proofs = _proofs()
@@ -207,7 +226,7 @@ def _proofs() -> dict[tuple[str, str], Path]:
 
 
 def _test_of(module: str, folder: Path) -> Path | None:
-    """Return the test of a plugin whose suite runs in none: by the name of its module or package."""
+    """Return the test of a plugin without a suite: by the name of its module or package."""
     if folder != ROOT:
         return folder / "tests"
     for part in reversed(module.split(".")[2:]):
@@ -287,11 +306,7 @@ def types_page() -> str:
     shown |= {cls.__name__ for cls in passed}
     lines = [
         *_title("Names and types"),
-        "All names of `hardpoint.plugins`, and the types that its interfaces pass. A name of a group",
-        "that is *stable* changes only with the contract version of its kind, and the version before",
-        "is accepted. A *provisional* one may change in any release; its notes say how. Modules of",
-        "Hardpoint that are not listed here are *internal*. Public names are described below, and those",
-        "others that a guide or the page of the kinds names; the docstrings have the rest.",
+        TYPES_TEXT,
         "",
         "| group | | names |",
         "|---|---|---|",
@@ -304,8 +319,8 @@ def types_page() -> str:
     lines += ["| further module | | names |", "|---|---|---|"]
     for name, stability in MODULES.items():
         module = importlib.import_module(name)
-        names = ", ".join(f"`{one}`" for one in module.__all__)
-        lines.append(f"| `{module.__name__}` | {stability} | {names} |")
+        exported = ", ".join(f"`{each}`" for each in module.__all__)
+        lines.append(f"| `{module.__name__}` | {stability} | {exported} |")
     lines.append("")
     for title, stability, names in groups:
         lines += [f"## {title}", "", f"These are {stability}.", ""]
@@ -457,7 +472,7 @@ def _default_of(cls: type, name: str) -> str:
         defaults = cls._field_defaults  # type: ignore[attr-defined]
         return f"`{defaults[name]!r}`" if name in defaults else ""
     if issubclass(cls, msgspec.Struct):
-        fields = {field.name: field for field in msgspec.structs.fields(cls)}
+        fields: dict[str, Any] = {field.name: field for field in msgspec.structs.fields(cls)}
         missing: Any = msgspec.NODEFAULT
     elif dataclasses.is_dataclass(cls):
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -503,10 +518,7 @@ def config_page() -> str:
     """Return the page of the configuration."""
     lines = [
         *_title("Configuration"),
-        "Every value that `hardpoint.toml` may hold. [The guide](../configuration.md) says where",
-        "values come from and which wins. `none` stands for a value that is not set. A value that",
-        "changes *live* is one that [`set_config`](../live-changes.md) changes while the engine runs;",
-        "the others need a restart.",
+        CONFIG_TEXT,
         "",
         *_table_section(default_config_type(), ""),
     ]
@@ -518,10 +530,7 @@ def server_page() -> str:
     routes = [route for route in core_routes(Mock()) if not route.admin]
     lines = [
         *_title("The server's fields"),
-        "Every route of `hardpoint serve`, and every field of its requests: what it means, whether it",
-        "is ignored, or refused by name. A field that is null is one that is left out. Any other",
-        "field is an error that names the nearest known one, unless `server.unknown_fields` is",
-        '"warn". [The guide](../serving.md) has examples.',
+        SERVER_TEXT,
         "",
         "| route | | body | answer |",
         "|---|---|---|---|",
@@ -641,7 +650,7 @@ def _interface(cls: type[Component], title: str) -> list[str]:
 
 def _of_unlisted(cls: type) -> dict[str, Any]:
     """Return the abstract methods of a form from a base that is on no page of its own."""
-    names = getattr(cls, "__abstractmethods__", frozenset())
+    names: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
     return {
         name: vars(base)[name]
         for base in cls.__mro__[1:]

@@ -11,13 +11,13 @@ the folders in CHECKED_STYLE are also checked for ellipsis and for code that spe
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 from pathlib import Path
+
+from syntax import literals, statements, without_literals
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKED = (
@@ -189,7 +189,8 @@ PROSE = {
     r"\bgiven back\b": "released, freed, returned",
 }
 """Banned in docstrings, comments, messages and Markdown, in any case."""
-ANY_PROSE = re.compile("|".join(PROSE), re.IGNORECASE)
+ANY_PROSE = re.compile("|".join(PROSE))
+"""Any of them in a text in small letters."""
 
 EXEMPT = {"bad_words", "BadWords", "PluginNotFoundError"}
 """Identifiers that say what they mean: the field's own parameter, and an English phrase."""
@@ -229,6 +230,9 @@ STYLE_OPENINGS = {
 STYLE_NAMES = {"say", "says", "said", "saying", "unsaid"}
 """Banned as `_`-separated parts of names."""
 
+ANY_STYLE = re.compile("|".join(STYLE), re.MULTILINE)
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def main() -> int:
     """Print each violation as `path:line: message`; return the exit code."""
@@ -262,59 +266,55 @@ def violations(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix == ".md":
         yield from prose(text, 1, code_blocks=False)
         return
-    yield from sorted(set(identifiers(nodes(text))))
-    for token in tokens(text):
-        if token.type in (
-            tokenize.STRING,
-            tokenize.COMMENT,
-            getattr(tokenize, "FSTRING_MIDDLE", -1),
-        ):
-            yield from prose(token.string, token.start[0])
-    for node in nodes(text):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = (ast.get_docstring(node) or "").split("\n")[0]
+    yield from sorted(set(defined_names(text, banned)))
+    if ANY_PROSE.search(text.lower()):
+        for line, literal in literals(text):
+            yield from prose(literal, line)
+    for line, first, node in docstrings(text):
+        for pattern, instead in OPENINGS.items():
+            if not isinstance(node, FUNCTIONS) or not re.search(pattern, first):
+                continue
             is_property = any(ast.unparse(mark) == "property" for mark in node.decorator_list)
-            for pattern, instead in OPENINGS.items():
-                if re.search(pattern, first) and not (is_property and "Whether" in pattern):
-                    yield node.lineno, f"docstring {first!r}: {instead}"
+            if not (is_property and "Whether" in pattern):
+                yield line, f"docstring {first!r}: {instead}"
 
 
 def style(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each ellipsis and of each thing that speaks."""
-    for line, row in sorted(described_lines(text).items()):
-        for pattern, instead in STYLE.items():
-            for match in re.finditer(pattern, row):
-                yield line, f"{match[0].strip()!r}: {instead}"
-    for node in nodes(text):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = (ast.get_docstring(node) or "").split("\n")[0]
-            for pattern, instead in STYLE_OPENINGS.items():
-                if re.search(pattern, first):
-                    yield getattr(node, "lineno", 1), f"docstring {first!r}: {instead}"
-        for name in names(node):
-            if not STYLE_NAMES.isdisjoint(name.strip("_").split("_")):
-                yield getattr(node, "lineno", 1), f"name {name!r}: report, message, description"
+    described = sorted(described_lines(text).items())
+    if ANY_STYLE.search("\n".join(row for _, row in described)):
+        for line, row in described:
+            for pattern, instead in STYLE.items():
+                for match in re.finditer(pattern, row):
+                    yield line, f"{match[0].strip()!r}: {instead}"
+    for line, first, _ in docstrings(text):
+        for pattern, instead in STYLE_OPENINGS.items():
+            if re.search(pattern, first):
+                yield line, f"docstring {first!r}: {instead}"
+    yield from defined_names(text, spoken)
 
 
 @lru_cache(maxsize=1)
-def nodes(text: str) -> list[ast.AST]:
-    """Return the nodes of a module; both checks of a file read them."""
-    return list(ast.walk(ast.parse(text)))
+def tree(text: str) -> ast.Module:
+    """Return the syntax tree of a module; both checks of a file read it."""
+    return ast.parse(text)
 
 
 @lru_cache(maxsize=1)
-def tokens(text: str) -> list[tokenize.TokenInfo]:
-    """Return the tokens of a module; both checks of a file read them."""
-    return list(tokenize.generate_tokens(io.StringIO(text).readline))
+def docstrings(text: str) -> list[tuple[int, str, ast.AST]]:
+    """Return the line, the first line of the docstring, and the node of each definition."""
+    return [
+        (getattr(node, "lineno", 1), (ast.get_docstring(node) or "").split("\n")[0], node)
+        for node in statements(tree(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def described_lines(text: str) -> dict[int, str]:
     """Return the lines of the docstrings and comments of a module by number."""
     rows = text.split("\n")
-    lines = {
-        token.start[0]: token.string for token in tokens(text) if token.type == tokenize.COMMENT
-    }
-    for node in nodes(text):
+    lines = {line: literal for line, literal in literals(text) if literal.startswith("#")}
+    for node in statements(tree(text)):
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
@@ -322,21 +322,39 @@ def described_lines(text: str) -> dict[int, str]:
     return lines
 
 
-def identifiers(tree: list[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield the banned names that a module defines."""
-    for node in tree:
-        for name in names(node):
-            if name.strip("_") in EXEMPT:
-                continue
-            parts = [*re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name), name.strip("_")]
-            whole = {name, name.strip("_")} & WHOLE_ONLY.keys()
-            if whole:
-                yield getattr(node, "lineno", 1), f"name {name!r}: {WHOLE_ONLY[min(whole)]}"
-                continue
-            for part in parts:
-                if part in IDENTIFIERS and part not in WHOLE_ONLY:
-                    yield getattr(node, "lineno", 1), f"name {name!r}: {IDENTIFIERS[part]}"
-                    break
+def defined_names(text: str, problem: Callable[[str], str]) -> Iterator[tuple[int, str]]:
+    """Yield line number and message of each name that a module defines and that has a problem."""
+    if any(map(problem, words(text))):
+        for node in ast.walk(tree(text)):
+            for name in names(node):
+                if message := problem(name):
+                    yield getattr(node, "lineno", 1), f"name {name!r}: {message}"
+
+
+@lru_cache(maxsize=1)
+def words(text: str) -> set[str]:
+    """Return the words of a module outside comments and strings."""
+    return set(re.findall(r"\w+", without_literals(text)))
+
+
+@cache
+def banned(name: str) -> str:
+    """Return what to write instead of a banned name; empty for any other."""
+    plain = name.strip("_")
+    if plain in EXEMPT:
+        return ""
+    if whole := {name, plain} & WHOLE_ONLY.keys():
+        return WHOLE_ONLY[min(whole)]
+    parts = [*re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name), plain]
+    instead = (IDENTIFIERS[part] for part in parts if part in IDENTIFIERS.keys() - WHOLE_ONLY)
+    return next(instead, "")
+
+
+@cache
+def spoken(name: str) -> str:
+    """Return what to write instead of a name that speaks; empty for any other."""
+    is_spoken = not STYLE_NAMES.isdisjoint(name.strip("_").split("_"))
+    return "report, message, description" if is_spoken else ""
 
 
 def names(node: ast.AST) -> Iterator[str]:
@@ -360,7 +378,7 @@ def names(node: ast.AST) -> Iterator[str]:
 
 def prose(text: str, line: int, *, code_blocks: bool = True) -> Iterator[tuple[int, str]]:
     """Yield the banned words of a text that starts at a line."""
-    if not ANY_PROSE.search(text):
+    if not ANY_PROSE.search(text.lower()):
         return
     in_code = False
     for offset, row in enumerate(text.split("\n")):

@@ -8,14 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import support.searching  # noqa: F401 - registers the profiles
 import torch
-from hypothesis import settings
 from support.durations import Durations
 from support.example_packages import package_fixture
 from support.installed_metadata import read_metadata_once
 from support.plugins.fake import Installed
 from support.process.fork_server import STARTS
+from support.searching import choose_profile
 from support.selection import Selection
 from support.stress import Stress
 
@@ -77,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest itself stay.
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hp-", dir=shared)
-    settings.load_profile("nightly" if config.getoption("all") else "ci")
+    choose_profile(long=config.getoption("all"))
     config.pluginmanager.register(Selection(config))
     STARTS.install()
     read_metadata_once()

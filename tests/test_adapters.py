@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 
 import pytest
 from support.driving import alone, run, summary
+from support.process.forked_python import forked_python
 from support.strangers import open_site
 
 from hardpoint import RequestError, SamplingParams
@@ -14,6 +15,7 @@ from hardpoint.cli import main
 from hardpoint.errors import PluginNotFoundError
 from hardpoint.testing import scripted_engine
 
+nightly = pytest.mark.nightly
 HERE = "support.plugins.foreign_processors"
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 
@@ -66,16 +68,16 @@ def plain(scripted):
     ("target", "arguments_of", "options"),
     [
         ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
-        ("Sums", lambda i: {"extra_args": {"on": True}}, None),
+        pytest.param("Sums", lambda i: {"extra_args": {"on": True}}, None, marks=nightly),
         ("SlotToken", lambda i: {"extra_args": {"target_token": 60 + i}}, None),
-        ("Echo", lambda i: {}, None),
+        pytest.param("Echo", lambda i: {}, None, marks=nightly),
         ("forcing", lambda i: {"extra_args": {"token": 60 + i}}, None),
-        ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, None),
+        pytest.param("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, None, marks=nightly),
         ("Repetition", lambda i: {}, {"args": {"penalty": 0.1}}),
-        ("repetition", lambda i: {}, None),
+        pytest.param("repetition", lambda i: {}, None, marks=nightly),
         ("Counting", lambda i: {}, None),
-        ("counting", lambda i: {}, None),
-        ("both", lambda i: {}, None),
+        pytest.param("counting", lambda i: {}, None, marks=nightly),
+        pytest.param("both", lambda i: {}, None, marks=nightly),
         ("Everywhere", lambda i: {}, None),
     ],
 )
@@ -94,14 +96,14 @@ def test_a_changing_batch_gives_what_each_request_gets_alone(
 
 
 GENERATIONS = [
-    ("two_parameters", lambda i: {}),
-    ("Boost", lambda i: {}),
+    pytest.param("two_parameters", lambda i: {}, marks=nightly),
+    pytest.param("Boost", lambda i: {}, marks=nightly),
     ("forcing", lambda i: {"extra_args": {"token": 60 + i}}),
-    ("Stepping", lambda i: {"extra_args": {"token": 60 + i}}),
+    pytest.param("Stepping", lambda i: {"extra_args": {"token": 60 + i}}, marks=nightly),
     ("OneToken", lambda i: {"extra_args": {"target_token": 60 + i}}),
-    ("Sums", lambda i: {"extra_args": {"on": True}}),
+    pytest.param("Sums", lambda i: {"extra_args": {"on": True}}, marks=nightly),
     ("SlotToken", lambda i: {"extra_args": {"target_token": 60 + i}}),
-    ("Echo", lambda i: {}),
+    pytest.param("Echo", lambda i: {}, marks=nightly),
 ]
 """One or two of each of the three forms that vLLM has had."""
 
@@ -135,7 +137,7 @@ def _bare(params):
 def test_a_vllm_style_min_p_equals_the_built_in_bit_for_bit(scripted):
     values = (0.0, 0.05, 0.4, 0.9)
     built_in, foreign = [], []
-    for index in range(48):
+    for index in range(24):
         value = values[index % 4]
         fields = {"temperature": 0.8, "seed": index, "ignore_eos": True, "logprobs": -1}
         fields["max_tokens"] = 1 + (index * 7) % 13
@@ -313,9 +315,7 @@ with LLM(config=scripted_config("FOLDER", extra)) as llm:
 
 def test_a_class_of_main_can_be_used_in_process(scripted, tmp_path):
     (tmp_path / "script.py").write_text(MAIN.replace("FOLDER", str(scripted)))
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = forked_python().run(["script.py"], tmp_path, dict(os.environ))
     assert done.stdout == "[65, 65, 65]\n", done.stderr
 
 

@@ -9,6 +9,7 @@ from support.internals import engine_of
 from hardpoint import LLM, SamplingParams
 
 pytest.importorskip("logits_processor_zoo", reason="part of the extra `test`")
+pytestmark = pytest.mark.nightly
 
 ENABLED = {
     "per_request": "per_request",

@@ -11,11 +11,11 @@ import configparser
 import json
 import os
 import re
-import subprocess
 import sys
 import zipfile
 
 import pytest
+from support.process.forked_python import forked_python
 from support.processes import ROOT, run
 
 from hardpoint.registry.kinds import KINDS, Stability
@@ -129,7 +129,15 @@ def test_a_frozen_wheel_runs(site, scripted, tmp_path, in_process):
     assert json.loads(sink.read_text().splitlines()[-1])["tokens"] == 3 * 6 * 20
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            program, id=program.stem, marks=pytest.mark.nightly if program.stem == "server" else ()
+        )
+        for program in PROGRAMS
+    ],
+)
 def test_frozen_wheels_of_every_kind_run_together(program, tmp_path):
     site = install(tmp_path / "site", sorted(set(WHEELS) - set(STABLE)))
     (tmp_path / "work").mkdir()
@@ -184,7 +192,7 @@ def test_a_frozen_plugin_passes_its_suite(name, tmp_path):
     command = [sys.executable, "-m", "hardpoint", "plugins", "check", name, "--json"]
     command += GIVEN.get(name, ())
     given = os.environ | {"PYTHONPATH": str(site), "HARDPOINT_EXAMPLES": "0.05"}
-    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    done = forked_python().run(command[1:], tmp_path, given)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     failed = [r["check"] for r in records if r["record"] == "check" and r["outcome"] == "failed"]
     assert failed == FAILED.get(name, []), done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.machinery
 import importlib.util
 import re
@@ -19,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from support.once import once
 from support.processes import ROOT
+from support.source_tree import nodes, tree, without_collections
 
 NINE = {
     "cloudpickle",
@@ -80,21 +80,18 @@ def script():
 
 @pytest.fixture(scope="module")
 def found(script):
-    return script.contents(script.read_project())
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    with without_collections():
+        return script.contents(script.read_project())
 
 
 def imports_of(path: Path, package: str, *, nested: bool) -> set[str]:
     """Return the imports of a file at its top level, or in functions, outside of `if` and `try`."""
-    tree = parsed(path)
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    nodes = [node for one in functions for node in ast.walk(one)] if nested else tree.body
+    found = tree(path).body
+    if nested:
+        functions = (node for node in nodes(path) if isinstance(node, ast.FunctionDef))
+        found = [node for function in functions for node in ast.walk(function)]
     names: set[str] = set()
-    for node in nodes:
+    for node in found:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -63,10 +63,15 @@ def compare(llm: LLM, references, per_step: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "per_step", [0, None, 3], ids=["alone", "in one batch", "joining and leaving"]
+    "per_step",
+    [
+        pytest.param(0, id="alone"),
+        pytest.param(None, id="in one batch", marks=pytest.mark.nightly),
+        pytest.param(3, id="joining and leaving"),
+    ],
 )
-def test_fp32_tokens_are_those_of_transformers(fp32, a_few, per_step):
-    compare(fp32, a_few if per_step == 0 else GREEDY, per_step)
+def test_fp32_tokens_are_those_of_transformers(fp32, a_few, half, per_step):
+    compare(fp32, a_few if per_step == 0 else half, per_step)
 
 
 @pytest.mark.parametrize("per_step", [0, None], ids=["alone", "in one batch"])
@@ -96,7 +101,7 @@ STACKS = {
     "preempting, priority": {"kv_cache": SMALL_POOL, "scheduler": {"policy": "priority"}},
     "preempting, fair": {"kv_cache": SMALL_POOL, "scheduler": {"policy": "fair"}},
 }
-ALWAYS = ("chunks of 16", "whole prompts", "preempting")
+ALWAYS = ("preempting",)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +111,11 @@ ALWAYS = ("chunks of 16", "whole prompts", "preempting")
 def test_fp32_tokens_do_not_depend_on_scheduling(stack, half):
     config = {"device": "cpu", **STACKS[stack]}
     with LLM("smollm2", dtype="float32", max_model_len=96, config=config) as llm:
-        compare(llm, GREEDY if stack.startswith("preempting") else half, None)
+        compare(llm, half, None)
         stats = llm.scheduler_stats()
     print(f"{stack}: {stats.num_preemptions} preemptions, {stats.prefix_cache.hit_tokens} hits")
-    assert (stats.num_preemptions > 10) == stack.startswith("preempting")
+    least = 10 if half == GREEDY else 5
+    assert (stats.num_preemptions > least) == stack.startswith("preempting")
     assert (stats.prefix_cache.hit_tokens > 100) == ("no prefix cache" not in stack)
 
 

@@ -49,15 +49,26 @@ def test_every_kind_is_recorded():
     assert set(RECORDED) == {*KINDS, KIND} - LATER
 
 
+@pytest.mark.parametrize(
+    "raising",
+    [pytest.param(True, id="raising"), pytest.param(False, id="others", marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LATER])
-def test_faults_have_the_recorded_consequences(kind, models, environment):
-    found = {}
-    for case in cases(kind):
-        _, method, fault = case.key
-        found.setdefault(method, {})[fault] = outcome(case, models)
-    assert found == RECORDED[kind]
+def test_faults_have_the_recorded_consequences(kind, raising, models, environment):
+    found = {
+        case.key: outcome(case, models)
+        for case in cases(kind)
+        if (case.key[2] == "raises") == raising
+    }
+    assert found == {
+        (kind, method, fault): consequences
+        for method, faults in RECORDED[kind].items()
+        for fault, consequences in faults.items()
+        if (fault == "raises") == raising
+    }
 
 
+@pytest.mark.nightly
 def test_faults_of_server_extensions_have_the_recorded_consequences():
     found = {}
     for (_, part, fault), outcome_of_it in outcomes():

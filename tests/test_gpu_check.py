@@ -7,12 +7,12 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from support.process.forked_python import forked_python
 from support.processes import ROOT
 
 SCRIPT = str(ROOT / "scripts" / "gpu_check.py")
@@ -22,14 +22,8 @@ LIMIT = 180  # seconds of a dry run
 
 def run(folder, *arguments, **environment):
     variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=folder,
-        env=variables | {"CUDA_VISIBLE_DEVICES": ""} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables |= {"CUDA_VISIBLE_DEVICES": "", **environment}
+    return forked_python().run([SCRIPT, *arguments], folder, variables)
 
 
 @pytest.fixture
@@ -227,7 +221,7 @@ def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypat
     (tmp_path / "test_slow_kernels.py").write_text(TESTS)
     slow = str(tmp_path / "test_slow_kernels.py")
     tests = {"slow": [slow], "quick": [f"{slow}::test_the_device"]}
-    sizes = dataclasses.replace(parts.models.DRY, tests_s=15.0, all_tests=True)
+    sizes = dataclasses.replace(parts.models.DRY, tests_s=40.0, all_tests=True)
     recorder = parts.recorder.Recorder("kernels", tmp_path / "lines", is_dry=True)
     parts.kernels.run_tests(recorder, parts.device.Fake(), sizes, tests)
     lines = parts.recorder.Lines()
@@ -238,7 +232,7 @@ def test_tests_of_kernels_that_fail_and_take_too_long(parts, tmp_path, monkeypat
     assert "::test_wrong: assert 0 == 1.5" in wrong
     assert "::test_in_a_kernel: AttributeError: 'NoneType'" in broken
     assert re.search(r"\(in kernels/triton/layers.py:\d+\)$", broken)
-    assert late == "took longer than its 15 s, in ::test_slow"
+    assert late == "took longer than its 40 s, in ::test_slow"
     assert not checks["quick"].problems
     assert checks["quick"].facts == {"passed": 1, "failed": 0, "skipped": 0}
     assert not checks["the tests ran on the device"].problems
@@ -310,7 +304,7 @@ def test_checks_that_run_at_once(parts, tmp_path):
     assert lines.where == ", in 'a', 'b'"
 
 
-@pytest.mark.nightly
+@pytest.mark.timing
 def test_a_dry_run(tmp_path):
     start = time.monotonic()
     done = run(tmp_path, "--dry-run", "--out", "out")

@@ -206,6 +206,7 @@ except RequestError as error:
         arguments = (sys.executable, "-c", code, json.dumps(given))
         assert run(*arguments, path=acme, cwd=tmp_path).startswith(message)
 
+    @pytest.mark.nightly
     def test_its_own_tests_pass(self, acme, tmp_path):
         shutil.copytree(ROOT / "examples" / "acme_sampling" / "tests", tmp_path / "tests")
         pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")

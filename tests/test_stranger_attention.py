@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 
+import pytest
 from support.processes import ROOT, run
 from support.strangers import RESOLVE
 
@@ -26,6 +27,7 @@ print(json.dumps(texts))
 """
 
 
+@pytest.mark.nightly
 def test_its_own_tests_pass(acme_attention, tmp_path):
     shutil.copytree(ROOT / "examples" / "acme_attention" / "tests", tmp_path / "tests")
     pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")

@@ -6,10 +6,12 @@ import json
 import shutil
 import sys
 
+import pytest
 from support.processes import ROOT, run
 from support.strangers import RESOLVE
 
 
+@pytest.mark.nightly
 def test_its_own_tests_pass(acme_gpt, tmp_path):
     """They open engines in both process modes, with preemption."""
     shutil.copytree(ROOT / "examples" / "acme_gpt" / "tests", tmp_path / "tests")

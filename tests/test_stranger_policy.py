@@ -45,6 +45,9 @@ TENANTS = [
 ]
 
 
+BY_CLASS = pytest.param("acme_scheduling:EarliestDeadline", marks=pytest.mark.nightly)
+
+
 @pytest.fixture
 def python(acme_scheduling, tmp_path):
     """Runs a program where the package is installed; returns what it prints as JSON."""
@@ -129,7 +132,7 @@ class TestThroughTheContract:
 
 
 class TestThroughTheEngine:
-    @pytest.mark.parametrize("named", ["earliest_deadline", "acme_scheduling:EarliestDeadline"])
+    @pytest.mark.parametrize("named", ["earliest_deadline", BY_CLASS])
     def test_it_changes_the_order_and_no_token(self, complete, named):
         plain, changed = complete(DEADLINES, "fcfs"), complete(DEADLINES, named)
         assert plain["order"] == ["a", "b", "c", "d"]
@@ -139,7 +142,7 @@ class TestThroughTheEngine:
     def test_its_options_count(self, complete):
         assert complete(DEADLINES, "earliest_deadline", horizon=1.0)["order"] == list("acdb")
 
-    @pytest.mark.parametrize("named", ["earliest_deadline", "acme_scheduling:EarliestDeadline"])
+    @pytest.mark.parametrize("named", ["earliest_deadline", BY_CLASS])
     def test_it_takes_over_while_requests_run(self, complete, named):
         """After the first step, in which one of them began."""
         plain, changed = complete(DEADLINES, "fcfs"), complete(DEADLINES, "fcfs", swap_to=named)

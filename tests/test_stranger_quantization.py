@@ -6,10 +6,12 @@ import json
 import shutil
 import sys
 
+import pytest
 from support.processes import ROOT, run
 from support.strangers import RESOLVE
 
 
+@pytest.mark.nightly
 def test_its_own_tests_pass(acme_quantization, tmp_path):
     """They open engines, one of them with ranks that share the model."""
     shutil.copytree(ROOT / "examples" / "acme_quantization" / "tests", tmp_path / "tests")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 
+import pytest
 from support.processes import ROOT, run
 
 
+@pytest.mark.nightly
 def test_its_own_tests_pass(acme_server, tmp_path):
     shutil.copytree(ROOT / "examples" / "acme_server" / "tests", tmp_path / "tests")
     pytest_run = (sys.executable, "-m", "pytest", "-q", "tests")

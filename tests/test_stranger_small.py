@@ -24,9 +24,16 @@ PACKAGES = {
     "acme_watermark": 0.1,
 }
 """By package: the share of what conformance suites try otherwise."""
+IN_EACH_RUN = ("acme_affinity", "acme_taps", "acme_watermark")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package",
+    [
+        pytest.param(package, marks=[] if package in IN_EACH_RUN else pytest.mark.nightly)
+        for package in PACKAGES
+    ],
+)
 def test_its_own_tests_pass(request, package, tmp_path):
     site = request.getfixturevalue(package)
     shutil.copytree(ROOT / "examples" / package / "tests", tmp_path / "tests")

@@ -21,13 +21,15 @@ from hardpoint import SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.errors import HardpointError
 from hardpoint.plugins import WaitingFor
-from hardpoint.testing import scripted_engine
+from hardpoint.testing import ScriptedClock, scripted_engine
 
 def main():
     folder, extra, jobs = map(json.loads, sys.argv[1:])
-    engine = scripted_engine(folder, extra, clock=time.monotonic)
+    # An engine process has the clock of the machine.
+    clock = ScriptedClock() if extra["engine"]["in_process"] else time.monotonic
+    engine = scripted_engine(folder, extra, clock=clock)
     order, tokens, errors, reasons, seconds, most = [], {}, {}, {}, {}, 0
-    began = time.monotonic()
+    began = clock()
     for number, (name, tenant) in enumerate(jobs):
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
         extras = RequestExtras(tags={"tenant": tenant} if tenant else {})
@@ -36,6 +38,8 @@ def main():
         except HardpointError as error:
             errors[name] = str(error)
     while engine.has_unfinished_requests():
+        if isinstance(clock, ScriptedClock):
+            clock.advance(0.02)
         try:
             outputs = engine.step()
         except HardpointError as error:
@@ -44,7 +48,7 @@ def main():
         for output in outputs:
             if output.finished:
                 order.append(output.request_id)
-                seconds[output.request_id] = time.monotonic() - began
+                seconds[output.request_id] = clock() - began
                 tokens[output.request_id] = output.outputs[0].token_ids
                 if (error := output.outputs[0].error) is not None:
                     errors[output.request_id] = error
@@ -68,6 +72,8 @@ THREE = [["big1", "big"], ["big2", "big"], ["free", None]]
 
 # Two requests of ten tokens each: the second one waits a second for its tokens.
 BUDGET = {"burst": 10, "tokens_per_second": 10.0}
+SLOW = {**BUDGET, "tokens_per_second": 2.0}
+"""The second one waits five seconds, which are enough for the first steps of an engine process."""
 QUICK = {**BUDGET, "tokens_per_second": 100.0}
 """The second one waits a tenth of a second."""
 
@@ -115,7 +121,8 @@ def complete(python, scripted):
 @pytest.fixture(scope="module")
 def plain_tokens(acme_tenant_budget, scripted, tmp_path_factory):
     """The tokens of THREE requests without a part."""
-    given = map(json.dumps, (str(scripted), {}, THREE))
+    extra = {"engine": {"in_process": True}}
+    given = map(json.dumps, (str(scripted), extra, THREE))
     command = (sys.executable, "-c", COMPLETE, *given)
     done = run(*command, path=acme_tenant_budget, cwd=tmp_path_factory.mktemp("plain"))
     return json.loads(done)["tokens"]
@@ -154,19 +161,25 @@ class TestThroughTheContract:
         assert "passed" in run(*pytest_run, path=acme_tenant_budget, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("in_process", [True, False])
 class TestThroughTheEngine:
-    def test_one_tenant_waits_and_no_token_changes(self, complete, in_process):
+    @pytest.mark.parametrize(
+        ("in_process", "budget"),
+        [(True, BUDGET), pytest.param(False, SLOW, marks=pytest.mark.nightly)],
+    )
+    def test_one_tenant_waits_and_no_token_changes(self, complete, in_process, budget):
         plain = complete(JOBS, use=None)
-        slowed = complete(JOBS, in_process=in_process, **BUDGET)
+        slowed = complete(JOBS, in_process=in_process, **budget)
+        rate = budget["tokens_per_second"]
         assert slowed["errors"] == {}
         assert slowed["tokens"] == plain["tokens"]
         assert slowed["order"][-1] == "big2"
-        assert slowed["seconds"]["big2"] >= 0.9
+        assert slowed["seconds"]["big2"] >= 9 / rate
         assert "tenant 'big' has " in slowed["reasons"]["big2"]
-        assert " tokens left, the request costs 10; 10 come per second" in slowed["reasons"]["big2"]
+        cost = f" tokens left, the request costs 10; {rate:g} come per second"
+        assert cost in slowed["reasons"]["big2"]
         assert slowed["reasons"].keys() == {"big2"}
 
+    @pytest.mark.parametrize("in_process", [True, False])
     def test_a_fault_ends_the_requests_that_use_it(self, complete, tmp_path, in_process):
         (tmp_path / "broken.py").write_text(BROKEN.replace("METHOD", "gate"))
         result = complete(
@@ -198,7 +211,15 @@ def test_what_costs_more_than_the_capacity_is_refused(complete, tmp_path):
     assert "needs 9 of slots of big, of which there are 3" in result["errors"]["big1"]
 
 
-@pytest.mark.parametrize("method", ["check", "cost", "begin", "result", "ended", "wait"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "check",
+        "begin",
+        "wait",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cost", "result", "ended")),
+    ],
+)
 def test_who_does_not_use_it_survives_its_faults(complete, plain_tokens, tmp_path, method):
     (tmp_path / "broken.py").write_text(BROKEN.replace("METHOD", method))
     use = {"use": "broken:Broken", "name": "tenant_budget"}

@@ -273,11 +273,13 @@ def validate(name, schema, text):
     assert not errors, (name, errors, schema, text)
 
 
-def test_answers_that_ended_are_valid_and_others_run_as_ever(llm):
-    jobs = [(f"{seed}", *made(seed), seed if seed % 2 else None) for seed in range(16)]
+@pytest.mark.parametrize("first", [0, pytest.param(8, marks=pytest.mark.nightly)])
+def test_answers_that_ended_are_valid_and_others_run_as_ever(llm, first):
+    seeds = range(first, first + 8)
+    jobs = [(f"{seed}", *made(seed), seed if seed % 2 else None) for seed in seeds]
     ended = check(llm, jobs, GREEDY[::5], max_tokens=70)
     print(dict(ended))
-    assert ended["stop"] >= 4
+    assert ended["stop"] >= 2
 
 
 @pytest.mark.nightly

@@ -1,22 +1,17 @@
 """The checks of scripts/vocabulary find what they are there for, and nothing else."""
 
-import importlib.machinery
-import importlib.util
-from pathlib import Path
+import importlib
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from support.processes import ROOT
 
 
 @pytest.fixture(scope="module")
 def vocabulary():
     """The script as a module."""
-    loader = importlib.machinery.SourceFileLoader("vocabulary", str(ROOT / "scripts/vocabulary.py"))
-    spec = importlib.util.spec_from_loader("vocabulary", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        return importlib.import_module("vocabulary")
 
 
 def function(*lines):

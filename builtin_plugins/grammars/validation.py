@@ -27,6 +27,7 @@ _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 def validation_error(schema: dict[str, Any] | bool, answer: str) -> str | None:
     """Return the first error of an answer that is to be JSON of a schema; None without one."""
     import jsonschema  # noqa: PLC0415 - takes time, and few requests need it
+    import regex  # noqa: F401, PLC0415 - here, so that the time limit does not include it
     from referencing import Registry  # noqa: PLC0415
 
     try:

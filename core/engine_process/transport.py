@@ -89,7 +89,11 @@ class DealerConnection:
         self.socket.setsockopt(zmq.IDENTITY, self._identity)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         self.events: zmq.Socket[bytes] = self.socket.get_monitor_socket(_DISCONNECTED | _CONNECTED)
-        self.socket.connect(self._address)
+        try:
+            self.socket.connect(self._address)
+        except zmq.ZMQError:  # else the context waits for these sockets when it ends
+            self.close()
+            raise
 
     def _unread(self) -> Iterator[list[zmq.Frame]]:
         """Yield what came before a cut."""

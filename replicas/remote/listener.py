@@ -45,6 +45,7 @@ _HANDSHAKE_MS = 5000  # within which libzmq closes a connection that is not secu
 _BACKLOG = 128
 _SEND_HWM = 256
 _START_S = 30.0  # for a welcomed engine to start its process
+_INTERVAL_S = 1.0  # between two heartbeats, at most
 _RETRY_S = 0.02
 _MOST_AT_ONCE = 256  # messages that are read before others get a turn
 
@@ -75,7 +76,7 @@ class JoinListener:
         self.address = parallel.join_address
         self.leave: Callable[[int], None] = _ignore
         self._limit_s = parallel.heartbeat_seconds
-        self._interval_s = min(self._limit_s / 5, 1.0)
+        self._interval_s = min(self._limit_s / 5, _INTERVAL_S)
         self._admission = admission
         self._context = zmq.Context(io_threads=1)
         self._door = None if keys is None else Doorkeeper(self._context, keys, admission.refused)

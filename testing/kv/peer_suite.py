@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from hardpoint.plugins import KVStore
 from hardpoint.plugins.kv_store import BlockBuffer, PeerKVStore
 from hardpoint.testing.suite import Rule, Violation
+from hardpoint.testing.threads import until
 
 from .store_blocks import StoredBlocks, make_keys
 from .store_place import Place
@@ -197,6 +198,7 @@ class PeerKVStoreSuite(KVStoreSuite):
         found: list[bool] = []
 
         def offer() -> None:
+            until(lambda: bool(found or two.session.calls), _LONG)  # fetch was called
             time.sleep(_SHORT)
             one.session.offer(0, _LONG)
 

@@ -7,7 +7,7 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +56,6 @@ CLOSE = Rule(
 )
 
 _SECONDS = 10.0
-_ABORT_SECONDS = 1.0
 _MISSING_SECONDS = 0.3
 _SLACK_SECONDS = 2.0
 _CLOSE_SECONDS = 1.0
@@ -185,12 +184,12 @@ class CommunicatorSuite(ComponentSuite):
             end = outcome.value
             if end.wrong:
                 raise ABORT.violation(f"after an abort, in rank {rank}, {end.wrong}")
-            if end.ended - began > _ABORT_SECONDS:
+            if end.ended - began > programs.ABORT_SECONDS:
                 raise ABORT.violation(
                     f"of {size} ranks, {call} of rank {rank} ended {end.ended - began:.1f} s after "
                     f"rank 0 called abort"
                 )
-            if end.later > _ABORT_SECONDS:
+            if end.later > programs.ABORT_SECONDS:
                 raise ABORT.violation(
                     f"a call of rank {rank} after the abort took {end.later:.1f} s to fail"
                 )
@@ -227,7 +226,7 @@ class CommunicatorSuite(ComponentSuite):
         before = programs.holdings()
         self._run(size, programs.one_of_each, CLOSE)
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while (more := _more(before, programs.holdings())) and time.monotonic() < deadline:
+        while (more := programs.more_than(before)) and time.monotonic() < deadline:
             time.sleep(0.01)
         if more:
             raise CLOSE.violation(f"after close of {size} ranks there are more {', '.join(more)}")
@@ -303,11 +302,3 @@ def _check_ends(outcomes: Sequence[Outcome], rule: Rule) -> None:
         raise rule.violation(
             f"of {size} ranks, these still waited after {_SECONDS:g} s: {', '.join(late)}"
         )
-
-
-def _more(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    return [
-        f"{name} ({count}, before {before[name]})"
-        for name, count in after.items()
-        if count > before[name]
-    ]

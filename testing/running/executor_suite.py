@@ -28,8 +28,9 @@ from .executor_session import Session, wait
 from .scripted_worker import Does, Order
 
 _CLOSE_SECONDS = 1.0
-_STEP_SECONDS = 0.1
-_SLOW_SECONDS = 0.5
+_AGAIN_SECONDS = 0.1  # in which a callback may be called once more
+_SLOW_SECONDS = 2.0  # of a call that takes long, unless the suite ends it
+_TIMEOUT_SECONDS = 0.125
 _LATE_SECONDS = 0.05
 _STEPS = st.lists(
     st.dictionaries(st.sampled_from("abcd"), st.integers(1, 5), max_size=4), min_size=1, max_size=8
@@ -138,24 +139,25 @@ class ExecutorSuite(ComponentSuite):
         """
         with self._shared(self._size()) as session:
             ranks = tuple(range(session.parallel.world_size))
-            order = Order("start_parts", Does.TAKE_LONG, ranks[-1:], seconds=_SLOW_SECONDS)
-            began, seconds = time.monotonic(), _SLOW_SECONDS / 4
+            session.rpc("stop_profile")
+            call = session.script.calls(ranks[-1])[-1]
+            is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
+            slow = 0.0 if is_mine else _SLOW_SECONDS
+            order = Order("start_parts", Does.TAKE_LONG, ranks[-1:], seconds=slow)
             with session.script.ordered(order):
+                began = time.monotonic()
                 try:
-                    session.rpc("start_parts", ("weights",), timeout=seconds)
+                    session.rpc("start_parts", ("weights",), timeout=_TIMEOUT_SECONDS)
                     error = False
                 except TimeoutError:
                     error = True
                 passed = time.monotonic() - began
-                call = session.script.calls(ranks[-1])[-1]
-                is_mine = (call.process, call.thread) == (os.getpid(), threading.get_ident())
-                if not is_mine and (not error or passed > _SLOW_SECONDS):
+                if not is_mine and (not error or passed > slow):
                     what = "raised TimeoutError" if error else "returned"
                     raise rules.TIMEOUT.violation(
-                        f"collective_rpc with timeout={seconds:g} {what} after {passed:.2g} s"
+                        f"collective_rpc with timeout={_TIMEOUT_SECONDS:g} {what} after "
+                        f"{passed:.2g} s"
                     )
-                if not is_mine:
-                    time.sleep(_SLOW_SECONDS)
             results = session.rpc("stop_profile")
             _check_levels(results, len(ranks), 0, rules.TIMEOUT, "stop_profile after the late call")
 
@@ -187,9 +189,9 @@ class ExecutorSuite(ComponentSuite):
                 if (depth := _depth(session.executor)) == 1:
                     continue
                 ranks = tuple(range(session.parallel.world_size))
-                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_STEP_SECONDS)
+                order = Order("execute_model", Does.TAKE_LONG, ranks, seconds=_SLOW_SECONDS)
+                steps = []
                 with session.script.ordered(order):
-                    steps = []
                     for number in range(depth):
                         plan = session.plan({"a": 1})
                         forward = session.execute(plan)
@@ -200,8 +202,8 @@ class ExecutorSuite(ComponentSuite):
                                 f"only when its step was done"
                             )
                         steps.append((plan, sampled))
-                    for plan, sampled in steps:
-                        session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
+                for plan, sampled in steps:
+                    session.compare(plan, lambda s=sampled: wait(s, "sample_tokens"))  # type: ignore[misc]
 
     def test_failure(self) -> None:
         """A worker that is lost while idle, in a call or while it loads ends what waits, and is
@@ -503,7 +505,7 @@ class ExecutorSuite(ComponentSuite):
             raise rules.FAILURE.violation(
                 f"{what}, and the callback was not called within {self.failure_seconds:g} s"
             )
-        time.sleep(_STEP_SECONDS)
+        time.sleep(_AGAIN_SECONDS)
         if len(called) > 1:
             raise rules.FAILURE.violation(
                 f"{what}, and the callback was called {len(called)} times"

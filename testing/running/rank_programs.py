@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ _NAMES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "send and recv"
 _LARGE = (40, 4000)
 _SHAPES = ((), (0, 3), (1,), (7,), (3, 5), (33, 64), _LARGE)
 _DELAY_SECONDS = 0.03
+ABORT_SECONDS = 1.0
+"""Maximum time of a call after an abort."""
 
 WAITS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "recv", "all_reduce of rank 0 too")
 """What ranks wait in when rank 0 aborts."""
@@ -398,8 +401,10 @@ def abort(call: str, communicator: Communicator, log: RankLog) -> Ending:
         timer.start()
         wrong = _not_aborted("recv", communicator, communicator.size - 1)
         timer.join()
-        if wrong or time.monotonic() - ended > 1.0:
-            return Ending(wrong, time.monotonic() + 60.0)
+        if not wrong and (took := time.monotonic() - ended) > ABORT_SECONDS:
+            wrong = f"recv ended {took:.1f} s after it"
+        if wrong:
+            return Ending(wrong, ended)
     else:
         wrong = _not_aborted(call.split()[0], communicator)
         ended = time.monotonic()
@@ -462,10 +467,35 @@ def refusals(communicator: Communicator, log: RankLog) -> str:
     return found
 
 
-def holdings() -> dict[str, int]:
-    """Return how many threads, open files and shared segments there are."""
-    counts = {"threads": threading.active_count()}
+_SEGMENTS = "files in /dev/shm"
+
+
+def holdings() -> dict[str, set[Any]]:
+    """Return the threads and open files of this process, as numbers, and all shared segments."""
+    held: dict[str, set[Any]] = {"threads": set(range(threading.active_count()))}
     with suppress(OSError):
-        counts["open files"] = len(os.listdir("/proc/self/fd"))
-        counts["files in /dev/shm"] = len(list(Path("/dev/shm").iterdir()))
-    return counts
+        held["open files"] = set(range(len(os.listdir("/proc/self/fd"))))
+        held[_SEGMENTS] = set(os.listdir("/dev/shm"))
+    return held
+
+
+def more_than(before: Mapping[str, set[Any]]) -> list[str]:
+    """Return what this process holds more of than before, with the numbers."""
+    found = []
+    for name, held in holdings().items():
+        more = held - before.get(name, held)
+        if name == _SEGMENTS and more:
+            more -= _segments_of_others()
+        if more:
+            found.append(f"{name} ({len(held)}, before {len(before[name])})")
+    return found
+
+
+def _segments_of_others() -> set[str]:
+    """Return the shared segments that other processes of this machine have mapped."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parent.name != str(os.getpid()):
+            with suppress(OSError):  # it has ended, or is another user's
+                found |= set(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return found

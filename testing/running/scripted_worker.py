@@ -29,6 +29,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.component import Progress
 from hardpoint.plugins.executor import WorkerLaunch
 from hardpoint.plugins.stats import PluginMeter
+from hardpoint.testing.threads import until
 
 FACTORY = f"{__name__}:open_scripted_worker"
 REPORTING_PART = "scripted"
@@ -50,7 +51,7 @@ class Does(Enum):
     WAIT = "wait"
     """It waits for an abort, as in a collective."""
     TAKE_LONG = "take long"
-    """It takes its time."""
+    """It takes the seconds of the order, or until the order is withdrawn."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -316,7 +317,9 @@ class ScriptedWorker:
     def _obey(self, order: Order) -> None:
         text = f"{order.method} of rank {self.rank}"
         does = order.does if self.rank in order.ranks else None
-        if does is not None:
+        if does is Does.TAKE_LONG:
+            until(lambda: self._script.order() != order, order.seconds)
+        elif does is not None:
             time.sleep(order.seconds)
         if does is Does.FAIL:
             raise ModelError(f"{text} failed")

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from support.waiting import PATIENCE_S, until
 
 from hardpoint.calls.adapter_resolvers import AdapterResolvers
 from hardpoint.core.frontend.engine_parts import Opening
@@ -15,6 +16,7 @@ from hardpoint.registry.configuration import config_from
 from hardpoint.registry.plugin_set import resolve_plugins
 
 GO_ON = threading.Event()
+THREADS = 4
 
 
 class First(AdapterResolver):
@@ -22,6 +24,7 @@ class First(AdapterResolver):
 
     contract = 1
     closed = 0
+    hanging = 0
 
     def resolve(self, name):
         if name == "wrong":
@@ -31,7 +34,8 @@ class First(AdapterResolver):
         if name == "refused":
             raise RequestError("model: not for you")
         if name == "hangs":
-            GO_ON.wait(20)
+            First.hanging += 1
+            assert GO_ON.wait(PATIENCE_S)
         return None
 
     def close(self):
@@ -91,12 +95,13 @@ def test_faults_name_the_resolver(tmp_path):
     resolvers.close()
 
 
-def test_one_that_hangs_is_named_and_others_go_on(tmp_path):
+def test_one_that_hangs_is_named_and_others_go_on(tmp_path, monkeypatch):
     resolvers = opened(tmp_path, First, seconds=0.2)
     try:
         expected = r"'first'.*took longer than adapters.resolve_seconds \(0.2\)"
         with pytest.raises(PluginFaultError, match=expected):
-            asyncio.run(asyncio.wait_for(resolvers.resolve("hangs"), 5))
+            asyncio.run(asyncio.wait_for(resolvers.resolve("hangs"), PATIENCE_S))
+        monkeypatch.setattr(resolvers, "_seconds", PATIENCE_S)  # from here on it shall answer
         assert ask(resolvers, "sql") == tmp_path / "sql"
     finally:
         GO_ON.set()
@@ -105,13 +110,14 @@ def test_one_that_hangs_is_named_and_others_go_on(tmp_path):
 
 def test_those_who_wait_when_it_is_closed_are_told_so(tmp_path):
     GO_ON.clear()
+    First.hanging = 0
     names = [f"{__name__}:First", f"{__name__}:Second"]
 
     async def main():
-        resolvers = opened(tmp_path, *names)
-        asked = [asyncio.create_task(resolvers.resolve("hangs")) for _ in range(6)]  # 4 threads
+        resolvers = opened(tmp_path, *names, seconds=PATIENCE_S)
+        asked = [asyncio.create_task(resolvers.resolve("hangs")) for _ in range(THREADS + 2)]
         cancelled = asyncio.create_task(resolvers.resolve("hangs"))
-        await asyncio.sleep(0.05)
+        await until(lambda: First.hanging == THREADS, "the threads")
         cancelled.cancel()
         await asyncio.to_thread(resolvers.close)
         GO_ON.set()

@@ -54,16 +54,18 @@ def run(shared):
     runner, llm = shared
 
     async def checked(main):
-        result = await asyncio.wait_for(main(llm), 60)
+        result = await asyncio.wait_for(main(llm), 2 * PATIENCE_S)
         assert output_processor_of(engine_of(llm)).num_unfinished_requests() == 0
-        for _ in range(2000):
-            stats = await llm.scheduler_stats()
-            if (stats.num_running, stats.num_waiting) == (0, 0):
-                return result
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"the engine still has requests: {stats}")
+        await asyncio.wait_for(no_requests(llm), PATIENCE_S)
+        return result
 
     return lambda main: runner.run(checked(main))
+
+
+async def no_requests(llm) -> None:
+    """Wait until the engine has no requests."""
+    while (stats := await llm.scheduler_stats()).num_running or stats.num_waiting:
+        await asyncio.sleep(0.01)
 
 
 async def collect_slowly(llm, params) -> list:
@@ -202,7 +204,8 @@ class TestLeaving:
     def test_cancelling_aborts(self, run):
         async def main(llm):
             task = asyncio.create_task(collect(llm.generate("x", endless())))
-            await asyncio.sleep(0.1)
+            while not (await llm.scheduler_stats()).num_running:
+                await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -232,7 +235,7 @@ class TestLeaving:
             other = asyncio.create_task(collect(llm.generate("x", endless(max_tokens=80))))
             await until(lambda: joined(outputs), "some text")
             await llm.abort(["mine", "never seen"])
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, PATIENCE_S)
             assert outputs[-1].finished
             reasons = [c.finish_reason for o in outputs for c in o.outputs if c.finish_reason]
             assert reasons == ["abort"] * n
@@ -362,18 +365,21 @@ class TestQuestions:
 
         run(main)
 
-    def test_no_answer_in_time(self, folder, tmp_path):
+    def test_no_answer_in_time(self, folder, tmp_path, monkeypatch):
         async def main():
             held = HeldSteps(tmp_path)
             params = endless(max_tokens=1, plugin_args=held.slow())
-            async with AsyncLLM(config=config(folder, engine={"call_timeout_seconds": 0.2})) as llm:
+            own = config(folder, engine={"call_timeout_seconds": 2 * PATIENCE_S})
+            async with AsyncLLM(config=own) as llm:
+                assert client_of(llm).utility_timeout("scheduler_stats") == 2 * PATIENCE_S
+                monkeypatch.setattr(client_of(llm), "_timeout_s", 0.2)
                 task = asyncio.create_task(collect(llm.generate("x", params)))
                 await until(held.have_begun, "the step")
                 with pytest.raises(EngineTimeoutError, match=r"scheduler_stats within 0.2 s"):
                     await llm.scheduler_stats()
                 held.let_go()
                 await task
-                client_of(llm)._timeout_s = PATIENCE_S  # from here on there shall be an answer
+                monkeypatch.undo()  # from here on there shall be an answer
                 assert (await llm.scheduler_stats()).num_running == 0
 
         asyncio.run(main())
@@ -457,8 +463,8 @@ class TestForServers:
             assert await llm.live_requests(["c"]) == []
             for stream in streams:
                 await stream.aclose()
-            while await llm.live_requests():
-                await asyncio.sleep(0.01)
+            await no_requests(llm)
+            assert await llm.live_requests() == []
 
         run(main)
 

@@ -109,9 +109,9 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("setting", "n"),
         [
-            ("max_waiting = 1", 1),
+            pytest.param("max_waiting = 1", 1, marks=pytest.mark.nightly),
             ("max_waiting = 2", 2),
-            ("max_waiting_tokens = 1", 1),
+            pytest.param("max_waiting_tokens = 1", 1, marks=pytest.mark.nightly),
             ("max_waiting_tokens = 20", 2),
         ],
     )

@@ -227,7 +227,14 @@ def test_commands_that_need_the_configuration_refuse_a_broken_one(folder, comman
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("command", [["plugins", "list"], ["generate", "x"], ["chat"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plugins", "list"],
+        pytest.param(["generate", "x"], marks=pytest.mark.nightly),
+        pytest.param(["chat"], marks=pytest.mark.nightly),
+    ],
+)
 def test_a_plugin_that_is_not_there_is_named(command, capsys):
     assert main([*command, "--set", 'plugins.enable=["nowhere"]']) == 2
     err = capsys.readouterr().err

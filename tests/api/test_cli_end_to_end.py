@@ -5,12 +5,9 @@ import contextlib
 import json
 import math
 import os
-import pty
 import re
 import select
-import signal
 import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -19,7 +16,7 @@ import pytest
 from support.process.forked_python import forked_python
 from support.scripted_folder import write_config
 
-PROGRAM = [sys.executable, "-m", "hardpoint"]
+PROGRAM = ["-m", "hardpoint"]
 
 
 @pytest.fixture
@@ -30,7 +27,7 @@ def folder(scripted: Path, tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [*PROGRAM[1:], *arguments]
+    command = [*PROGRAM, *arguments]
     return forked_python().run(command, folder, dict(os.environ), stdin=stdin)
 
 
@@ -87,13 +84,12 @@ class Terminal:
     def __init__(
         self, folder: Path, *arguments: str, term: str = "xterm", columns: int = 80
     ) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            termios.tcsetwinsize(0, (24, columns))
-            # A shell starts what runs in the background with interrupts ignored, for all below it.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.execve(PROGRAM[0], [*PROGRAM, *arguments], {**os.environ, "TERM": term})
+        self.fd, terminal = os.openpty()
+        termios.tcsetwinsize(terminal, (24, columns))
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        command, environment = [*PROGRAM, *arguments], {**os.environ, "TERM": term}
+        self.program = forked_python().popen(command, cwd=folder, env=environment, **streams)
+        os.close(terminal)
         self.seen = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end in mid-character
 
@@ -120,7 +116,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def exit_code(self, keys: str, seconds: float = 60) -> int:
+    def exit_code(self, keys: str, seconds: float = 120) -> int:
         """Type keys until the program ends.
 
         They are repeated, because Python's line editor can miss a signal during its start;
@@ -128,20 +124,20 @@ class Terminal:
         """
         end, typed = time.monotonic() + seconds, -math.inf
         while time.monotonic() < end:
-            if time.monotonic() > typed + 15:
+            if time.monotonic() > typed + 30:
                 with contextlib.suppress(OSError):  # the program has just gone
                     self.type(keys)
                 typed = time.monotonic()
             self._drain()
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+            if (code := self.program.poll()) is not None:
+                os.close(self.fd)
+                return code
+        self.program.kill()
+        self.program.wait()
         raise AssertionError(f"the program did not end; it said {self.seen!r}")
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("term", [pytest.param("xterm", marks=pytest.mark.nightly), "dumb"])
 def test_chat_on_a_terminal(folder, term):
     terminal = Terminal(folder, "chat", term=term)
     terminal.expect("/help lists the commands")

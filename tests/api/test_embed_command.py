@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import sys
 
 import numpy as np
 import pytest
-from support.process.forked_python import forked_python
 from support.scripted_folder import write_config
 
 from hardpoint import LLM
+from hardpoint.cli import main
 from hardpoint.testing import scripted_config
 
 
@@ -27,39 +28,46 @@ def vectors(scripted):
         return dict(zip(texts, (o.outputs for o in llm.embed(texts)), strict=True))
 
 
-def embed(folder, *arguments, status=0, stdin=""):
-    command = ["-m", "hardpoint", "-q", "embed", *arguments]
-    done = forked_python().run(command, folder, dict(os.environ), stdin=stdin)
-    assert done.returncode == status, done.stderr
-    return done.stdout if status == 0 else done.stderr
+@pytest.fixture
+def embed(folder, monkeypatch, capsys):
+    """Return a function that runs the command, and returns its output or its errors."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments, status=0, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        found = main(["-q", "embed", *arguments]), *capsys.readouterr()
+        assert found[0] == status, found[2]
+        return found[1 if status == 0 else 2]
+
+    return run
 
 
-def test_vectors_of_texts(folder, vectors):
-    lines = [json.loads(line) for line in embed(folder, "one", "three").splitlines()]
+def test_vectors_of_texts(embed, vectors):
+    lines = [json.loads(line) for line in embed("one", "three").splitlines()]
     assert [(line["id"], line["prompt_tokens"]) for line in lines] == [(1, 3), (2, 5)]
     for line, text in zip(lines, ("one", "three"), strict=True):
         np.testing.assert_allclose(line["embedding"], vectors[text], atol=1e-6)
-    (raw,) = embed(folder, "one", "--raw", "--pooler", "mean").splitlines()
+    (raw,) = embed("one", "--raw", "--pooler", "mean").splitlines()
     assert not np.allclose(json.loads(raw)["embedding"], vectors["one"], atol=1e-3)
 
 
-def test_vectors_of_a_file(folder, scripted, vectors):
+def test_vectors_of_a_file(folder, embed, scripted, vectors):
     with LLM(config=scripted_config(scripted)) as llm:
         two = llm.tokenizer.encode("two")
     given = ['"one"', json.dumps({"id": "b", "prompt": two}), "", '{"prompt": "three"}']
     (folder / "texts.jsonl").write_text("\n".join(given))
-    assert embed(folder, "--file", "texts.jsonl", "--output", "vectors.jsonl") == ""
+    assert embed("--file", "texts.jsonl", "--output", "vectors.jsonl") == ""
     lines = [json.loads(line) for line in (folder / "vectors.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == [1, "b", 4]
     for line, text in zip(lines, ("one", "two", "three"), strict=True):
         np.testing.assert_allclose(line["embedding"], vectors[text], atol=1e-6)
-    message = embed(folder, "--file", "texts.jsonl", "--output", "vectors.jsonl", status=2)
+    message = embed("--file", "texts.jsonl", "--output", "vectors.jsonl", status=2)
     assert "--output: expected a new file, 'vectors.jsonl' exists" in message
 
 
-def test_many_lines_of_text(folder, vectors):
+def test_many_lines_of_text(embed, vectors):
     text = "one\ntwo\n" * 300
-    lines = embed(folder, "--file", "-", "--format", "text", stdin=text).splitlines()
+    lines = embed("--file", "-", "--format", "text", stdin=text).splitlines()
     assert [json.loads(line)["id"] for line in lines] == list(range(1, 601))
     np.testing.assert_allclose(json.loads(lines[-1])["embedding"], vectors["two"], atol=1e-6)
 
@@ -76,5 +84,5 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_wrong_calls_are_explained(folder, arguments, message):
-    assert message in embed(folder, *arguments, status=2)
+def test_wrong_calls_are_explained(embed, arguments, message):
+    assert message in embed(*arguments, status=2)

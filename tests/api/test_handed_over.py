@@ -166,6 +166,6 @@ SCRIPT = """
 
 
 def test_a_script_hands_over_what_it_defines_itself(scripted, tmp_path):
-    file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(SCRIPT).format(folder=str(scripted)))
-    assert run(sys.executable, str(file), cwd=tmp_path).strip() == "bbb __main__:Only"
+    script = textwrap.dedent(SCRIPT).format(folder=str(scripted))
+    (tmp_path / "example.py").write_text(script)
+    assert run(sys.executable, "example.py", cwd=tmp_path).strip() == "bbb __main__:Only"

@@ -11,6 +11,7 @@ import pytest
 from support.gemma_images import IMAGE, SOFT_TOKENS
 from support.image_model import settings, write_image_model
 from support.pictures import data_url, encoded, gradient
+from support.waiting import PATIENCE_S, until
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.boundary.parts.frontend_parts import FrontendParts
@@ -240,7 +241,7 @@ def held_reads():
         read = []
         for item in items:
             begun.append(item)
-            go_on.wait(20)
+            assert go_on.wait(PATIENCE_S)
             read.append(item)
         return read
 
@@ -261,8 +262,7 @@ def test_images_keep_no_text_waiting_and_are_read_no_longer_than_they_are_wanted
                 tasks = [
                     asyncio.ensure_future(opened.apply_chat_template(pictured)) for _ in range(40)
                 ]
-                while len(begun) < READERS:
-                    await asyncio.sleep(0.01)
+                await until(lambda: len(begun) == READERS, "the reads")
                 assert (await opened.apply_chat_template(plain))["prompt_token_ids"]
                 for task in tasks:
                     task.cancel()
@@ -275,7 +275,7 @@ def test_images_keep_no_text_waiting_and_are_read_no_longer_than_they_are_wanted
                         pass
                 assert len(begun) == READERS + 1
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE_S))
 
 
 def test_an_engine_that_is_closed_reads_no_further_images(folder):
@@ -285,8 +285,7 @@ def test_an_engine_that_is_closed_reads_no_further_images(folder):
         opened = AsyncLLM(str(folder), config=settings())
         with held_reads() as (begun, go_on):
             tasks = [asyncio.ensure_future(opened.apply_chat_template(pictured)) for _ in range(20)]
-            while len(begun) < READERS:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(begun) == READERS, "the reads")
             await opened.aclose()
             go_on.set()
             for task in tasks:
@@ -296,7 +295,7 @@ def test_an_engine_that_is_closed_reads_no_further_images(folder):
         with pytest.raises(EngineClosedError):
             await opened.apply_chat_template(pictured)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE_S))
 
 
 def test_messages_of_other_kinds_pass_unchanged():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.plugins.io_processors import GO_ON, WAITING, Harmful, Measurements, Nearest, Writes
 from support.plugins.slow import Slow
+from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, AsyncLLM, PoolingParams, SamplingParams
 from hardpoint.errors import (
@@ -215,14 +216,14 @@ def test_calls_of_one_processor_wait_for_one_another_and_for_no_other(llm):
     ]
     threads[0].start()
     try:
-        assert WAITING.wait(20)
+        assert WAITING.wait(PATIENCE_S)
         threads[1].start()
         assert llm.process({"rows": [[1.0, 1.0]]}, "nearest") == [("high", None)]
         assert found == []
     finally:
         GO_ON.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
     assert len(found) == 2
 
 
@@ -232,7 +233,7 @@ def run(scripted):
     tables = {"engine": {"in_process": False}, "plugins": {"quarantine_after": 0}}
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=config(scripted, Nearest, Harmful, Slow, **tables))
-        yield lambda main: runner.run(asyncio.wait_for(main(llm), 60))
+        yield lambda main: runner.run(asyncio.wait_for(main(llm), 2 * PATIENCE_S))
         runner.run(llm.aclose())
 
 
@@ -275,7 +276,7 @@ class TestAnEventLoop:
 
     def test_cancelling_ends_its_requests(self, run):
         async def main(llm):
-            slow = {"slow": {"seconds": 0.02}}
+            slow = {"slow": {"seconds": 0.1}}
             endless = SamplingParams(max_tokens=400, ignore_eos=True, plugin_args=slow)
             call = asyncio.create_task(llm.process({"params": endless, "prompts": 3}, "harmful"))
             while len(await llm.live_requests()) < 3:
@@ -292,7 +293,7 @@ class TestAnEventLoop:
         async def main(llm):
             call = asyncio.create_task(llm.process({"parse_request": "waits"}, "harmful"))
             try:
-                assert await asyncio.to_thread(WAITING.wait, 20)
+                assert await asyncio.to_thread(WAITING.wait, PATIENCE_S)
                 assert await llm.process({"rows": []}, "nearest") == []
                 assert not call.done()
             finally:

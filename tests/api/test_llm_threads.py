@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 from support.process.harness import run_program
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import LLM, AsyncLLM, EngineClosedError, HardpointError, SamplingParams
 from hardpoint.system.engine_lock import EngineLock
 from hardpoint.testing import scripted_config
 
-PATIENCE_S = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["in_process", "own_process"])
@@ -98,7 +99,7 @@ def test_their_requests_share_a_batch(llm, monkeypatch):
 @pytest.mark.parametrize("in_process", [True, False])
 def test_closing_in_one_thread_ends_the_call_of_another(scripted, in_process):
     with LLM(config=scripted_config(scripted, {"engine": {"in_process": in_process}})) as llm:
-        thread = Thread(lambda: llm.generate(["say abc"] * 2000, GREEDY))
+        thread = Thread(lambda: llm.generate(["say abc"] * 2000, ENDLESS))
         llm.close()
         assert isinstance(thread.wait(), EngineClosedError)
 
@@ -205,18 +206,23 @@ def test_a_fork_of_a_program_with_an_event_loop_is_refused(scripted):
 
 
 def test_waiting_threads_are_not_passed_over():
-    lock, order, begun = EngineLock(), [], threading.Barrier(2)
+    class Lock(EngineLock):
+        @property
+        def is_awaited(self) -> bool:
+            return self._is_awaited
 
-    def take(name: str) -> None:
-        begun.wait(PATIENCE_S)
-        while len(order) < 60:
+    lock, order, number = Lock(), [], 30
+
+    def take(name: str, other: str) -> None:
+        for _ in range(number):
             with lock:
                 order.append(name)
-                threading.Event().wait(0.001)
+                # This thread comes again at once, and the other one waits, unless it has ended.
+                wait_until(lambda: lock.is_awaited or order.count(other) == number)
 
-    for thread in [Thread(lambda name=name: take(name)) for name in "ab"]:
+    for thread in [Thread(lambda names=names: take(*names)) for names in ("ab", "ba")]:
         assert thread.wait() is None
-    assert min(order.count("a"), order.count("b")) > 15
+    assert order in ([*"ab"] * number, [*"ba"] * number)
 
 
 def test_what_the_collector_asks_for_waits_for_the_release():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.async_requests import config, endless
 from support.internals import engine_of, open_conversations_of, output_processor_of
-from support.waiting import until
+from support.waiting import PATIENCE_S, HeldSteps, until
 
 from hardpoint import (
     LLM,
@@ -413,9 +413,8 @@ class TestTurns:
 @pytest.fixture(scope="module")
 def shared(folder):
     """A runner of one loop, and an engine that belongs to it."""
-    table = {"lease_seconds": 1.0}
     with asyncio.Runner() as runner:
-        llm = AsyncLLM(config=config(folder, conversations=table), restart="on_failure")
+        llm = AsyncLLM(config=config(folder), restart="on_failure")
         yield runner, llm
         runner.run(llm.aclose())
 
@@ -426,7 +425,7 @@ def run(shared):
     runner, llm = shared
 
     async def checked(main):
-        result = await asyncio.wait_for(main(llm), 60)
+        result = await asyncio.wait_for(main(llm), 2 * PATIENCE_S)
         assert len(open_conversations_of(llm)) == 0
         assert output_processor_of(engine_of(llm)).num_unfinished_requests() == 0
         return result
@@ -439,10 +438,32 @@ async def of(*parts):
         yield part
 
 
-async def slowing(*parts):
-    for seconds, part in zip((0.0, 0.6, 5.0), parts, strict=True):
-        await asyncio.sleep(seconds)
+async def ceasing(*parts):
+    """Send parts, and then wait for ever."""
+    for part in parts:
         yield part
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def histories(monkeypatch):
+    """The conversations that were opened."""
+    found, plain = [], OpenConversations.open
+
+    def open_(*args, **options):
+        found.append(plain(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(OpenConversations, "open", open_)
+    return found
+
+
+async def reaches(histories, state, num_turns):
+    """Wait until the last conversation has a state, and so many turns."""
+    await until(
+        lambda: [(one.state, one.num_turns) for one in histories[-1:]] == [(state, num_turns)],
+        f"the state {state}",
+    )
 
 
 async def extend(found, outputs):
@@ -451,8 +472,12 @@ async def extend(found, outputs):
 
 
 async def killing(llm, outputs):
+    """Kill each engine that sends some of the outputs."""
+    last = None
     async for _ in outputs:
-        os.kill(llm.engine_pid, signal.SIGKILL)
+        if (pid := llm.engine_pid) not in (None, last):
+            os.kill(pid, signal.SIGKILL)
+            last = pid
 
 
 async def taken(outputs):
@@ -514,44 +539,46 @@ class TestIterators:
 
         run(main)
 
-    def test_a_slow_sender_loses_its_lease(self, run):
+    def test_a_slow_sender_loses_its_lease(self, run, monkeypatch):
         async def main(llm):
-            outputs = []
-            words = r"its lease of 1 s has run out \(conversations.lease_seconds\)"
+            table, outputs = open_conversations_of(llm), []
+
+            def hold(history):
+                """Let leases be short from the second turn on, which itself has none."""
+                OpenConversations.hold(table, history)
+                if history.num_turns == 1:
+                    short = ConversationsConfig(lease_seconds=0.2)
+                    monkeypatch.setattr(table, "_config", short)
+
+            monkeypatch.setattr(table, "hold", hold)
+            words = r"its lease of 0.2 s has run out \(conversations.lease_seconds\)"
             with pytest.raises(ConversationEndedError, match=words):
-                await extend(outputs, llm.generate(slowing("say abc", "b", "late"), GREEDY))
+                await extend(outputs, llm.generate(ceasing("say abc", "b"), GREEDY))
             assert {output.turn for output in outputs} == {0, 1}
 
         run(main)
 
-    def test_an_abort_ends_it_in_each_state(self, run):
+    def test_an_abort_ends_it_in_each_state(self, run, histories):
         async def main(llm):
-            never = asyncio.Event()
-
-            async def parts(first):
-                if first:
-                    yield first
-                await never.wait()
-
-            async def aborted(first, params):
-                task = asyncio.ensure_future(taken(llm.generate(parts(first), params, "mine")))
-                await asyncio.sleep(0.2)
+            async def aborted(parts, params, state):
+                histories.clear()
+                task = asyncio.ensure_future(taken(llm.generate(ceasing(*parts), params, "mine")))
+                await reaches(histories, state, 0)
                 await llm.abort("mine")
                 return await task
 
-            assert await aborted(None, GREEDY) == []  # idle
-            assert await aborted(PromptPart("a", commit=False), GREEDY) == []  # appending
-            outputs = await aborted("say abc", endless(max_tokens=400))  # running
+            assert await aborted([], GREEDY, S.IDLE) == []
+            assert await aborted([PromptPart("a", commit=False)], GREEDY, S.APPENDING) == []
+            outputs = await aborted(["say abc"], endless(0.1, max_tokens=400), S.RUNNING)
             assert outputs[-1].outputs[0].finish_reason == "abort"
 
         run(main)
 
-    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder):
+    def test_closing_the_engine_ends_who_waits_for_a_part(self, folder, histories):
         async def main():
             llm = AsyncLLM(config=scripted_config(folder))
-            waiting = asyncio.ensure_future(taken(llm.generate(slowing("a", "b", "late"), GREEDY)))
-            await until(lambda: len(open_conversations_of(llm)), "a conversation")
-            await asyncio.sleep(0.1)
+            waiting = asyncio.ensure_future(taken(llm.generate(ceasing("a"), GREEDY)))
+            await reaches(histories, S.IDLE, 1)
             await llm.aclose()
             with pytest.raises(HardpointError, match="closed"):
                 await waiting
@@ -578,15 +605,17 @@ class TestIterators:
 
 
 class TestTasks:
-    def test_two_senders_and_a_turn(self, run):
+    def test_two_senders_and_a_turn(self, run, tmp_path):
         async def main(llm):
-            params = endless(max_tokens=30)
+            held = HeldSteps(tmp_path)
+            params = endless(max_tokens=30, plugin_args=held.slow())
             async with llm.open_conversation(params) as talk:
                 running = asyncio.ensure_future(taken(talk.send("say abc")))
                 await until(lambda: talk.state is S.RUNNING, "the turn")
                 await asyncio.gather(talk.append("one"), talk.append(" two"))
                 with pytest.raises(RequestError, match="has a turn that runs"):
                     await taken(talk.commit())
+                held.let_go()
                 outputs = await running
                 assert talk.state is S.APPENDING
                 later = llm.tokenizer.encode("one two", add_special_tokens=False)
@@ -598,7 +627,7 @@ class TestTasks:
 
     def test_a_turn_that_is_cancelled_keeps_its_tokens(self, run):
         async def main(llm):
-            async with llm.open_conversation(endless(max_tokens=400)) as talk:
+            async with llm.open_conversation(endless(0.05, max_tokens=400)) as talk:
                 await talk.cancel()  # nothing runs
                 outputs = []
                 async for output in talk.send("say abc"):
@@ -615,7 +644,7 @@ class TestTasks:
 
     def test_closing_ends_a_turn(self, run):
         async def main(llm):
-            talk = llm.open_conversation(endless(max_tokens=400))
+            talk = llm.open_conversation(endless(0.05, max_tokens=400))
             running = asyncio.ensure_future(taken(talk.send("say abc")))
             await until(lambda: talk.state is S.RUNNING, "the turn")
             await talk.aclose()
@@ -624,13 +653,16 @@ class TestTasks:
 
         run(main)
 
-    def test_it_outlives_an_engine_that_dies(self, run):
+    def test_it_outlives_an_engine_that_dies(self, run, tmp_path):
         async def main(llm):
+            held = HeldSteps(tmp_path)
+            params = endless(max_tokens=400, plugin_args=held.slow(0.1))
             async with llm.open_conversation(GREEDY) as talk:
                 await taken(talk.send("say abc"))
                 before = talk.token_ids
                 with pytest.raises(EngineDeadError, match="engine.max_resumes"):
-                    await killing(llm, talk.send(" and", endless(max_tokens=400)))
+                    await killing(llm, talk.send(" and", params))
+                held.let_go()
                 assert (talk.state, talk.token_ids) == (S.APPENDING, before)
                 outputs = await taken(talk.commit())  # with the parameters that hold
                 assert outputs[0].turn == 1

@@ -105,7 +105,8 @@ class TestSimulate:
             ["fair", "80"],
         ]
 
-    def test_a_policy_by_its_class(self, capsys, folder, monkeypatch):
+    @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.nightly)])
+    def test_a_policy_by_its_class(self, capsys, folder, monkeypatch, processes):
         (folder / "latest.py").write_text(
             "from hardpoint.plugins import SchedulingPolicy\n"
             "class Latest(SchedulingPolicy):\n"
@@ -116,11 +117,10 @@ class TestSimulate:
         monkeypatch.syspath_prepend(folder)
         policies = ["--policy", "fcfs", "--policy", "latest:Latest"]
         policies += ["--set", "scheduler.max_num_seqs=1"]
-        for processes in ("1", "2"):
-            code, out, err = run(capsys, *SYNTHETIC, *policies, "--json", "--processes", processes)
-            assert (code, err) == (0, "")
-            one, other = (each["report"]["ttft"] for each in json.loads(out)["variants"].values())
-            assert one["p99"] < other["p99"]
+        code, out, err = run(capsys, *SYNTHETIC, *policies, "--json", "--processes", processes)
+        assert (code, err) == (0, "")
+        one, other = (each["report"]["ttft"] for each in json.loads(out)["variants"].values())
+        assert one["p99"] < other["p99"]
 
     def test_a_trace(self, capsys, folder):
         line = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from support.process.forked_python import forked_python
 
 from hardpoint import ModelError
 from hardpoint.calls import weights
@@ -98,13 +98,13 @@ from hardpoint.calls import weights
 weights._MEMORY = Path(sys.argv[1])
 folders = weights.TensorFolders("hardpoint-weights-", "weights")
 print(folders.write("w.safetensors", {"w": torch.ones(4)}), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_folders_of_a_program_that_was_killed_go_with_the_next_update(place, monkeypatch):
-    command = [sys.executable, "-c", PROGRAM, str(place)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+    started = forked_python().popen(["-c", PROGRAM, str(place)], stdout=subprocess.PIPE, text=True)
+    with started as program:
         left = Path(program.stdout.readline().strip())
         monkeypatch.setattr(weights, "_ABANDONED_S", -1.0)
         other = place / "hardpoint-weights-of-nobody"

@@ -2,10 +2,12 @@
 
 import argparse
 import io
+import itertools
 import re
 import sys
 
 import pytest
+from support.searching import searches_long
 
 from hardpoint.builtin_plugins import commands as builtin_commands
 from hardpoint.cli import main
@@ -62,6 +64,18 @@ def options(name: str) -> list[str]:
     return named + SHARED if name == "config show" else named
 
 
+def tried(name: str) -> list[str]:
+    """Return wrong values for each option of a command, and for an argument.
+
+    With --all, these are all values, else two of them, other ones for each.
+    """
+    values = itertools.cycle(WRONG)
+    next(itertools.islice(values, len(name), len(name)), None)  # begins at another one
+    count = len(WRONG) if searches_long() else 2
+    prefixes = [*(f"{option}=" for option in options(name)), ""]
+    return [prefix + next(values) for prefix in prefixes for _ in range(count)]
+
+
 def test_every_command_is_here():
     assert {line.split()[0] for line in LINES} == {c.name for c in builtin_commands.cli_commands()}
 
@@ -72,10 +86,9 @@ def test_wrong_values_end_with_a_message(monkeypatch, capsys, name):
     monkeypatch.setattr("hardpoint.llm.LLM.from_resolved", lambda *a, **k: ScriptedGenerator())
     found = discover()  # 20 ms each time, which is not what is tested
     monkeypatch.setattr("hardpoint.command_plugins.discover", lambda foreign_groups: found)
-    values = [[f"{option}={value}"] for option in options(name) for value in WRONG]
-    for wrong in [*values, ["--no-such-option"], *([value] for value in WRONG)]:
+    for wrong in [*tried(name), "--no-such-option"]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-        given = [*name.split(), *LINES[name], *wrong]
+        given = [*name.split(), *LINES[name], wrong]
         code = main(given)
         out, err = capsys.readouterr()
         assert "Traceback" not in err, given

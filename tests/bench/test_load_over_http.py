@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import subprocess
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from support.fake_api_server import Answer, FakeServer, serving
+from support.waiting import PATIENCE_S
 
-from hardpoint.bench import RequestFields, Traffic
+from hardpoint.bench import RequestFields, Traffic, client
 from hardpoint.bench.answers import Document, EventReader, StreamAnswer, Timeline, message_of
 from hardpoint.bench.client import NOT_SENT, Outcome
 from hardpoint.bench.connection import Pool
@@ -23,6 +26,7 @@ from hardpoint.bench.server_facts import measure_costs
 from hardpoint.bench.target import Target
 from hardpoint.plugins import ConfigError
 from hardpoint.simulation import Lengths, Load, Objective, SyntheticLoad
+from hardpoint.testing import ScriptedClock
 
 ONE = Traffic(concurrency=1, warm_up=0)
 
@@ -50,6 +54,7 @@ def answered(answer: Answer, traffic=ONE, requests=1, **more) -> dict:
         return measured(server, traffic, requests, **more)
 
 
+@pytest.mark.timing
 def test_known_times_give_known_percentiles():
     # Ten streams at once; one of ten answers is slow to start.
     def choose(number, body):
@@ -71,22 +76,53 @@ def test_known_times_give_known_percentiles():
     assert 0.375 <= found["seconds"] < 1.5
 
 
+def streamed(first: float) -> Timeline:
+    """Return the timeline of an answer whose chunks arrive at known times."""
+    timeline = Timeline(sent=100.0)
+    answer = StreamAnswer(timeline)
+    answer.head(200, {"content-type": "text/event-stream"})
+    for number in range(5):
+        answer.body(b'data: {"choices": [{"text": "x"}]}\n\n', 100.0 + first + 0.02 * number)
+    end = b'data: {"choices": [{"finish_reason": "stop"}], "usage": {"completion_tokens": 5}}\n\n'
+    answer.body(end + b"data: [DONE]\n\n", 100.0 + first + 0.1)
+    answer.finish(101.0)
+    return timeline
+
+
+def test_times_of_arrival_give_percentiles():
+    timelines = [streamed(0.3 if number == 4 else 0.1) for number in range(10)]
+    made, curves = report([Outcome(timelines=timelines, start=99.9)], Objective())
+    found = msgspec.to_builtins(made)
+    assert (found["requests"], found["failed"], found["errors"]) == (10, 0, {})
+    assert found["ttft"]["p50"] == pytest.approx(0.1)
+    assert 0.28 <= found["ttft"]["p99"] < 0.3
+    assert found["itl"]["p50"] == pytest.approx(0.02)
+    assert found["tpot"]["p50"] == pytest.approx(0.02)
+    assert found["seconds"] == pytest.approx(0.5)
+    assert found["output_rate"] == pytest.approx(50 / 0.5)
+    assert len(curves["ttft"]) == 101
+    assert curves["ttft"][0] == pytest.approx(0.1)
+    assert curves["ttft"][-1] == pytest.approx(0.3)
+
+
 def test_the_objective_is_met_or_not():
     def choose(number, body):
-        return Answer(first=0.3 if number % 2 else 0.0)
+        return Answer(first=0.1 * number)
 
     with serving(FakeServer(choose)) as server:
-        found, curves = report(outcomes(server, ONE, 4), Objective(ttft=0.2))
+        sent = outcomes(server, ONE, 4)
+    times = sorted(one.first - one.sent for one in sent[0].timelines)
+    found, curves = report(sent, Objective(ttft=sum(times[1:3]) / 2))
     assert (found.goodput_share, found.finished) == (0.5, 4)
     assert found.goodput == pytest.approx(found.request_rate / 2)
     assert len(curves["ttft"]) == 101
-    assert curves["ttft"][0] < 0.2 < 0.3 <= curves["ttft"][-1]
+    assert (curves["ttft"][0], curves["ttft"][-1]) == pytest.approx((times[0], times[-1]))
+    assert times[-1] >= 0.3
 
 
 def test_chunks_of_several_tokens_are_reported():
-    found = answered(Answer(chunks=5, tokens=4, gap=0.04))
+    found = answered(Answer(chunks=5, tokens=4, gap=0.01))
     assert found["output_tokens"] == 20
-    assert 0.039 <= found["itl"]["p50"] < 0.15
     assert found["tpot"]["p50"] == pytest.approx(4 * found["itl"]["mean"] / 19)
     assert found["notes"] == ["A chunk has 4.00 tokens on average: ITL is the time between chunks."]
 
@@ -175,9 +211,11 @@ def test_a_request_that_lasts_too_long_is_an_error():
 
 
 def test_no_server_is_an_error():
-    with serving(FakeServer()) as server:
-        pass
-    assert measured(server)["errors"] == {"connection: ConnectionRefusedError": 1}
+    with socket.socket() as silent:  # it does not listen
+        silent.bind(("127.0.0.1", 0))
+        server = FakeServer(url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        found = measured(server)
+    assert found["errors"] == {"connection: ConnectionRefusedError": 1}
 
 
 def test_fast_refusals_do_not_flatter():
@@ -206,12 +244,12 @@ def test_a_stream_waits_for_retry_after():
     with serving(FakeServer(choose)) as server:
         found = measured(server, ONE, 2)
     assert (found["failed"], found["requests"]) == (1, 2)
-    assert 0.2 <= time.perf_counter() - start < 5
+    assert time.perf_counter() - start >= 0.2
 
 
 def test_warm_up_is_in_no_figure_and_connections_are_kept():
     def choose(number, body):
-        return Answer(first=0.2 if number < 3 else 0.0)
+        return Answer(chunks=9 if number < 3 else 4)
 
     with serving(FakeServer(choose)) as server:
         found = measured(server, Traffic(concurrency=3), 6)
@@ -219,7 +257,7 @@ def test_warm_up_is_in_no_figure_and_connections_are_kept():
         assert len(texts) == len(set(texts)) == 9
         assert server.connections == found["client"]["connections"] == 3
     assert found["requests"] == 6
-    assert found["ttft"]["p99"] < 0.2
+    assert found["output_tokens"] == 6 * 4
 
 
 def test_a_connection_that_the_server_closes_is_replaced():
@@ -229,17 +267,24 @@ def test_a_connection_that_the_server_closes_is_replaced():
     assert found["errors"] == {}
 
 
-def test_seconds_end_a_load():
-    traffic = Traffic(concurrency=2, seconds=0.2, warm_up=0)
+def test_seconds_end_a_load(monkeypatch):
+    traffic = Traffic(concurrency=1, seconds=2.5, warm_up=0)
     assert traffic.num_requests(Load()) is None
-    with serving(FakeServer(lambda number, body: Answer(first=0.05))) as server:
+    clock = ScriptedClock()
+    clocks = SimpleNamespace(perf_counter=clock, process_time=time.process_time)
+    monkeypatch.setattr(client, "time", clocks)
+
+    def choose(number, body):
+        clock.advance(1.0)
+        return Answer()
+
+    with serving(FakeServer(choose)) as server:
         run = LoadRun(
             Target.parse(server.url), {}, RequestFields(model="fake"), Costs(), Load(), traffic
         )
-        *_, sent = send_load(run)
-    found, _ = report(sent.outcomes, Objective())
-    assert 2 <= found.requests <= 10
-    assert found.failed == found.unfinished == 0
+        outcome = run_on_uvloop(run.client(Part(), [0, 0, 0]).run(lambda: None))
+    assert [one.error for one in outcome.timelines] == [""] * 3
+    assert outcome.unfinished == 0
 
 
 def test_arrivals_do_not_wait_for_answers():
@@ -247,7 +292,7 @@ def test_arrivals_do_not_wait_for_answers():
     at, _ = zip(*traffic.timed(range(25)), strict=True)
     found = answered(Answer(first=0.4), traffic, 25)
     assert found["requests"] == 25
-    assert found["seconds"] < at[-1] + 5
+    assert at[-1] <= found["seconds"] < 25 * 0.4
     assert found["client"]["connections"] > 5
 
 
@@ -256,7 +301,7 @@ def test_a_load_has_its_own_times():
     found = answered(Answer(), Traffic(warm_up=0), 20, fields=synthetic)
     *_, last = load(20, **synthetic).requests()[1]
     assert found["requests"] == 20
-    assert last.at <= found["seconds"] < last.at + 2
+    assert last.at <= found["seconds"]
 
 
 def test_turns_go_on_from_the_answers():
@@ -331,7 +376,7 @@ def test_the_client_reports_that_it_was_the_limit():
 def test_a_blocked_event_loop_is_noticed():
     class Blocking(list):
         def __setitem__(self, index, value):
-            time.sleep(0.05)
+            time.sleep(0.2)
             super().__setitem__(index, value)
 
     with serving(FakeServer()) as server:
@@ -346,16 +391,22 @@ def test_several_processes_share_a_load():
         traffic = Traffic(concurrency=4, processes=2, warm_up=0)
         found = outcomes(server, traffic, 10)
         asked = {body["messages"][0]["content"] for body in server.bodies}
-        turns = measured(server, traffic, 10, fields={"turns": 2.0})
     assert [len(outcome.timelines) for outcome in found] == [5, 5]
     assert len(asked) == 10
+
+
+@pytest.mark.nightly
+def test_several_processes_share_conversations():
+    with serving(FakeServer()) as server:
+        traffic = Traffic(concurrency=4, processes=2, warm_up=0)
+        turns = measured(server, traffic, 10, fields={"turns": 2.0})
     assert (turns["failed"], turns["requests"]) == (0, 10)
     assert turns["client"]["processes"] == 2
 
 
 def test_what_is_interrupted_is_in_no_figure():
     def choose(number, body):
-        return Answer(first=0.0 if number < 2 else 30.0)
+        return Answer(first=0.0 if number < 2 else 3600.0)
 
     with serving(FakeServer(choose)) as server:
         target = Target.parse(server.url)
@@ -367,7 +418,7 @@ def test_what_is_interrupted_is_in_no_figure():
             while len(server.bodies) < 3:
                 await asyncio.sleep(0.01)
             counters[-1] = 1
-            return await asyncio.wait_for(sending, 5)
+            return await asyncio.wait_for(sending, PATIENCE_S)
 
         outcome = run_on_uvloop(stop_after_two())
     assert (len(outcome.timelines), outcome.unfinished) == (2, 1)

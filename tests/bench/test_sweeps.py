@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.fake_api_server import Answer, FakeServer, serving
+from support.waiting import wait_until
 
-from hardpoint.bench import sweep, sweeping
+from hardpoint.bench import server_process, sweep, sweeping
 from hardpoint.bench.server_process import ServerStart, running_server
 from hardpoint.plugins import ConfigError, HardpointError
+from hardpoint.testing import ScriptedClock
 
 LOAD = {"synthetic": {"prompt": {"median": 9}, "output": {"median": 4}}, "limit": 4}
 
@@ -86,7 +89,7 @@ def test_an_interrupt_ends_the_sweep_and_its_point_is_measured_again(tmp_path):
     def choose(number, body):
         if number == 3:
             threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
-        return Answer(first=30.0 if number >= 3 else 0.0)
+        return Answer(first=3600.0 if number >= 3 else 0.0)
 
     with serving(FakeServer(choose)) as server:
         found = list(sweep(plan(server, {"concurrency": 1}), output=output))
@@ -139,7 +142,7 @@ def test_what_is_wrong_is_named(tmp_path):
         list(sweep(plan(fake), output=tmp_path / "none" / "x.json"))
 
 
-def test_a_server_that_ends_early_is_reported_with_its_error(tmp_path):
+def test_a_server_that_ends_early_is_reported_with_its_error(tmp_path, monkeypatch):
     program = tmp_path / "python"
     lines = ["#!/bin/sh", "echo 'a remark'", 'echo "hardpoint: error: no $6"', "exit 2"]
     program.write_text("\n".join(lines))
@@ -155,7 +158,15 @@ def test_a_server_that_ends_early_is_reported_with_its_error(tmp_path):
         running_server(start, python=str(program)),
     ):
         pass
-    program.write_text("#!/bin/sh\necho 'hello there'\nexec sleep 60")
+    wrote, clock = tmp_path / "wrote", ScriptedClock()
+    program.write_text(f"#!/bin/sh\necho 'hello there'\ntouch {wrote}\nexec sleep 60")
+
+    def sleep(seconds):
+        wait_until(wrote.exists)
+        clock.advance(1.0)
+
+    clocks = SimpleNamespace(monotonic=clock, perf_counter=clock, sleep=sleep)
+    monkeypatch.setattr(server_process, "time", clocks)
     slow = ServerStart(seconds=0.5)
     message = r"^the server is not ready after 0.5 s: hello there$"
     with pytest.raises(HardpointError, match=message), running_server(slow, python=str(program)):

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import sys
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import soak
@@ -21,6 +23,7 @@ from hardpoint.bench.client import send
 from hardpoint.bench.connection import Pool
 from hardpoint.bench.processes import run_on_uvloop
 from hardpoint.bench.target import Target
+from hardpoint.testing import ScriptedClock
 
 IDLE = """
 # HELP hardpoint:num_requests_running Requests that run.
@@ -42,10 +45,18 @@ def answer(number: int, body: dict, running: int) -> Answer:
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs the soak briefly on a fake server; returns the exit code, the output and the figures."""
+    """Runs the soak briefly on a fake server; returns the exit code, the output and the figures.
+
+    Its time passes when it is read: the load is about 100 requests, on each machine.
+    """
+    clock = ScriptedClock(tick=0.002)
+    passing = SimpleNamespace(
+        monotonic=clock, process_time=time.process_time, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(soak, "time", passing)
     monkeypatch.setattr(soak, "_REST_S", 2.0)
     monkeypatch.setattr(soak, "_REST_PERIOD_S", 0.05)
-    monkeypatch.setattr(soak, "_IDLE_S", 0.05)
+    monkeypatch.setattr(soak, "_IDLE_S", 0.01)
     monkeypatch.setattr(soak, "_IDLE_PERIOD_S", 0.02)
     monkeypatch.setattr(soak, "_QUESTIONS", 9)
     monkeypatch.setattr(disconnects, "_HALF_CLOSED_S", 0.05)
@@ -82,7 +93,7 @@ def test_nothing_is_left(run):
     assert found["different"] == 0
     assert found["requests"] > 0
     assert found["ttft"]["p50"] > 0
-    assert found["before"]["descriptors"] == found["after"]["descriptors"]
+    assert found["before"]["descriptors"] >= found["after"]["descriptors"]
 
 
 def test_wrong_answers_are_noticed(run):
@@ -155,7 +166,7 @@ def test_what_a_process_holds():
 
 def test_cpu_time_of_a_process():
     start = cpu_seconds(os.getpid())
-    wait_until(lambda: sum(range(100_000)) and cpu_seconds(os.getpid()) > start + 0.02, 5, "CPU")
+    wait_until(lambda: sum(range(100_000)) and cpu_seconds(os.getpid()) > start + 0.02, what="CPU")
 
 
 def test_samples_of_one_name_are_added():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from support.driving import FINAL
 from support.fault_cases import run_all
 
 from hardpoint import RequestError, SamplingParams, plugins
+from hardpoint.boundary import activity, guard
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
 from hardpoint.builtin_plugins.logits.truncation import MinP
 from hardpoint.builtin_plugins.sampler import DefaultSampler
 from hardpoint.builtin_plugins.scheduling import DefaultScheduler
+from hardpoint.core.worker.sampling import processor_runner
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.testing import scripted_engine
@@ -175,12 +178,15 @@ def test_an_interrupt_of_the_user_passes(kind, method, scripted, monkeypatch):
 
 
 def test_a_slow_built_in_is_counted_as_a_stranger_is(scripted, monkeypatch):
-    found = []
+    found, now = [], [0.0]  # only what is slow takes time
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    for module in (activity, guard, processor_runner):
+        monkeypatch.setattr(module, "time", clock)
     for built_in in (False, True):
         apply = MinP.apply
 
         def slow(self, logits, rows, apply=apply):
-            time.sleep(SECONDS)
+            now[0] += SECONDS
             return apply(self, logits, rows)
 
         with monkeypatch.context() as patch:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support.builtins.kv_events_harness import clients, publishers
 from support.builtins.model_harness import load_model, open_loader
 
+from hardpoint.builtin_plugins.grammars.schemas import errors
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.models.llama import Llama
 from hardpoint.plugins import Model
@@ -18,6 +20,20 @@ from hardpoint.plugins import Model
 def _no_grad() -> Iterator[None]:
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _whole_errors() -> Iterator[None]:
+    """Let the part of a schema that an error is in be searched for however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(errors, "_MAX_SECONDS", 600.0)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Let random tensors without a generator of their own be the same in every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
@@ -32,6 +48,24 @@ def open_publisher():
     """Builds publishers of KV events from options; all are closed, and must leave no thread."""
     with publishers() as build:
         yield build
+
+
+@pytest.fixture
+def free_port() -> Iterator[Callable[..., int]]:
+    """Returns ports that nothing else gets before the test ends: a socket is bound to each."""
+    bound = []
+
+    def free_port(family: socket.AddressFamily = socket.AF_INET, host: str = "127.0.0.1") -> int:
+        bound.append(socket.socket(family))
+        # With it, another socket may listen there, but is not given the port by itself.
+        bound[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound[-1].bind((host, 0))
+        port: int = bound[-1].getsockname()[1]
+        return port
+
+    yield free_port
+    for one in bound:
+        one.close()
 
 
 @pytest.fixture(scope="session")

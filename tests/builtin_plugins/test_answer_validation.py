@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hardpoint.builtin_plugins.grammars import validation
 from hardpoint.builtin_plugins.grammars.validation import validation_error
 
 HOSTILE = [
@@ -41,7 +42,7 @@ def test_a_hostile_schema_cannot_be_validated(schema, answer, reason):
     found = validation_error(schema, answer)
     assert found.startswith("the answer cannot be validated: ")
     assert re.search(reason, found)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 60
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,10 @@ def test_answers_are_validated(schema, answer, error):
     assert found is None if error is None else error in found
 
 
-def test_many_items_are_validated_in_time():
+def test_many_items_are_validated_in_time(monkeypatch):
+    # Comparing each with all others takes longer even on a fast machine.
+    monkeypatch.setattr(validation, "_VALIDATION_SECONDS", 2.5)
     objects = json.dumps([{"a": number} for number in range(4000)])
     assert validation_error({"uniqueItems": True}, objects) is None
     numbers = list(range(20_000))
-    assert validation_error({"items": {"enum": numbers}}, json.dumps(numbers[:1000])) is None
+    assert validation_error({"items": {"enum": numbers}}, json.dumps(numbers[-1000:])) is None

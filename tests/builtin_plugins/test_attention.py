@@ -75,7 +75,7 @@ def run(spec: KVSpec, steps, *, block_size: int, dtype=torch.float32, tolerance=
         assert (got.float() - expected).abs().max() < tolerance, counts
 
 
-@examples(60)
+@examples(8)
 @given(
     heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3)]),
     block_size=st.sampled_from([1, 4, 16]),
@@ -270,7 +270,7 @@ def test_a_single_chunk_after_a_prefix_stays_causal() -> None:
     tables.check([([1, 2, 3, 4, 5], 12, 5), ([1, 2, 3, 6], 12, 1)], 1e-5)
 
 
-@examples(30)
+@examples(8)
 @given(data=st.data())
 def test_any_tables_that_share_blocks_equal_naive_attention(data) -> None:
     tables = Tables(KVSpec(4, 2, 8, 0.3, data.draw(st.sampled_from([None, 9, 30]))), block_size=2)

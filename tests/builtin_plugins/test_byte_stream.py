@@ -68,7 +68,7 @@ TEXT = st.text(max_size=4)
 ANY_IDS = st.lists(st.integers(0, NUM_TOKENS - 1), max_size=6)
 
 
-@examples(400)
+@examples(8)
 @given(parts=st.lists(TEXT | ANY_IDS, max_size=8), cut=st.integers(0, 40), special=st.booleans())
 def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
     """Cut anywhere, also in the middle of a character."""
@@ -87,7 +87,7 @@ def test_whatever_comes_joins_to_the_whole(bytewise, parts, cut, special):
     assert output.pop(finished=True).text == whole
 
 
-@examples(200)
+@examples(8)
 @given(text=st.text(min_size=1, max_size=6), cut=st.integers(0, 20))
 def test_a_prompt_may_end_anywhere(bytewise, text, cut):
     ids = [*bytewise.encode("before "), *bytewise.encode(text)]

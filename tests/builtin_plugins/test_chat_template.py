@@ -22,7 +22,15 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[ChatRenderer]:
-    made = ChatRenderer(seconds=1.0, max_characters=100_000)
+    made = ChatRenderer(seconds=60.0, max_characters=100_000)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hasty() -> Iterator[ChatRenderer]:
+    """One with little time, for what would take any amount of it."""
+    made = ChatRenderer(seconds=0.2, max_characters=100_000)
     yield made
     made.close()
 
@@ -34,14 +42,25 @@ def text(renderer: ChatRenderer, template: str, messages: object = HELLO) -> str
 
 LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}"
 END = "{% endfor %}{% endfor %}"
-TIME_OR_MEMORY = r"it takes more than 1 s \(the option template_seconds .*\) or too much memory"
+TIME_OR_MEMORY = r"it takes more than 0.2 s \(the option template_seconds .*\) or too much memory"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(LOOP + END, TIME_OR_MEMORY), ("{{ 7 ** (10 ** 9) }}", TIME_OR_MEMORY)],
+)
+def test_what_takes_a_template_long_is_refused(template, message, hasty):
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match=message):
+        text(hasty, template)
+    assert time.perf_counter() - start < 60
+    hasty._process._seconds = 60.0  # for the process that comes next
+    assert text(hasty, "{{ messages[0].content }}{{ bos_token }}") == "hello<s>"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (LOOP + END, TIME_OR_MEMORY),
-        ("{{ 7 ** (10 ** 9) }}", TIME_OR_MEMORY),
         (LOOP + "text" + END, r"its text is longer than 100000 characters \(template_characters\)"),
         ("{{ 'a' * 10 ** 9 }}", "it needs too much memory"),
         ("{{ '%1000000000d' % 1 }}", "it needs too much memory"),
@@ -59,10 +78,8 @@ TIME_OR_MEMORY = r"it takes more than 1 s \(the option template_seconds .*\) or 
     ],
 )
 def test_what_a_template_may_not_take_is_refused(template, message, renderer):
-    start = time.perf_counter()
     with pytest.raises(RequestError, match=message):
         text(renderer, template)
-    assert time.perf_counter() - start < 5
     assert text(renderer, "{{ messages[0].content }}{{ bos_token }}") == "hello<s>"
 
 
@@ -123,7 +140,7 @@ def test_threads_wait_and_a_fork_has_its_own_process(renderer):
 STOPPED = """
 import os, signal
 from hardpoint.builtin_plugins.tokenizer.chat_template import ChatRenderer
-renderer = ChatRenderer(5.0, 1000)
+renderer = ChatRenderer(60.0, 1000)
 renderer.render([{"role": "user", "content": "x"}], "x", add_generation_prompt=False, variables={})
 os.kill(renderer._process.pid, signal.SIGSTOP)
 print(renderer._process.pid, flush=True)
@@ -133,9 +150,9 @@ os._exit(0)
 
 def test_a_process_that_is_stopped_ends_with_its_parent():
     done = subprocess.run(
-        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True
     )
-    wait_until(lambda: not alive(int(done.stdout)), 5, "the end of the process")
+    wait_until(lambda: not alive(int(done.stdout)), what="the end of the process")
 
 
 def test_calls_have_the_form_that_a_template_wants(renderer):

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.communicator_rank import join
+from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.communicators.shared_memory import SharedMemoryCommunicator
 from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
 from hardpoint.errors import CommunicationAbortedError
 from hardpoint.plugins import ModelError
 from hardpoint.plugins.parallel import CommunicatorContext, Placement
+from hardpoint.system import rank_store
 from hardpoint.system.rank_store import served_store
 
 
-def store():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+@pytest.fixture
+def store(free_port):
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("where", ["a folder", "a store", "a store that nobody serves"])
 @pytest.mark.parametrize("cls", [SharedMemoryCommunicator, TorchCommunicator])
-def test_an_abort_ends_the_waiting_for_a_rank_that_does_not_come(cls, where, tmp_path):
-    placement = Placement(hosts=("", ""), store=store())
+def test_an_abort_ends_the_waiting_for_a_rank_that_does_not_come(cls, where, tmp_path, store):
+    placement = Placement(hosts=("", ""), store=store)
     if where == "a folder":
         placement = Placement(hosts=("", ""), folder=str(tmp_path))
     reasons = []
@@ -38,7 +40,7 @@ def test_an_abort_ends_the_waiting_for_a_rank_that_does_not_come(cls, where, tmp
         size=2,
         device=torch.device("cpu"),
         placement=placement,
-        timeout_seconds=30.0,
+        timeout_seconds=300.0,
         abort_reason=lambda: reasons[0] if reasons else None,
     )
     threading.Timer(0.1, reasons.append, ["rank 1 has ended"]).start()
@@ -49,19 +51,24 @@ def test_an_abort_ends_the_waiting_for_a_rank_that_does_not_come(cls, where, tmp
         served_store(served, placement),
     ):
         cls(context)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60
 
 
-def test_what_keeps_rank_0_away_is_reported_to_the_ranks_of_other_hosts():
+def test_what_keeps_rank_0_away_is_reported_to_the_ranks_of_other_hosts(store, monkeypatch):
     placement = Placement(
-        hosts=("left", "right"), addresses=("192.0.2.1", "127.0.0.1"), store=store()
+        hosts=("left", "right"), addresses=("192.0.2.1", "127.0.0.1"), store=store
     )
     errors = {}
+
+    def wait_for_the_other(_seconds):
+        wait_until(lambda: 1 in errors)
 
     def meet(rank):
         with pytest.raises(ModelError) as raised, served_store(rank, placement):
             join(rank, placement)
         errors[rank] = str(raised.value)
+
+    monkeypatch.setattr(rank_store, "time", SimpleNamespace(sleep=wait_for_the_other))
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for thread in threads:

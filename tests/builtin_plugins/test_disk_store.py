@@ -12,6 +12,7 @@ import xxhash
 from support.builtins.disk_harness import (
     SLOT,
     block,
+    descriptors,
     has,
     keep,
     kept,
@@ -19,8 +20,10 @@ from support.builtins.disk_harness import (
     open_disk,
     size_for,
 )
+from support.kv_stores import scripted_clock
 
 from hardpoint.builtin_plugins.kv_stores.disk_files import FileLocks
+from hardpoint.testing import ScriptedClock
 
 STORES = "hardpoint.builtin_plugins.kv_stores"
 
@@ -28,6 +31,11 @@ STORES = "hardpoint.builtin_plugins.kv_stores"
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "kv"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> ScriptedClock:
+    return scripted_clock(monkeypatch, "kv_stores.disk")
 
 
 def test_blocks_survive_the_store(path: Path) -> None:
@@ -104,7 +112,7 @@ def test_threads_of_several_stores_get_what_was_stored(path: Path) -> None:
 
     def use(seed: int) -> None:
         generator = random.Random(seed)
-        for _turn in range(300):
+        for _turn in range(100):
             store, number = generator.choice(stores), generator.randrange(40)
             if generator.random() < 0.5:
                 keep(store, number)
@@ -182,8 +190,7 @@ def test_slabs_that_fit_together_are_kept(path: Path) -> None:
     assert found == [0, 14, 0, 14, 14]
 
 
-def test_slabs_that_are_in_use_share_the_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{STORES}.disk._RETRY_SECONDS", 0.05)
+def test_slabs_that_are_in_use_share_the_room(path: Path, clock: ScriptedClock) -> None:
     size, faults, numbers = size_for(128), list[str](), range(130)
     stores = [open_disk(path, 128, faults, sizes) for sizes in OTHERS[:3]]
     for store, sizes in zip(stores, OTHERS[:3], strict=True):
@@ -199,7 +206,7 @@ def test_slabs_that_are_in_use_share_the_room(path: Path, monkeypatch: pytest.Mo
         for text in faults
     )
     stores[0].close()
-    time.sleep(0.06)
+    clock.advance(30.1)
     fill(stores[1], OTHERS[1], range(130, 200))
     assert stores[1].used_bytes / 8192 > 50, "what is not in use makes room"
     assert allocated(path) <= size * 1.1
@@ -208,9 +215,8 @@ def test_slabs_that_are_in_use_share_the_room(path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_slab_waits_with_growing_while_another_is_opened(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock
 ) -> None:
-    monkeypatch.setattr(f"{STORES}.disk._BUSY_SECONDS", 0.05)
     monkeypatch.setattr(f"{STORES}.disk_slab._GROW_SECONDS", 0.01)
     faults: list[str] = []
     store = open_disk(path, faults=faults)
@@ -220,7 +226,7 @@ def test_a_slab_waits_with_growing_while_another_is_opened(
     assert keep(store, 2), "in the place of the first one"
     assert kept(store, range(4)) == [2]
     locks.close()
-    time.sleep(0.06)
+    clock.advance(1.1)
     assert keep(store, 3)
     assert kept(store, range(4)) == [2, 3]
     assert faults == []
@@ -257,9 +263,8 @@ def test_another_size_keeps_the_blocks_that_fit(path: Path, blocks: int) -> None
 
 
 def test_a_full_disk_stops_saving_until_there_is_room(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock
 ) -> None:
-    monkeypatch.setattr(f"{STORES}.disk._RETRY_SECONDS", 0.05)
     monkeypatch.setattr(f"{STORES}.disk_slab._GROWTH", 2 * SLOT)
     allocate, is_full, tries = os.posix_fallocate, True, []
 
@@ -274,13 +279,13 @@ def test_a_full_disk_stops_saving_until_there_is_room(
     monkeypatch.setattr("os.posix_fallocate", allocate_unless_full)
     assert not any(keep(store, number) for number in range(20))
     assert len(tries) == 1
-    time.sleep(0.06)
+    clock.advance(30.1)
     assert not keep(store, 1)
     assert len(tries) == 2
     fault = "plugin.disk.path: it has no room for more than 0 blocks: [Errno 28] No space left"
     assert [text[: len(fault)] for text in faults] == [fault]
     is_full = False
-    time.sleep(0.06)
+    clock.advance(30.1)
     assert keep(store, 1)
     assert keep(store, 2)
     is_full = True
@@ -291,9 +296,8 @@ def test_a_full_disk_stops_saving_until_there_is_room(
 
 
 def test_no_room_for_a_block_itself_pauses_saving(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock
 ) -> None:
-    monkeypatch.setattr(f"{STORES}.disk._RETRY_SECONDS", 0.05)
     faults: list[str] = []
     store = open_disk(path, 4, faults)
     assert keep(store, 1)
@@ -309,7 +313,7 @@ def test_no_room_for_a_block_itself_pauses_saving(
     assert faults == ["plugin.disk.path: no block is saved: [Errno 122] Disk quota exceeded"]
     assert kept(store, range(10)) == [1]
     monkeypatch.setattr("os.pwritev", write)
-    time.sleep(0.06)
+    clock.advance(30.1)
     assert all(keep(store, number) for number in range(2, 5))
     assert kept(store, range(10)) == [1, 2, 3, 4]
     store.close()
@@ -486,13 +490,13 @@ def test_a_slot_that_is_still_written_is_not_given_away(
     def write_late(slab: Slab, slot: int, parts: object) -> None:
         if threading.current_thread() is thread:
             started.set()
-            assert may_write.wait(10)
+            assert may_write.wait(60)
         write(slab, slot, parts)
 
     monkeypatch.setattr(Slab, "write", write_late)
     thread = threading.Thread(target=keep, args=(late, 1))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     for number in range(10, 40):
         assert keep(other if number % 2 else late, number)
     assert len(kept(other, range(10, 40))) == 3, "the fourth slot is being written"
@@ -541,7 +545,7 @@ def test_two_that_store_a_block_at_once_keep_it_once(
 
 
 def test_another_process_that_keeps_the_index_is_not_waited_for_long(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock
 ) -> None:
     monkeypatch.setattr(f"{STORES}.disk._BUSY_SECONDS", 0.05)
     faults: list[str] = []
@@ -553,10 +557,10 @@ def test_another_process_that_keeps_the_index_is_not_waited_for_long(
         began = time.monotonic()
         assert not keep(store, 2)
         assert not keep(store, 3)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 30
         assert kept(store, range(4)) == [1]
     assert faults == ["plugin.disk.path: no block is saved: another process keeps the index locked"]
-    time.sleep(0.06)
+    clock.advance(0.06)
     assert keep(store, 2)
     store.close()
     other.close()
@@ -571,24 +575,24 @@ def test_close_leaves_the_files_to_a_call_that_still_runs(
 
     def read_late(*args: object) -> int:
         started.set()
-        assert may_read.wait(10)
+        assert may_read.wait(60)
         return read(*args)
 
     monkeypatch.setattr("os.preadv", read_late)
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(has(store, 1)))
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     store.close()
-    assert len(os.listdir("/proc/self/fd")) == before, "no number of a file is given away"
+    assert descriptors() >= before, "no number of a file is given away"
     assert not has(store, 1)
     assert not keep(store, 2)
     assert store.lookup([key(1)]) == [False]
     may_read.set()
     thread.join()
     assert found == [True]
-    assert len(os.listdir("/proc/self/fd")) < before
+    assert not descriptors() >= before
     store.close()
 
 
@@ -608,6 +612,7 @@ def test_drain_lets_the_disk_have_the_blocks_before_the_index(
     assert synced == ["slab"]
 
 
+@pytest.mark.timing
 def test_lookups_are_fast(path: Path) -> None:
     store = open_disk(path, 1024)
     for number in range(256):

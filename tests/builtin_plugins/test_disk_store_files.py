@@ -5,11 +5,20 @@ import random
 import shutil
 import stat
 import struct
-import time
 from pathlib import Path
 
 import pytest
-from support.builtins.disk_harness import SLOT, has, keep, kept, key, open_disk, size_for
+from support.builtins.disk_harness import (
+    SLOT,
+    descriptors,
+    has,
+    keep,
+    kept,
+    key,
+    open_disk,
+    size_for,
+)
+from support.kv_stores import scripted_clock
 
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.plugins import ConfigError
@@ -34,10 +43,10 @@ def filled(path: Path) -> Path:
 
 def refused(path: Path, **options: object) -> str:
     """Open a store, which is refused; return the message."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(ConfigError) as caught:
         open_disk(path, **options)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
     return str(caught.value)
 
 
@@ -174,45 +183,47 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hardpoint.builtin_plugins.kv_stores.disk._RETRY_SECONDS", 0.05)
     monkeypatch.setattr("os.posix_fallocate", fail)
 
 
 def test_a_disk_that_is_full_at_start_saves_nothing_until_there_is_room(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = scripted_clock(monkeypatch, "kv_stores.disk")
+    allocate = os.posix_fallocate
     fill_disk(monkeypatch)
     faults: list[str] = []
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     store = open_disk(path, faults=faults)
     assert faults == ["plugin.disk.path: no block is saved: [Errno 28] No space left on device"]
     assert not keep(store, 1)
     assert kept(store, [1]) == []
     assert store.used_bytes == 0
     store.drain()
-    time.sleep(0.06)
+    clock.advance(30.1)
     assert not keep(store, 1)
-    monkeypatch.undo()
+    monkeypatch.setattr("os.posix_fallocate", allocate)
     assert not keep(store, 1), "it tries only now and then"
-    time.sleep(0.06)
+    clock.advance(30.1)
     assert keep(store, 1)
     assert kept(store, [1]) == [1]
     assert len(faults) == 1
     store.close()
     assert not keep(store, 2)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
 
 
 def test_a_store_that_never_opened_can_be_closed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = scripted_clock(monkeypatch, "kv_stores.disk")
     fill_disk(monkeypatch)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     store = open_disk(path)
     store.close()
-    time.sleep(0.06)
+    clock.advance(30.1)
     assert not keep(store, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize(("blocks", "left"), [(100, 8), (4, 4)])

@@ -13,11 +13,11 @@ def run_kills(*arguments: object) -> None:
     run(*command, cwd=ROOT / "tests")
 
 
-@pytest.mark.parametrize("step", [83, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [127, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_process_may_be_killed_in_any_line(tmp_path: Path, step: int) -> None:
     run_kills("lines", tmp_path, step)
 
 
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(30, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seconds", [0.2, pytest.param(30, marks=pytest.mark.nightly)])
 def test_processes_that_share_a_path_are_killed(tmp_path: Path, seconds: float) -> None:
     run_kills("crowd", tmp_path / "kv", seconds)

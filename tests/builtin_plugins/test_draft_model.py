@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.driving import FINAL
 from support.parallel import write_random_model
+from support.searching import kit_examples
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.speculators.draft_model import DraftModel
@@ -53,6 +54,7 @@ class LastTokens:
 class TestDraftModel(SpeculatorSuite):
     speculator = DraftModel
     options = {"model": "scripted"}
+    examples = kit_examples(0.2)
     budget_us_per_request = None  # it takes what the model takes
 
     def context(self):

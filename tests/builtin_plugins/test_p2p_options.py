@@ -9,7 +9,7 @@ import stat
 
 import pytest
 import zmq
-from support.builtins.peers import BLOCK, Peers, block, holds, key, peer_context
+from support.builtins.peers import BLOCK, PATIENT, Peers, block, holds, key, peer_context
 
 from hardpoint.builtin_plugins.kv_stores import p2p_addresses
 from hardpoint.builtin_plugins.kv_stores.p2p import PeerToPeerStore
@@ -32,17 +32,13 @@ def key_file(folder, content=SECRET, mode=0o600, name="key"):
     return str(file)
 
 
-def free_port(family=socket.AF_INET, host="127.0.0.1"):
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
 def has_ipv6():
     try:
-        return bool(free_port(socket.AF_INET6, "::1"))
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
     except OSError:
         return False
+    return True
 
 
 class TestAddresses:
@@ -84,6 +80,7 @@ class TestAddresses:
                 options = {
                     "listen": f"ipc://{tmp_path}/s/{name}{{rank}}",
                     "peers": {one: f"ipc://{tmp_path}/s/{one}{{rank}}" for one in "ab"},
+                    **PATIENT,
                 }
                 context = peer_context(name, options, world_size=2, rank=rank)
                 stores[name, rank] = PeerToPeerStore(context)
@@ -299,20 +296,23 @@ class TestKeys:
 
 
 @pytest.fixture
-def tcp(tmp_path):
+def tcp(tmp_path, free_port):
     """Three engines with keys, of which a and b know each other."""
     pairs = {name: zmq.curve_keypair() for name in "abc"}
-    ports = {name: free_port() for name in "abc"}
-    opened = []
+    opened, ports = [], {}
 
-    def open_store(name, knows="ab", secret_of=None, host="127.0.0.1"):
+    def open_store(name, secret_of=None, host="127.0.0.1", **options):
+        if not ports:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            ports.update({one: free_port(family, host.strip("[]")) for one in "abc"})
         file = key_file(tmp_path, pairs[secret_of or name][1].decode(), name=f"key-{name}")
         options = {
             "listen": f"tcp://{host}:{ports[name]}",
             "peers": {one: f"tcp://{host}:{ports[one]}" for one in "ab" if one != name},
-            "public_keys": {one: pairs[one][0].decode() for one in knows},
+            "public_keys": {one: pairs[one][0].decode() for one in "ab"},
             "secret_key_file": file,
-            "connect_seconds": 0.4,
+            **PATIENT,
+            **options,
         }
         opened.append(PeerToPeerStore(peer_context(name, options)))
         return opened[-1]
@@ -327,9 +327,9 @@ class TestOverTcp:
         a, b = tcp("a"), tcp("b")
         a.store(key(1), block(4))
         assert b.lookup([key(1)]) == [True]
-        a.offer(key(2), block(5), 10.0)
+        a.offer(key(2), block(5), 60.0)
         buffer = block()
-        assert b.fetch("a", key(2), buffer, 2.0)
+        assert b.fetch("a", key(2), buffer, 60.0)
         assert holds(buffer, 5)
 
     @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
@@ -339,14 +339,14 @@ class TestOverTcp:
         assert b.lookup([key(1)]) == [True]
 
     def test_a_key_that_is_not_known_gets_nothing(self, tcp):
-        a, c = tcp("a"), tcp("c")
+        a, c = tcp("a"), tcp("c", connect_seconds=0.4)
         a.store(key(1), block(4))
-        a.offer(key(2), block(4), 10.0)
+        a.offer(key(2), block(4), 60.0)
         assert c.lookup([key(1)]) == [False]
         assert not c.fetch("a", key(2), block(), 0.4)
 
     def test_a_listener_in_the_place_of_a_peer_receives_nothing(self, tcp):
-        impostor, b = tcp("a", secret_of="c"), tcp("b")
+        impostor, b = tcp("a", secret_of="c"), tcp("b", connect_seconds=0.4)
         impostor.store(key(1), block(4))
         assert b.lookup([key(1)]) == [False]
 
@@ -359,7 +359,7 @@ class TestOverTcp:
             assert not plain.poll(300, zmq.POLLOUT)
 
     def test_a_port_that_is_taken_is_refused(self, tcp):
-        a = tcp("a")
+        a = tcp("a", connect_seconds=0.4)
         with pytest.raises(ConfigError, match=r"\.listen: cannot listen at 'tcp:.*in use"):
             tcp("a")
         assert a.lookup([key(1)]) == [False]

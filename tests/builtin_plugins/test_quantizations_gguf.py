@@ -9,10 +9,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.builtins.checkpoint_harness import KINDS, SCALES, random_model, write_gguf
 from support.builtins.model_harness import Runner, load_model, open_loader, scheme
+from support.searching import examples
 
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
 from hardpoint.builtin_plugins.loaders.gguf_file import open_gguf
@@ -43,7 +44,7 @@ def stored(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> QuantizedWeight
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@examples(8)
 @given(rows=st.integers(0, 5), count=st.integers(1, 3), seed=st.integers(0, 2**32))
 def test_any_bytes_are_read_as_the_library_does(name, rows, count, seed) -> None:
     check_bytes(name, rows, count, seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,9 @@ from pathlib import Path
 import pytest
 from redis.exceptions import InvalidResponse, RedisError
 from support.kv_stores import SIZES, block_of, found, keep, key_of, loaded, open_store, room
+from support.processes import run
 from support.redis_servers import FakeRedis, seconds_of
+from support.waiting import wait_until
 
 from hardpoint import LLM, ConfigError, SamplingParams
 from hardpoint.builtin_plugins.kv_stores.redis import RedisStore
@@ -36,7 +37,7 @@ def opened():
     stores = []
 
     def opened(server, *, faults=None, sizes=SIZES, **options) -> RedisStore:
-        options = {"url": server.url, "timeout_seconds": 0.15} | options
+        options = {"url": server.url, "timeout_seconds": 60} | options
         context = {} if faults is None else {"report_fault": faults.append}
         stores.append(open_store(RedisStore, sizes=sizes, context=context, **options))
         return stores[-1]
@@ -62,7 +63,7 @@ def test_blocks_come_back_as_they_were(server, opened):
 
 def test_large_blocks_come_back(server, opened):
     sizes = (128, *[300_001] * 15)
-    store = opened(server, sizes=sizes, timeout_seconds=10)
+    store = opened(server, sizes=sizes, timeout_seconds=60)
     assert store.store(key_of(1), block_of(1, sizes)) is True
     assert loaded(store, 1, sizes)
 
@@ -100,7 +101,7 @@ def test_lookups_ask_for_many_keys_at_once(server, opened):
 
 
 def test_one_connection_serves_calls_one_after_another_and_each_thread_has_its_own(server, opened):
-    store = opened(server, timeout_seconds=10)
+    store = opened(server, timeout_seconds=60)
     for number in range(20):
         keep(store, number)
     assert server.connections == 1
@@ -108,7 +109,7 @@ def test_one_connection_serves_calls_one_after_another_and_each_thread_has_its_o
 
     def answer(command):
         if command[0] == b"GET":
-            meeting.wait(10)
+            meeting.wait(60)
 
     server.answer = answer
     threads = [threading.Thread(target=loaded, args=(store, n)) for n in range(4)]
@@ -214,14 +215,14 @@ def test_other_errors_of_storing_are_faults(server, opened):
 
 
 def test_a_silent_server_costs_the_time_limit_and_no_more(server, opened):
-    store = opened(server)
-    keep(store, 1)
+    keep(opened(server), 1)
+    store = opened(server, timeout_seconds=0.15)
     server.answer = lambda command: b""
     for call in (lambda: loaded(store, 1), lambda: found(store, 1), lambda: keep(store, 2)):
         began = time.monotonic()
         with pytest.raises(RedisError, match=r"no answer in 0\.15 s"):
             call()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 30.0
 
 
 def test_connections_come_back_after_a_restart(server, opened):
@@ -394,19 +395,16 @@ def test_closing_while_a_thread_waits_ends_its_connection(server, opened):
     def answer(command):
         if command[0] == b"GET":
             asked.set()
-            go_on.wait(5)
+            go_on.wait(60)
 
     server.answer = answer
     thread = threading.Thread(target=loaded, args=(store, 1))
     thread.start()
-    assert asked.wait(5)
-    assert seconds_of(store.close) < 0.2
+    assert asked.wait(60)
+    assert seconds_of(store.close) < 30
     go_on.set()
-    thread.join(5)
-    deadline = time.monotonic() + 5
-    while server.open and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not server.open
+    thread.join(60)
+    wait_until(lambda: not server.open)
 
 
 def test_without_the_library_the_error_names_what_to_install(monkeypatch, scripted):
@@ -417,12 +415,12 @@ def test_without_the_library_the_error_names_what_to_install(monkeypatch, script
         LLM(str(scripted), config=config)
 
 
-def test_hardpoint_does_not_import_the_library():
+def test_hardpoint_does_not_import_the_library(tmp_path):
     program = (
         "import sys, hardpoint, hardpoint.builtin_plugins.kv_stores.redis as module\n"
         "sys.exit('redis' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    run(sys.executable, "-c", program, cwd=tmp_path)
 
 
 def test_an_engine_gives_the_same_tokens_from_the_server(server, scripted):

@@ -123,7 +123,7 @@ class TestGreedy:
 
 
 class TestRepeatable:
-    @examples(25)
+    @examples(8)
     @given(
         rows=st.integers(1, 12),
         vocab=st.integers(1, 3000),

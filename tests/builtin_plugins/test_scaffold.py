@@ -19,6 +19,7 @@ from hardpoint.cli import main
 from hardpoint.errors import HardpointError, RequestError
 from hardpoint.registry.kinds import KINDS
 
+SOME = ("hooks", "logits_processors", "scheduling_policies")
 QUICK = (
     "activation_taps",
     "adapter_resolvers",
@@ -133,8 +134,11 @@ def test_their_readmes_enable_them(tmp_path):
     assert len(printed.split()) == len(KINDS)
 
 
-def test_their_own_tests_pass(tmp_path):
-    path = write_packages(tmp_path, QUICK)
+@pytest.mark.parametrize(
+    "kinds", [SOME, pytest.param(QUICK, marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_their_own_tests_pass(kinds, tmp_path):
+    path = write_packages(tmp_path, kinds)
     command = (
         sys.executable,
         "-m",

@@ -120,7 +120,7 @@ def test_results_that_come_late_give_the_same_tokens(depth, policy, blocks):
     assert (sim.scheduler.stats().num_preemptions > 0) == (blocks == 7)
 
 
-@examples(40)
+@examples(8)
 @given(
     st.lists(st.tuples(st.integers(1, 15), st.integers(1, 9)), min_size=1, max_size=5),
     st.integers(1, 3),

@@ -125,7 +125,7 @@ def test_rejected_drafts_leave_nothing_in_the_prefix_cache():
     assert sim.step().new_requests[0].num_computed_tokens == 4
 
 
-@examples(40)
+@examples(8)
 @given(st.lists(st.integers(0, 4), min_size=1), st.lists(st.booleans(), min_size=1), st.booleans())
 def test_tokens_are_the_same_with_any_drafts_accepted_or_not(counts, right, tight):
     sim = Simulator(

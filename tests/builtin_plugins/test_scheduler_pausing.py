@@ -147,7 +147,7 @@ class TestPausedNew:
         assert sim.records[-1].admission_stopped.waiting_for is WaitingFor.PAUSED
 
 
-@examples(60)
+@examples(8)
 @given(
     states=st.lists(st.sampled_from([NEW, ALL, NONE]), min_size=1, max_size=12),
     steps=st.lists(st.integers(0, 3), min_size=1, max_size=12),

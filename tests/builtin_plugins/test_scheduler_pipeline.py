@@ -90,7 +90,7 @@ def test_the_reason_of_a_request_that_leaves_its_turn_to_others():
 
 
 @given(seed=st.integers(0, 1 << 30), depth=st.integers(2, 4))
-@examples(60)
+@examples(8)
 def test_tokens_do_not_depend_on_the_number_of_batches(seed, depth):
     def tokens(depth):
         rng = random.Random(seed)

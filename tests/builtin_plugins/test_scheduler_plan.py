@@ -100,7 +100,7 @@ JOBS = st.lists(
 )
 
 
-@examples(60)
+@examples(8)
 @given(
     JOBS,
     st.integers(7, 20),

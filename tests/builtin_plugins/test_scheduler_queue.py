@@ -11,6 +11,7 @@ from support.builtins.scheduler_harness import (
     admitted,
     make_policy,
 )
+from support.searching import searches_long
 
 from hardpoint.builtin_plugins.scheduling.live_request import LiveRequest
 from hardpoint.builtin_plugins.scheduling.waiting_queue import WaitingQueue
@@ -110,10 +111,10 @@ def work_of_steps(waiting, monkeypatch):
     return sim.policy.calls - calls, len(touched), sim.cache.stats().requests - lookups
 
 
-def test_a_hundred_thousand_waiting_requests_add_no_work_to_a_step(monkeypatch):
+def test_many_waiting_requests_add_no_work_to_a_step(monkeypatch):
     few = work_of_steps(10, monkeypatch)
     assert few[0] == few[2] == 4  # two requests were admitted twice
-    assert work_of_steps(100_000, monkeypatch) == few
+    assert work_of_steps(100_000 if searches_long() else 5_000, monkeypatch) == few
 
 
 class Shuffled(SchedulingPolicy):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from support.builtins.scheduler_harness import Simulator
+from support.searching import searches_long
 
 from hardpoint.errors import ConfigError
 from hardpoint.plugins import StepCost, WaitingFor
@@ -166,7 +167,8 @@ def random_schedule(rng, milliseconds, cost, **settings):
 @pytest.mark.parametrize("part", range(4))
 def test_tokens_are_the_same_for_every_limit_in_two_hundred_schedules(part):
     differing = 0
-    for seed in range(50 * part, 50 * part + 50):
+    seeds = range(50 * part, 50 * part + 50)[: None if searches_long() else 15]
+    for seed in seeds:
         rng = random.Random(seed)
         settings = {
             "blocks": rng.choice([48, 256]),
@@ -181,4 +183,4 @@ def test_tokens_are_the_same_for_every_limit_in_two_hundred_schedules(part):
         ]
         assert all(run[:2] == runs[0][:2] for run in runs), seed
         differing += any(run[2] != runs[0][2] for run in runs)
-    assert differing > 25  # the limits matter
+    assert differing > len(seeds) / 2  # the limits matter

@@ -18,8 +18,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kv_stores import scripted_clock
 from support.searching import examples
 from support.shared_memory import our_shared_memory
+from support.waiting import wait_until
 from torch import distributed
 
 from hardpoint.builtin_plugins.communicators.auto import AutoCommunicator
@@ -57,7 +59,7 @@ def context_of(rank, size, folder, options=OPTIONS, **more):
         "group": "tensor-0",
         "device": torch.device("cpu"),
         "placement": Placement(hosts=("here",) * size, folder=str(folder)),
-        "timeout_seconds": 20.0,
+        "timeout_seconds": 120.0,
     }
     return CommunicatorContext(rank=rank, size=size, **(fields | more))
 
@@ -149,7 +151,7 @@ def same(a, b):
     )
 
 
-@examples(40)
+@examples(8)
 @given(
     size=st.integers(2, 4),
     chunk=st.sampled_from([CHUNK, LARGE.chunk_bytes]),
@@ -229,7 +231,7 @@ def run_call(communicator, call):
     return into
 
 
-@examples(25)
+@examples(8)
 @given(data=st.data(), size=st.sampled_from([2, 4]) | st.just(3))
 def test_any_sequence_of_calls(groups, data, size):
     group = groups[size, CHUNK]
@@ -321,10 +323,10 @@ def test_wrong_tensors_and_ranks_are_named(connect):
 )
 def test_abort_wakes_all_with_its_reason(connect, call):
     group = connect(3)
-    threading.Timer(0.2, group[2].abort, ("worker 7 failed",)).start()
+    threading.Timer(0.1, group[2].abort, ("worker 7 failed",)).start()
     began = time.monotonic()
     results = in_ranks(2, lambda rank: call(group[rank]))
-    assert time.monotonic() - began < 0.8
+    assert time.monotonic() - began < 60
     for result in results:
         assert isinstance(result, CommunicationAbortedError)
         assert str(result).endswith("in group 'tensor-0': worker 7 failed")
@@ -335,10 +337,10 @@ def test_abort_wakes_all_with_its_reason(connect, call):
 
 def test_waiting_uses_no_processor_time(connect):
     group = connect(2)
-    used = time.process_time()
+    used = time.thread_time()
     threading.Timer(0.5, group[1].all_reduce, (torch.ones(5),)).start()
     assert group[0].all_reduce(torch.ones(5)).tolist() == [2.0] * 5
-    assert time.process_time() - used < 0.03
+    assert time.thread_time() - used < 0.1  # of this thread alone, which waits for 0.5 s
 
 
 def run_process(rank, size, folder, ends):
@@ -372,9 +374,9 @@ def test_a_killed_rank_ends_the_calls_of_the_others(tmp_path, size):
     began = time.monotonic()
     os.kill(children[-1].pid, signal.SIGKILL)
     for ours, _ in pipes[:-1]:
-        assert ours.poll(5)
+        assert ours.poll(60)
         assert f"rank {size - 1} (process {children[-1].pid}) has ended" in ours.recv()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60
     for child in children:
         child.join()
 
@@ -382,17 +384,18 @@ def test_a_killed_rank_ends_the_calls_of_the_others(tmp_path, size):
 def leftovers():
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in maps if "memfd:hardpoint" in line]
-    return os.listdir("/proc/self/fd"), mapped, our_shared_memory(), threading.active_count()
+    files = os.listdir("/proc/self/fd")
+    return {*files, *mapped, *our_shared_memory(), *threading.enumerate()}
 
 
 def test_nothing_is_left(connect):
     before = leftovers()
     group = connect(3)
-    assert leftovers() != before
+    assert not leftovers() <= before
     in_ranks(3, lambda rank: group[rank].all_reduce(torch.zeros(1)))
     for each in group + group:  # twice
         each.close()
-    assert leftovers() == before
+    assert leftovers() <= before
     group[0].abort("too late")
     with pytest.raises(CommunicationAbortedError, match="it is closed"):
         group[0].all_reduce(torch.zeros(1))
@@ -418,7 +421,7 @@ def test_groups_that_cannot_share_memory_are_refused_in_all_ranks(connect, monke
     assert "HARDPOINT_KERNELS is off" in errors_of(connect(2, group="off"))
     monkeypatch.undo()
     cpu.load.cache_clear()
-    assert leftovers() == before
+    assert leftovers() <= before
 
 
 def test_a_failure_of_one_rank_is_that_of_all(connect, monkeypatch):
@@ -437,20 +440,27 @@ def test_a_failure_of_one_rank_is_that_of_all(connect, monkeypatch):
     error = errors_of(connect(40, too_large, group="too-large"))
     assert "rank 0: a group of 40 ranks needs" in error
     assert "bytes of shared memory, which cannot be had" in error
-    assert leftovers() == before
+    assert leftovers() <= before
 
 
-def test_ranks_that_do_not_come_are_named(tmp_path):
+def test_ranks_that_do_not_come_are_named(tmp_path, monkeypatch):
     before = leftovers()
 
     def come(rank):
-        return SharedMemoryCommunicator(context_of(rank * 2, 4, tmp_path, timeout_seconds=0.3))
+        return SharedMemoryCommunicator(context_of(rank * 2, 4, tmp_path, timeout_seconds=20.0))
 
-    began = time.monotonic()
-    error = errors_of(in_ranks(2, come))
-    assert time.monotonic() - began < 1
-    assert f"rank 1, rank 3 did not come to {tmp_path} within 0.3 s" in error
-    assert leftovers() == before
+    def both_are_there():
+        return len(list(tmp_path.iterdir())) >= 2
+
+    clock = scripted_clock(monkeypatch, "communicators.meeting")
+    with ThreadPoolExecutor(1) as pool:
+        errors = pool.submit(in_ranks, 2, come)
+        wait_until(both_are_there)
+        assert not errors.done()
+        clock.advance(20.1)
+        error = errors_of(errors.result(60))
+    assert f"rank 1, rank 3 did not come to {tmp_path} within 20 s" in error
+    assert leftovers() <= before
 
 
 def test_ranks_of_one_host_meet_at_the_store_of_several(connect):
@@ -461,7 +471,7 @@ def test_ranks_of_one_host_meet_at_the_store_of_several(connect):
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
     )
     group = connect(2, placement=Placement(hosts=("a", "a"), store=f"127.0.0.1:{port}"))
@@ -470,11 +480,13 @@ def test_ranks_of_one_host_meet_at_the_store_of_several(connect):
     del store
 
 
-def auto(rank, folder, **more):
+def auto(rank, folder, created=None, **more):
     """Return the choice by default."""
     classes = {"shared_memory": SharedMemoryCommunicator, "torch": TorchCommunicator}
 
     def create(name):
+        if created is not None:
+            created.append(name)
         options = classes[name].Options()
         return classes[name](context_of(rank, 2, folder, options, name=name, **more))
 
@@ -506,7 +518,7 @@ def test_auto_takes_shared_memory_else_torch_and_reports_why(tmp_path, monkeypat
 
 
 def test_auto_does_not_wait_twice_for_a_rank(tmp_path):
-    began = time.monotonic()
+    created = []
     with pytest.raises(ModelError, match=r"rank 1 did not come to .* within 0\.2 s"):
-        auto(0, tmp_path, timeout_seconds=0.2)
-    assert time.monotonic() - began < 0.6
+        auto(0, tmp_path, created, timeout_seconds=0.2)
+    assert created == ["shared_memory"]

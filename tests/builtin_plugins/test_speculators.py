@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.speculators.ngram import NGram, NGramIndex
 from hardpoint.testing import SpeculatorSuite
 
+EXAMPLES = kit_examples(0.2)
+
 
 class TestNGram(SpeculatorSuite):
     speculator = NGram
+    examples = EXAMPLES
 
 
 class TestNGramOfOne(SpeculatorSuite):
     speculator = NGram
+    examples = EXAMPLES
     options = {"shortest": 1, "longest": 3}
 
 

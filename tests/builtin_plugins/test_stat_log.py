@@ -147,7 +147,10 @@ def test_no_time_is_no_division_by_zero(log):
 @pytest.mark.parametrize("where", [True, False], ids=["here", "own process"])
 def test_an_engine_that_closes_logs_its_last_line(scripted, caplog, where):
     caplog.set_level(logging.INFO, "hardpoint")
-    extra = {"stats": {"sinks": ["log"]}, "engine": {"in_process": where}}
+    extra = {
+        "stats": {"sinks": ["log"], "interval_seconds": 600.0},
+        "engine": {"in_process": where},
+    }
     with LLM(config=scripted_config(scripted, extra)) as llm:
         llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=20))
     (line,) = [message for message in caplog.messages if "tokens/s" in message]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import Future
 
 import pytest
 from support.builtins.kv_store_fakes import ScriptedStore
+from support.kv_stores import scripted_clock
 from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.kv_connectors.staging import HEADER_BYTES, Buffer, write_header
@@ -22,7 +22,7 @@ SIZES = (HEADER_BYTES, *LAYERS)
 class Guarded:
     """A tier, its store, and the faults that it reported."""
 
-    def __init__(self, name="memory", timeout=5.0, failures=3, seconds=60.0):
+    def __init__(self, name="memory", timeout=60.0, failures=3, seconds=60.0):
         self.store = ScriptedStore(SIZES, name)
         self.faults = []
         breaker = CircuitBreaker(failures, seconds)
@@ -66,6 +66,11 @@ def empty():
 
 def contents(buffer):
     return [set(layer.tolist()) for layer in buffer.layers]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return scripted_clock(monkeypatch, "kv_connectors.tiers")
 
 
 # One store
@@ -190,31 +195,31 @@ def test_blocks_without_room_are_counted():
 # Time
 
 
-def test_a_call_that_takes_too_long_has_failed():
-    one = Guarded(timeout=0.01)
+def test_a_call_that_takes_too_long_has_failed(clock):
+    one = Guarded(timeout=10.0)
 
     def load(key, buffer):
-        time.sleep(0.02)
+        clock.advance(10.1)
         return MemoryStore.load(one.store, key, buffer)
 
     one.tier.keep(KEY, block().views)
     one.store.instead["load"] = load
     assert not one.tier.load(KEY, empty().views)
-    assert "more than 0.01 s" in one.faults[0][1]
+    assert "load() took 10.1 s, more than 10 s" in one.faults[0][1]
 
 
-def test_while_a_call_does_not_return_no_other_is_made():
-    one, hold = Guarded(timeout=0.02, failures=100), threading.Event()
-    one.store.instead["load"] = lambda *_: hold.wait(20.0)
+def test_while_a_call_does_not_return_no_other_is_made(clock):
+    one, hold = Guarded(timeout=10.0, failures=100), threading.Event()
+    one.store.instead["load"] = lambda *_: hold.wait(60.0)
     thread = threading.Thread(target=one.tier.load, args=(KEY, empty().views))
     thread.start()
     wait_until(lambda: one.store.calls)
-    time.sleep(0.03)
+    clock.advance(10.1)
     one.store.calls.clear()
     assert one.tier.lookup([KEY]) == [False]
     assert not one.tier.keep(KEY, block().views)
     assert one.store.calls == []
-    assert "a call has not returned for 0.02 s" in one.faults[0][1]
+    assert "a call has not returned for 10 s" in one.faults[0][1]
     hold.set()
     thread.join()
     assert one.tier.keep(KEY, block().views)
@@ -275,8 +280,8 @@ def test_a_store_gets_only_so_many_buffers_that_it_does_not_give_back():
 # The circuit breaker
 
 
-def test_breaker():
-    breaker = CircuitBreaker(2, 0.05)
+def test_breaker(clock):
+    breaker = CircuitBreaker(2, 10.0)
     assert breaker.allows("load")
     assert not breaker.failed("load")
     breaker.succeeded("load")
@@ -285,7 +290,7 @@ def test_breaker():
     assert breaker.failed("load")
     assert not breaker.allows("load")
     assert not breaker.failed("load")  # it was reported already
-    time.sleep(0.06)
+    clock.advance(10.1)
     assert breaker.allows("load")
     assert not breaker.allows("load")  # one call tries
     breaker.succeeded("load")
@@ -308,8 +313,8 @@ def fails_in(one, method):
 
 
 @pytest.mark.parametrize("method", ["lookup", "load", "store", "damage"])
-def test_a_store_that_keeps_failing_is_left_out_for_a_while(method):
-    one = Guarded(failures=3, seconds=0.2)
+def test_a_store_that_keeps_failing_is_left_out_for_a_while(method, clock):
+    one = Guarded(failures=3, seconds=10.0)
     for _ in range(3):
         assert not fails_in(one, method)
     assert "left out for a while" in one.faults[-1][1]
@@ -318,20 +323,20 @@ def test_a_store_that_keeps_failing_is_left_out_for_a_while(method):
     assert not one.tier.keep(KEY, block().views)
     assert one.tier.lookup([KEY]) == [False]
     assert len(one.store.calls) == count == 3
-    time.sleep(0.21)
+    clock.advance(10.1)
     assert one.tier.keep(KEY, block().views)
     assert one.tier.load(KEY, empty().views)
 
 
-def test_a_store_whose_loads_fail_is_left_out_though_its_lookups_work():
-    breaker = CircuitBreaker(2, 0.05)
+def test_a_store_whose_loads_fail_is_left_out_though_its_lookups_work(clock):
+    breaker = CircuitBreaker(2, 10.0)
     for _ in range(2):
         assert breaker.allows("lookup")
         breaker.succeeded("lookup")
         assert breaker.allows("load")
         breaker.failed("load")
     assert not breaker.allows("lookup")
-    time.sleep(0.06)
+    clock.advance(10.1)
     assert breaker.allows("lookup")
     breaker.succeeded("lookup")
     assert breaker.allows("lookup")  # what it finds has to be loaded for the store to come back
@@ -416,6 +421,7 @@ def test_a_damaged_block_is_loaded_from_the_next_store_and_repaired(two):
     assert near.tier.load(KEY, empty().views)
 
 
+@pytest.mark.usefixtures("clock")  # only the future is late
 @pytest.mark.parametrize("answer", ["late", "raises", "false", "true"])
 def test_what_a_store_writes_late_is_not_loaded(answer):
     """Into the memory that it got, after it has answered."""

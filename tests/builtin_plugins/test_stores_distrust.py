@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.kv_connectors.jobs import Jobs, Load, Save
 from hardpoint.builtin_plugins.kv_connectors.stores import StoresConnector
@@ -110,9 +111,6 @@ def test_without_a_kv_cache_all_loads_fail(half):
     half.get_finished(frozenset())
     assert half.load_errors() == {1}
     half.start_load_kv(Jobs(loads=[Load("asleep", [b"y"], [2])]))
-    for _ in range(100):
-        if "asleep" in half.get_finished(frozenset()).loaded:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: "asleep" in half.get_finished(frozenset()).loaded)
     assert half.load_errors() == {2}
     assert not cache.any()

@@ -87,7 +87,7 @@ extents = st.builds(
 )
 
 
-@examples(60)
+@examples(8)
 @given(steps, extents, st.sampled_from([2, 3, 8, 24]))
 def test_drafts_are_those_of_plain_counting(new_tree, steps, extent, depth):
     tree, texts, oldest = new_tree(depth), [], 0

@@ -104,7 +104,7 @@ marker = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 text = st.lists(st.integers(0, 3), max_size=30)
 
 
-@examples(400)
+@examples(8)
 @given(marker, marker, st.integers(0, 5), text, text)
 def test_agrees_with_a_scan_of_the_whole_history(start, end, budget, prompt, output):
     if start == end:
@@ -118,7 +118,7 @@ def test_agrees_with_a_scan_of_the_whole_history(start, end, budget, prompt, out
             request.accept(output[length])
 
 
-@examples(200)
+@examples(8)
 @given(marker, marker, st.integers(0, 5), text, text, st.data())
 def test_drafts_give_what_single_steps_give(start, end, budget, prompt, tokens, data):
     """Whatever is drafted and however much of it is accepted."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.driving import FINAL
 from support.internals import engine_of
+from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.executors import worker_thread
@@ -47,7 +48,7 @@ class TestThread:
             thread.submit(lambda i=i: seen.append((i, threading.get_ident())) or i)
             for i in range(50)
         ]
-        assert [future.result(9) for future in futures] == list(range(50))
+        assert [future.result(60) for future in futures] == list(range(50))
         assert [i for i, _ in seen] == list(range(50))
         (ident,) = {ident for _, ident in seen}
         assert ident != threading.get_ident()
@@ -58,8 +59,8 @@ class TestThread:
             raise error
 
         failed, after = thread.submit(fail), thread.submit(lambda: 1)
-        assert failed.exception(9) is error
-        assert after.result(9) == 1
+        assert failed.exception(60) is error
+        assert after.result(60) == 1
 
     @pytest.mark.parametrize("hands_out", [False, True])
     def test_a_result_waits_for_the_call_after_it_unless_that_hands_it_out(self, thread, hands_out):
@@ -69,15 +70,15 @@ class TestThread:
             if hands_out:
                 thread.hand_out()
             begun.set()
-            return end.wait(9)
+            return end.wait(60)
 
-        thread.submit(lambda: start.wait(9))
+        thread.submit(lambda: start.wait(60))
         first, second = thread.submit(lambda: 1), thread.submit(next_step)
         start.set()
-        assert begun.wait(9)
+        assert begun.wait(60)
         assert first.done() is hands_out
         end.set()
-        assert second.result(9)
+        assert second.result(60)
         assert first.result(0) == 1
 
     def test_it_keeps_nothing_of_a_call(self, thread):
@@ -86,26 +87,25 @@ class TestThread:
 
         plans = [Plan() for _ in range(3)]
         for plan in plans:
-            thread.submit(lambda plan=plan: plan).result(9)
+            thread.submit(lambda plan=plan: plan).result(60)
         del plan
-        found = [gc.get_referrers(plan) for plan in plans]
-        assert all(referrers == [plans] for referrers in found)
+        wait_until(lambda: all(found == [plans] for found in map(gc.get_referrers, plans)))
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
     def test_the_calls_of_one_that_has_died_fail(self, thread, monkeypatch):
-        ident = thread.submit(threading.get_ident).result(9)
+        ident = thread.submit(threading.get_ident).result(60)
         began, blocked = threading.Event(), threading.Event()
         running = thread.submit(lambda: began.set() or blocked.wait())
-        assert began.wait(9)
+        assert began.wait(60)
         # Between two calls, where what calls raise is not caught.
         monkeypatch.setattr(worker_thread, "_result", lambda *_: raise_in(ident))
         waiting = [thread.submit(lambda: 1) for _ in range(2)]
         blocked.set()
-        assert running.result(9)
-        assert until(lambda: not worker_threads(), 9)
+        assert running.result(60)
+        assert until(lambda: not worker_threads(), 60)
         for future in (*waiting, thread.submit(lambda: 2)):
             with pytest.raises(EngineDeadError, match="the thread of the worker has ended"):
-                future.result(9)
+                future.result(60)
         closed = []
         thread.close(lambda: closed.append(threading.get_ident()))
         assert closed == [threading.get_ident()]
@@ -116,17 +116,17 @@ class TestThread:
         thread.submit(blocked.wait)
         began = time.monotonic()
         thread.close(lambda: closed.append(1))
-        assert 0.2 < time.monotonic() - began < 5
+        assert 0.2 < time.monotonic() - began < 60
         assert "a call of the worker does not end" in caplog.text
         assert not closed
         blocked.set()
-        assert until(lambda: bool(closed) and not worker_threads(), 9)
+        assert until(lambda: bool(closed) and not worker_threads(), 60)
 
     def test_one_that_is_dropped_ends(self):
         thread = WorkerThread()
         assert worker_threads()
         del thread
-        assert not worker_threads()
+        wait_until(lambda: not worker_threads())
 
 
 def raise_in(ident):
@@ -167,7 +167,7 @@ def open_llm(scripted):
 
     assert not worker_threads()
     yield open_one
-    assert not worker_threads()
+    wait_until(lambda: not worker_threads())
 
 
 def test_without_planning_ahead_all_calls_are_in_the_callers_thread(open_llm):

@@ -8,12 +8,12 @@ from support.driving import alone, varied_jobs
 from hardpoint.testing import scripted_engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def jobs():
     return varied_jobs(24)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def expected(scripted, jobs):
     engine = scripted_engine(scripted)
     yield alone(engine, jobs)

@@ -8,10 +8,12 @@ import re
 import resource
 
 import pytest
+from support.cases import nightly_but
 from support.driving import FINAL, run, varied_jobs
 from support.internals import keeps_nothing, output_processor_of
 from support.plugins.bad_grammars import HELD
 from support.processes import ROOT
+from support.searching import searches_long
 from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
@@ -346,6 +348,10 @@ FAMILIES = {
 }
 
 
+LARGE = {"20 000 optional properties", "2000 allOf", "2 to the 40th of a terminal"}
+"""Descriptions that take a second each, and run with `--all`."""
+
+
 def described(field, sample):
     if field == "structural_tag":
         return {field: {"type": "structural_tag", "format": sample}}
@@ -354,7 +360,11 @@ def described(field, sample):
 
 @pytest.mark.parametrize("field", FAMILIES)
 def test_hostile_descriptions_work_or_are_refused_by_name(engine, expected, field):
-    samples = FAMILIES[field]
+    samples = {
+        name: sample
+        for name, sample in FAMILIES[field].items()
+        if searches_long() or name not in LARGE
+    }
     before = peak_mb()
     jobs = [
         (name, "hi there", params(described(field, sample)))
@@ -623,7 +633,7 @@ def test_a_scheduler_that_supports_no_grammars_refuses_their_requests(scripted, 
         engine.close()
 
 
-@pytest.mark.parametrize("how", ["empty", "mask", "advance"])
+@pytest.mark.parametrize("how", nightly_but(["empty", "mask", "advance"], "advance"))
 def test_a_draft_after_which_a_grammar_cannot_go_on_ends_no_request(scripted, how):
     """The same tokens and the same end as without drafts, of right drafts and of wrong ones."""
     prompt = [5, 6]

@@ -13,6 +13,7 @@ from support.adapters import lora, write_adapter, write_model
 from support.journal.files import of_other_torch, with_header
 from support.plugins.changing_parts import FIRST, Mark
 from support.process.harness import process_config
+from support.waiting import until
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
@@ -92,14 +93,14 @@ def test_requests_that_go_on_at_an_engine_that_is_started_again(
             await llm.set_plugins(enable=[Mark], options={"mark": {"mark": 2}})
             expected = await tokens_of(llm, "0 is")
             calls = [asyncio.ensure_future(tokens_of(llm, "0 is")) for _ in range(NUM_REQUESTS)]
-            while not await llm.live_requests():
+            while not all(call.done() for call in calls):
+                if any(one.num_output_tokens for one in await llm.live_requests()):
+                    break
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
             pid = llm.engines[-1].pid
             os.kill(pid, signal.SIGKILL)
             found = await asyncio.gather(*calls)
-            while llm.engines[-1].pid in (pid, None):
-                await asyncio.sleep(0.02)
+            await until(lambda: llm.engines[-1].pid not in (pid, None), "the other engine")
             marked = [
                 tokens_of(llm, f"{index} is", SHORT, tags={"marked": "yes"}) for index in range(4)
             ]
@@ -137,7 +138,7 @@ def let_read(monkeypatch, how):
     """Let workers read an adapter in some time, or before they are asked how far they are."""
 
     def load(*args):
-        time.sleep(0.1)
+        time.sleep(0.05)
         return load_adapter(*args)
 
     def begin(*args):
@@ -151,16 +152,31 @@ def let_read(monkeypatch, how):
     monkeypatch.setattr(Readings, "begin", _begin if how == "slow" else begin)
 
 
-@pytest.mark.parametrize("recorded", ["slow", "at once"])
-@pytest.mark.parametrize("own", ["slow", "at once"])
-def test_adapters(tmp_path, monkeypatch, recorded, own):
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The folders of a model and of three adapters."""
+    base = tmp_path_factory.mktemp("adapted")
+    model, folders = write_model(base / "model"), [base / name for name in "abc"]
+    for number, folder in enumerate(folders):
+        write_adapter(folder, model, size=0.4, r=2, seed=number)
+    return base / "model", folders
+
+
+@pytest.mark.parametrize(
+    ("own", "recorded"),
+    [
+        pytest.param("slow", "slow", marks=pytest.mark.nightly),
+        ("slow", "at once"),
+        ("at once", "slow"),
+        pytest.param("at once", "at once", marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters(adapted, tmp_path, monkeypatch, recorded, own):
     """Workers keep one of three: the others are read again for requests, and that one after sleep.
 
     A replay may have read an adapter before it had been when the journal was recorded, or after.
     """
-    model, folders = write_model(tmp_path / "model"), [tmp_path / name for name in "abc"]
-    for number, folder in enumerate(folders):
-        write_adapter(folder, model, size=0.4, r=2, seed=number)
+    model, folders = adapted
     config = {
         "engine": {"journal": str(tmp_path / "journal"), "in_process": True},
         "adapters": {"max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 4},
@@ -168,7 +184,7 @@ def test_adapters(tmp_path, monkeypatch, recorded, own):
     }
     prompts = [[3, 1, 4, 1, 5] * 4, [2, 7, 1, 8] * 6]
     let_read(monkeypatch, recorded)
-    with LLM(str(tmp_path / "model"), config=config, max_model_len=64) as llm:
+    with LLM(str(model), config=config, max_model_len=64) as llm:
         a, b, c = (lora(folder.name, number, folder) for number, folder in enumerate(folders, 1))
         runs = [llm.generate(prompts, SHORT, lora_request=one) for one in (None, a, b, c)]
         llm.sleep()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from support.journal.files import of_other_torch, records_of, with_header, write_records
 from support.journal.schedules import open_recorded
@@ -41,15 +43,23 @@ def record_until_it_raises(folder, path, **engine) -> None:
         opened.close()
 
 
-@pytest.fixture
-def faulty(scripted, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def faulty_ring(scripted, tmp_path_factory):
     """The ring of an engine whose last step failed; it has lost what was before a keyframe."""
-    path = tmp_path / "journal"
-    monkeypatch.setattr(Raising, "length", 450)
-    with pytest.raises(EngineDeadError):
-        record_until_it_raises(scripted, path, **RING)
+    path = tmp_path_factory.mktemp("faulty") / "journal"
+    with pytest.MonkeyPatch.context() as recording:
+        recording.setattr(Raising, "length", 450)
+        with pytest.raises(EngineDeadError):
+            record_until_it_raises(scripted, path, **RING)
     assert isinstance(records_of(path)[1], Keyframe)
     return path
+
+
+@pytest.fixture
+def faulty(faulty_ring, tmp_path, monkeypatch):
+    """A copy of the ring, and steps that fail where those of its engine did."""
+    monkeypatch.setattr(Raising, "length", 450)
+    return shutil.copy(faulty_ring, tmp_path / "journal")
 
 
 def last_part(path) -> None:
@@ -82,11 +92,11 @@ def test_a_fault_that_does_not_come_again_is_a_difference(faulty, monkeypatch):
     assert found.own == "none"
 
 
-@pytest.fixture
-def other_build(scripted, tmp_path, monkeypatch):
-    """A whole journal of another build."""
-    path = tmp_path / "journal"
-    with monkeypatch.context() as recording:
+@pytest.fixture(scope="module")
+def other_build(scripted, tmp_path_factory):
+    """A whole journal of another build; nobody writes to it."""
+    path = tmp_path_factory.mktemp("other") / "journal"
+    with pytest.MonkeyPatch.context() as recording:
         recording.setattr(Raising, "error", None)
         record_until_it_raises(scripted, path)
     with_header(path, of_other_torch)

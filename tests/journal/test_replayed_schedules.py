@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
 from support.driving import varied_jobs
 from support.journal.schedules import record
-from support.plugins.changing import Slow
+from support.plugins.changing import Pick, Slow
+from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, RequestOutputKind, SamplingParams
 from hardpoint.builtin_plugins.kv_connectors.planning import StoresScheduler
@@ -98,9 +100,29 @@ def test_engines_of_each_kind(scripted, tmp_path, settings, in_process):
     check_same(path, num_tokens)
 
 
-def change_and_generate(llm) -> None:
-    llm.set_plugins(enable=[Slow])
-    params = SamplingParams(max_tokens=6, ignore_eos=True, plugin_args={"slow": {"step": 2}})
+class Held(Pick):
+    """Is built once it may be."""
+
+    contract = 1
+    may_be_built = threading.Event()
+
+    def __init__(self, context) -> None:
+        super().__init__(context)
+        assert self.may_be_built.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def held():
+    """The event that lets `Held` be built; set at the end."""
+    Held.may_be_built.clear()
+    yield Held.may_be_built
+    Held.may_be_built.set()
+
+
+def change_and_generate(llm, plugin) -> None:
+    llm.set_plugins(enable=[plugin])
+    name = plugin.__name__.lower()
+    params = SamplingParams(max_tokens=6, ignore_eos=True, plugin_args={name: {"step": 2}})
     llm.generate("a", params)
 
 
@@ -115,16 +137,17 @@ def test_a_change_that_is_prepared_later_than_it_was(scripted, tmp_path, setting
     path = tmp_path / "journal"
     config = scripted_config(scripted, settings | {"engine": {"journal": str(path)}})
     with LLM(config=config) as llm:
-        change_and_generate(llm)
+        change_and_generate(llm, Slow)
     monkeypatch.setenv(Slow.variable, "0.7")
     check_same(path, 6)
 
 
-def test_a_change_that_is_not_prepared_in_time(scripted, tmp_path, monkeypatch):
+def test_a_change_that_is_not_prepared_in_time(scripted, tmp_path, monkeypatch, held):
     path = tmp_path / "journal"
+    held.set()
     with LLM(config=scripted_config(scripted, {"engine": {"journal": str(path)}})) as llm:
-        change_and_generate(llm)
-    monkeypatch.setenv(Slow.variable, "0.7")
+        change_and_generate(llm, Held)
+    held.clear()
     monkeypatch.setattr(run, "_PATIENCE_S", 0.2)
     difference = str(replay(path).difference)
     assert "error of the call 'live_change'" in difference
@@ -132,18 +155,20 @@ def test_a_change_that_is_not_prepared_in_time(scripted, tmp_path, monkeypatch):
     assert "worker 0" in difference
 
 
-@pytest.mark.parametrize("seconds", ["0", "0.5"])
-def test_a_change_that_was_given_up(scripted, tmp_path, monkeypatch, seconds):
+@pytest.mark.parametrize("is_sooner", [True, False])
+def test_a_change_that_was_given_up(scripted, tmp_path, held, is_sooner):
     """It is prepared sooner at the replay than it was, or later: it is given up all the same."""
     path = tmp_path / "journal"
     tables = {"engine": {"journal": str(path)}, "plugins": {"change_seconds": 0.2}}
-    monkeypatch.setenv(Slow.variable, "0.5")
     with LLM(config=scripted_config(scripted, tables)) as llm:
         with pytest.raises(HardpointError, match=r"not prepared within 0\.2 s"):
-            llm.set_plugins(enable=[Slow])
+            llm.set_plugins(enable=[Held])
+        held.set()
+        llm.set_plugins(config={"plugins.change_seconds": PATIENCE_S})  # the next one has time
         llm.set_policy("fair")
         llm.generate("a", SamplingParams(max_tokens=6, ignore_eos=True))
-    monkeypatch.setenv(Slow.variable, seconds)
+    if not is_sooner:
+        held.clear()
     check_same(path, 6)
 
 

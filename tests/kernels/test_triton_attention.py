@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import nightly_but
 from support.triton import kernel_device, kernel_examples
 
 from hardpoint.kernels.twins import PagedSequences, paged_attention
@@ -182,15 +183,18 @@ def test_any_step_equals_the_twin(
     "layer",
     [
         Layer(4, 2, 256, 16, dtype=torch.bfloat16, rotated=256),
-        Layer(71, 1, 64, 16),  # more query heads than a tile has rows
-        Layer(65, 1, 16, 16, 20, 2.0),
+        pytest.param(Layer(71, 1, 64, 16), marks=pytest.mark.nightly),
+        Layer(65, 1, 16, 16, 20, 2.0),  # more query heads than a tile has rows
     ],
 )
 def test_large_and_many_heads_equal_the_twin(layer) -> None:
     Step(layer, [(1, 20), (1, 1), (6, 30)]).check()
 
 
-@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (290, False), (290, True)])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    nightly_but([(None, False), (290, False), (290, True)], (290, True)),
+)
 def test_long_sequences_are_split(window, has_sinks, monkeypatch) -> None:
     monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
     monkeypatch.setattr(attention, "MOST_SPLITS", (16, 16))
@@ -199,7 +203,7 @@ def test_long_sequences_are_split(window, has_sinks, monkeypatch) -> None:
     Step(layer, [(1, 3), (1, 64), (1, 65), (1, 500), (1, 1100)]).check()
 
 
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("window", nightly_but([None, 150], 150))
 def test_what_others_do_changes_no_bit_of_a_single_query(window, monkeypatch) -> None:
     monkeypatch.setattr(attention, "LEAST_SPLIT", 64)
     layer = Layer(4, 2, 16, 16, window)
@@ -213,7 +217,7 @@ def test_what_others_do_changes_no_bit_of_a_single_query(window, monkeypatch) ->
     assert torch.equal(others.run()[0][0], alone.run()[0][0])
 
 
-@pytest.mark.parametrize(("programs", "listed"), [(1, 128), (6, 2)])
+@pytest.mark.parametrize(("programs", "listed"), nightly_but([(1, 128), (6, 2)], (6, 2)))
 def test_programs_take_turns(programs, listed, monkeypatch) -> None:
     """Fewer programs than splits: each takes several, and no bit differs."""
     monkeypatch.setattr(attention, "LEAST_SPLIT", 64)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from support.plugins.changing import Pick, Twice, token_of
+from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.errors import (
@@ -41,6 +44,26 @@ def opened(scripted):
 @pytest.fixture
 def llm(opened):
     return opened()
+
+
+class Waits(Pick):
+    """Is built once it may go on."""
+
+    contract = 1
+    begun, go = threading.Event(), threading.Event()
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.begun.set()
+        self.go.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def waits():
+    Waits.begun.clear()
+    Waits.go.clear()
+    yield Waits
+    Waits.go.set()
 
 
 def picked(llm, step=1, name="pick", tokens=4):
@@ -277,14 +300,18 @@ class TestUndo:
         expected = forced(0, tokens=6)
         assert run(engine) == {"old": expected, "new": expected, "more": expected}
 
-    def test_one_that_takes_too_long(self, opened):
-        llm = opened({"plugins": {"change_seconds": 0.2}})
-        with pytest.raises(HardpointError, match=r"not prepared within 0\.2 s .*by worker 0; noth"):
-            llm.set_plugins(enable=[f"{MODULE}:Hangs"])
+    def test_one_that_takes_too_long(self, opened, waits, monkeypatch):
+        llm = opened({"plugins": {"change_seconds": 7.5}})
+        clock = SimpleNamespace(monotonic=itertools.count(step=8).__next__)
+        with monkeypatch.context() as patch:
+            patch.setattr("hardpoint.live.driver.time", clock)
+            with pytest.raises(HardpointError, match=r"not prepared within 7\.5 s .*worker 0; no"):
+                llm.set_plugins(enable=[waits])
+        waits.go.set()
         llm.set_plugins(enable=[Pick])
         assert picked(llm) == forced(0)
 
-    def test_an_interrupt_undoes_it(self, llm, monkeypatch):
+    def test_an_interrupt_undoes_it(self, llm, waits, monkeypatch):
         """As of Ctrl-C, while the change is prepared: another one is possible afterwards."""
 
         def interrupted(seconds):
@@ -294,32 +321,20 @@ class TestUndo:
         clock = SimpleNamespace(sleep=interrupted)
         monkeypatch.setattr("hardpoint.core.frontend.llm_engine.time", clock)
         with pytest.raises(KeyboardInterrupt):
-            llm.set_plugins(enable=[f"{MODULE}:Hangs"])
+            llm.set_plugins(enable=[waits])
+        waits.go.set()
         llm.set_plugins(enable=[Pick])
         assert picked(llm) == forced(0)
 
-    def test_a_second_change_meanwhile_is_busy(self, llm):
-        failures = []
-
-        def change():
-            try:
-                llm.set_plugins(enable=[f"{MODULE}:Hangs"])
-            except HardpointError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=change)
-        thread.start()
-        refused = False
-        while thread.is_alive() and not refused:
-            try:
+    def test_a_second_change_meanwhile_is_busy(self, llm, waits):
+        with ThreadPoolExecutor() as pool:
+            change = pool.submit(llm.set_plugins, enable=[waits])
+            assert waits.begun.wait(PATIENCE_S)
+            with pytest.raises(BusyError, match="another live change is under way"):
                 llm.set_config({"scheduler.max_waiting": 9})
-            except BusyError as busy:
-                assert "another live change is under way" in str(busy)  # noqa: PT017
-                refused = True
-        assert refused
-        thread.join()
-        assert not failures
-        assert picked(llm, name="hangs") == forced(0)
+            waits.go.set()
+            change.result(PATIENCE_S)
+        assert picked(llm, name="waits") == forced(0)
 
 
 def run(engine):

@@ -31,7 +31,7 @@ STORES = {  # some calls of the first one fail; what was evicted comes back from
         "stores": [{"use": "support.plugins.kv_stores:HostileStore", "name": "hostile"}, "memory"]
     },
     "plugin": {
-        "stores": {"timeout_seconds": 0.5, "breaker_seconds": 0.1},
+        "stores": {"timeout_seconds": 20.0, "breaker_seconds": 0.1},
         "memory": {"size_bytes": 1 << 22},
         "hostile": {"ways": ["fail", "forget", "invent", "damage", "slow"], "share": 0.1},
     },
@@ -96,6 +96,7 @@ def test_llm_in_this_process(scripted, expected):
         assert llm.scheduler_stats().num_preemptions > 0  # else TIGHT would prove nothing
 
 
+@NIGHTLY
 def test_llm_with_stores(scripted, expected):
     with LLM(config=scripted_config(scripted, TIGHT | STORES)) as llm:
         for _ in range(2):
@@ -107,10 +108,12 @@ def test_llm_with_stores(scripted, expected):
 
 DRAFTED = [
     pytest.param(0.8, "engine", {}, id="most right"),
-    pytest.param(1.0, "worker", {}, id="all right, of the worker"),
-    pytest.param(0.0, "engine", {"kv_cache": {"prefix_caching": False}}, id="all wrong"),
+    pytest.param(1.0, "worker", {}, id="all right, of the worker", marks=NIGHTLY),
+    pytest.param(
+        *(0.0, "engine", {"kv_cache": {"prefix_caching": False}}), id="all wrong", marks=NIGHTLY
+    ),
     pytest.param(0.8, "worker", {"engine": {"in_process": False}}, id="an engine process"),
-    pytest.param(0.8, "engine", PIPELINE, id="pipeline 2"),
+    pytest.param(0.8, "engine", PIPELINE, id="pipeline 2", marks=NIGHTLY),
     pytest.param(0.8, "worker", PIPELINE, id="pipeline 2, of the worker", marks=NIGHTLY),
     pytest.param(0.8, "worker", BOTH, id="2 x 2", marks=NIGHTLY),
 ]
@@ -131,6 +134,7 @@ def test_drafts_change_nothing(scripted, expected, right, made_in, settings):
     assert stats.num_accepted_drafts == sum(stats.num_accepted_by_position)
 
 
+@NIGHTLY
 def test_llm_with_an_engine_process(scripted, expected):
     with LLM(config=process_config(scripted, TIGHT)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected
@@ -145,7 +149,7 @@ def test_llm_with_several_ranks(scripted, expected, ranks):
 
 
 @pytest.mark.parametrize("ranks", ANY_RANKS)
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [pytest.param(True, marks=NIGHTLY), False])
 def test_with_policies_that_change_and_requests_that_time_out(
     scripted, expected, in_process, ranks
 ):

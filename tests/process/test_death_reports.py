@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 from support.process.harness import hangs, process_config
+from support.waiting import until
 
 from hardpoint import AsyncLLM, RequestError, SamplingParams, plugins
 from hardpoint.errors import EngineDeadError
@@ -19,7 +19,7 @@ HERE = __name__
 
 
 class Exits(LogitsProcessor):
-    """Ends the process in the step in which all requests that it waits for are there."""
+    """Ends the process in the step after some tokens."""
 
     contract = 1
     phase = Phase.BIAS
@@ -31,7 +31,6 @@ class Exits(LogitsProcessor):
         for request, arguments in zip(rows.requests, rows.arguments(), strict=True):
             if len(request.output_token_ids) >= arguments.after:
                 os._exit(41)
-        time.sleep(0.01)
         return logits
 
 
@@ -54,10 +53,14 @@ def test_the_plugin_and_the_requests_of_the_step_are_named_and_it_is_quarantined
     )
 
     async def die(llm):
+        """All requests are there before the first step."""
+        await llm.pause("keep")
         bad = error_of(llm, "bad", plugin_args={"exits": {"after": 20}})
-        other = error_of(llm, "other")
-        waiting = error_of(llm, "waiting")
-        return await asyncio.gather(bad, other, waiting)
+        errors = asyncio.gather(bad, error_of(llm, "other"), error_of(llm, "waiting"))
+        while len(await llm.live_requests()) < 3:
+            await asyncio.sleep(0.01)
+        await llm.resume()
+        return await errors
 
     async def main():
         async with AsyncLLM(config=config, restart="on_failure") as llm:
@@ -96,8 +99,7 @@ def test_a_kill_from_outside_quarantines_no_plugin(scripted, tmp_path):
     async def die(llm, begun):
         stream = llm.generate("x", hangs(begun))
         next_ = asyncio.ensure_future(anext(stream))
-        while not begun.exists():
-            await asyncio.sleep(0.01)
+        await until(begun.exists, "the step")
         os.kill(llm.engine_pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError) as error:
             await next_

@@ -15,7 +15,7 @@ from support.process.harness import (
     Opened,
     Program,
     alive,
-    assert_fast,
+    assert_quick,
     drains,
     gone,
     hangs,
@@ -31,9 +31,10 @@ from support.waiting import HeldSteps
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.errors import EngineDeadError
-from hardpoint.system.process import process as child_process
+from hardpoint.system.process.process import ChildProcess
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+NIGHTLY = pytest.mark.nightly
 
 
 def test_engine_killed_under_32_requests_is_reported_at_once(opened, endless):
@@ -45,7 +46,7 @@ def test_engine_killed_under_32_requests_is_reported_at_once(opened, endless):
     killer.start()
     with pytest.raises(EngineDeadError, match=rf"process \(pid {pid}\) was killed by .*SIGKILL"):
         finals(llm)
-    assert_fast("engine killed, LLM notified", time.monotonic() - killed[0], 1)
+    assert_quick("engine killed, LLM notified", time.monotonic() - killed[0])
     with pytest.raises(EngineDeadError, match=rf"process \(pid {pid}\) was killed by .*SIGKILL"):
         llm.generate("x")
     llm.close()
@@ -69,7 +70,7 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
     threading.Thread(target=kill).start()
     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
         llm.scheduler_stats()
-    assert_fast("engine killed, utility call notified", time.monotonic() - killed[0], 10)
+    assert_quick("engine killed, utility call notified", time.monotonic() - killed[0])
     with pytest.raises(EngineDeadError):
         llm.plugin_meters()
 
@@ -91,9 +92,10 @@ def test_frontend_killed_ends_the_engine(endless, tmp_path):
         engine = program.next_value()
         assert alive(engine)
         os.kill(program.pid, signal.SIGKILL)
-        assert_fast("frontend killed, engine gone", gone(engine), 5)
+        assert_quick("frontend killed, engine gone", gone(engine))
 
 
+@NIGHTLY
 def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
     source = f"""
         import json
@@ -106,7 +108,7 @@ def test_frontend_that_ends_by_an_error_ends_the_engine(endless, tmp_path):
     with Program(source, folder=tmp_path, forked=True) as program:
         engine = program.next_value()
         assert program.popen.wait(60) == 7
-        assert_fast("frontend exited, engine gone", gone(engine), 10)
+        assert_quick("frontend exited, engine gone", gone(engine))
 
 
 LEAVING = """
@@ -116,7 +118,8 @@ LEAVING = """
         from support.process.harness import hangs, in_step, process_config, pid_of
         from hardpoint import LLM
         from support.process.slow_requests import SLOW, add, long
-        llm = LLM(config=process_config({model!r}, SLOW))
+        plugins = [*SLOW["plugins"]["enable"], "support.plugins.pacing:Hurried"]
+        llm = LLM(config=process_config({model!r}, {{"plugins": {{"enable": plugins}}}}))
         add(llm, 1, {params})
         print(json.dumps([pid_of(llm), os.listdir(tempfile.tempdir)]), flush=True)
         {end}
@@ -126,12 +129,11 @@ LEAVING = """
 @pytest.mark.parametrize(
     ("end", "params"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", "long()"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "long()"),
-        ("os._exit(3)", "long()"),
-        ("in_step(Path('begun')); os._exit(3)", "hangs(Path('begun'))"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", "long()", id="sigterm", marks=NIGHTLY),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "long()", id="sigkill"),
+        pytest.param("os._exit(3)", "long()", id="exit", marks=NIGHTLY),
+        pytest.param("in_step(Path('begun')); os._exit(3)", "hangs(Path('begun'))", id="hanging"),
     ],
-    ids=["sigterm", "sigkill", "exit", "hanging"],
 )
 def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, end, params):
     sockets = tmp_path / "sockets"
@@ -148,9 +150,16 @@ def test_a_frontend_that_cannot_clean_up_leaves_no_sockets(endless, tmp_path, en
 # SIGTERM and SIGINT
 
 DRAINING = SLOW | {"engine": {"drain_seconds": 60.0}}
-BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+BOTH = pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="term"),
+        pytest.param(signal.SIGINT, id="int", marks=NIGHTLY),
+    ],
+)
 
 
+@NIGHTLY
 def test_sigterm_lets_requests_finish_within_the_limit(opened, endless, tmp_path):
     llm = opened(endless, DRAINING)
     pid = pid_of(llm)
@@ -159,7 +168,7 @@ def test_sigterm_lets_requests_finish_within_the_limit(opened, endless, tmp_path
     os.kill(pid, signal.SIGTERM)
     held.let_go()
     assert finals(llm) == ["length"] * 4
-    assert_fast("drained engine gone", gone(pid), 10)
+    assert_quick("drained engine gone", gone(pid))
 
 
 def test_while_it_drains_new_requests_and_calls_are_refused(opened, endless, tmp_path):
@@ -191,14 +200,16 @@ def test_the_drain_limit_is_enforced(opened, endless):
     assert finals(llm) == ["abort"] * 4
     seconds = time.monotonic() - began
     assert seconds > 0.4
-    assert_fast("drain of 0.5 s ended", seconds, 10)
+    assert_quick("drain of 0.5 s ended", seconds)
     gone(pid)
 
 
 @pytest.mark.parametrize(
     ("number", "second"),
-    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
-    ids=["twice", "both"],
+    [
+        pytest.param(signal.SIGTERM, signal.SIGTERM, id="twice", marks=NIGHTLY),
+        pytest.param(signal.SIGINT, signal.SIGTERM, id="both"),
+    ],
 )
 def test_a_second_signal_ends_the_drain_at_once(opened, endless, number, second):
     llm = opened(endless, DRAINING)
@@ -212,7 +223,7 @@ def test_a_second_signal_ends_the_drain_at_once(opened, endless, number, second)
     os.kill(pid, second)
     assert finals(llm) == ["abort"] * 4
     gone(pid)
-    assert_fast("second signal, engine gone", time.monotonic() - began, 10)
+    assert_quick("second signal, engine gone", time.monotonic() - began)
 
 
 @BOTH
@@ -224,7 +235,7 @@ def test_a_signal_without_a_drain_aborts(opened, endless, number):
     os.kill(pid, number)
     assert finals(llm) == ["abort"] * 4
     gone(pid)
-    assert_fast("signal, engine gone", time.monotonic() - began, 10)
+    assert_quick("signal, engine gone", time.monotonic() - began)
 
 
 @BOTH
@@ -232,13 +243,14 @@ def test_an_idle_engine_receives_a_signal_and_its_end_is_reported(opened, endles
     llm = opened(endless)
     pid = pid_of(llm)
     os.kill(pid, number)
-    assert_fast("idle engine gone", gone(pid), 10)
+    assert_quick("idle engine gone", gone(pid))
     with pytest.raises(
         EngineDeadError, match=r"exited with code 0|cannot be reached|is shutting down"
     ):
         llm.generate("x", GREEDY)
 
 
+@NIGHTLY
 def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
     """SIGINT to the foreground group: the program catches it and its engine still serves."""
     source = f"""
@@ -261,12 +273,20 @@ def test_ctrl_c_in_the_terminal_is_the_programs_own(endless, tmp_path):
 
 # Nothing remains
 
+USED = pytest.mark.usefixtures("used")
 
+
+@pytest.fixture(scope="module")
+def used(endless):
+    """Use an engine once: what is made once per program is not counted."""
+    open_and_close(endless)
+
+
+@USED
 def test_close_leaves_nothing(endless):
-    open_and_close(endless)  # what is made once per program is not counted
     before = holdings()
-    pids = [open_and_close(endless) for _ in range(3)]
-    assert_fast("closed, nothing left", nothing_left(before), 10)
+    pids = [open_and_close(endless) for _ in range(2)]
+    assert_quick("closed, nothing left", nothing_left(before))
     assert not any(map(alive, pids))
 
 
@@ -278,27 +298,25 @@ def open_and_close(folder) -> int:
     return pid
 
 
+@USED
 def test_close_with_requests_in_flight_is_quick(endless, monkeypatch):
     """They are not waited for any more, whatever the drain limit; they would take a minute."""
-    open_and_close(endless)
     before = holdings()
-    monkeypatch.setattr(child_process, "_GRACE_S", 60.0)
+    monkeypatch.setattr(ChildProcess.close, "__defaults__", (60.0,))  # grace_s
     plugins = {"enable": ["support.plugins.slow:Slow", "support.plugins.pacing:Unhurried"]}
     llm = LLM(config=process_config(endless, DRAINING | {"plugins": plugins}))
     begin(llm, 16, long())
     began = time.monotonic()
     llm.close()
     llm.close()
-    assert_fast("closed under 16 requests", time.monotonic() - began, 10)
+    assert_quick("closed under 16 requests", time.monotonic() - began)
     nothing_left(before)
 
 
+@USED
 def test_an_engine_without_references_is_released(endless):
-    open_and_close(endless)
     before = holdings()
-    opened = time.monotonic()
     llm = LLM(config=process_config(endless))
-    starts = time.monotonic() - opened
     pid = pid_of(llm)
     llm.generate("x", GREEDY)
     began = time.monotonic()
@@ -306,12 +324,11 @@ def test_an_engine_without_references_is_released(endless):
     gc.collect()
     gone(pid)
     nothing_left(before)
-    # Against its start in the same run: on a busy machine, both take longer.
-    assert_fast("collected, nothing left", time.monotonic() - began, 10 + 3 * starts)
+    assert_quick("collected, nothing left", time.monotonic() - began)
 
 
+@USED
 def test_a_killed_engine_leaves_nothing_once_closed(endless):
-    open_and_close(endless)
     before = holdings()
     llm = LLM(config=process_config(endless))
     os.kill(pid_of(llm), signal.SIGKILL)
@@ -321,8 +338,9 @@ def test_a_killed_engine_leaves_nothing_once_closed(endless):
     nothing_left(before)
 
 
+@NIGHTLY
+@USED
 def test_an_engine_that_cannot_start_leaves_nothing(endless):
-    open_and_close(endless)
     before = holdings()
     hanging = {
         "plugins": {"enable": ["test_start_errors:Hangs"]},
@@ -334,6 +352,7 @@ def test_an_engine_that_cannot_start_leaves_nothing(endless):
     nothing_left(before)
 
 
+@NIGHTLY
 def test_two_engines_in_one_program(scripted, endless, opened: Opened):
     first, second = opened(scripted), opened(endless)
     ours = first.generate(["say abc"] * 2, GREEDY)
@@ -351,15 +370,15 @@ def test_two_engines_in_one_program(scripted, endless, opened: Opened):
 
 def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, capfd):
     """Each of its steps hangs: a busy machine may be late for the first one."""
-    llm = opened(endless, SLOW | {"engine": {"watchdog_seconds": 0.3}})
+    llm = opened(endless, SLOW | {"engine": {"watchdog_seconds": 1.0}})
     held = HeldSteps(tmp_path)
-    add(llm, 1, SamplingParams(max_tokens=40, ignore_eos=True, plugin_args=held.slow(1.0)))
+    add(llm, 1, SamplingParams(max_tokens=40, ignore_eos=True, plugin_args=held.slow(2.0)))
     logged = ""
 
     def reported():
         nonlocal logged
         logged += capfd.readouterr().err
-        stacks = logged.rpartition("Timeout (0:00:00.3")[2]
+        stacks = logged.rpartition("Timeout (0:00:01")[2]
         threads = stacks.count("Thread 0x")  # the loop, the reader and the writer
         return "slow.py" in stacks and "in apply" in stacks and threads >= 3
 
@@ -370,24 +389,25 @@ def test_a_step_that_hangs_is_reported_with_stacks(opened, endless, tmp_path, ca
 
 
 def test_a_step_that_hangs_ends_the_engine_if_it_shall(opened, endless, tmp_path, capfd):
-    engine = {"watchdog_seconds": 2.0, "watchdog_exits": True}
+    engine = {"watchdog_seconds": 1.0, "watchdog_exits": True}
     llm = opened(endless, SLOW | {"engine": engine})
     began = time.monotonic()
-    message = "was ended by its watchdog: a step took longer than 2 s"
+    message = "was ended by its watchdog: a step took longer than 1 s"
     add(llm, 1, hangs(tmp_path / "begun"))
     with pytest.raises(EngineDeadError, match=message) as error:
         finals(llm)
     assert "(engine.watchdog_seconds), in apply() of plugin 'slow'" in str(error.value)
-    assert_fast("hanging engine ended", time.monotonic() - began, 20)
+    assert_quick("hanging engine ended", time.monotonic() - began)
     assert "slow.py" in capfd.readouterr().err
 
 
-def test_closing_an_engine_that_hangs_kills_it(opened, endless, tmp_path):
+def test_closing_an_engine_that_hangs_kills_it(opened, endless, tmp_path, monkeypatch):
+    monkeypatch.setattr(ChildProcess.close, "__defaults__", (0.5,))  # grace_s
     llm = opened(endless, SLOW)
     pid = pid_of(llm)
     add(llm, 1, hangs(tmp_path / "begun"))
     in_step(tmp_path / "begun")
     began = time.monotonic()
     llm.close()
-    assert_fast("hanging engine closed", time.monotonic() - began, 20)
+    assert_quick("hanging engine closed", time.monotonic() - began)
     assert not alive(pid)

@@ -28,7 +28,9 @@ def body(scripted, *, plugin: str = "", how: str = "") -> str:
     """)
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
+@pytest.mark.parametrize(
+    "how", ["file", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("-c", "stdin"))]
+)
 def test_a_plain_program_without_a_guard(scripted, tmp_path, how):
     """It does not even close; nothing is printed of that."""
     with Program(body(scripted), folder=tmp_path, how=how) as program:
@@ -89,6 +91,7 @@ def test_in_an_asyncio_program(scripted, tmp_path):
     assert run_program(source, folder=tmp_path, forked=True) == [[ANSWER] * 8, 10]
 
 
+@pytest.mark.nightly
 def test_in_a_notebook(scripted, tmp_path, monkeypatch):
     """A kernel; one cell defines a processor, the next uses it, a third closes."""
     known = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
@@ -198,4 +201,4 @@ def test_in_a_program_that_forks_afterwards(scripted, tmp_path):
         print(json.dumps(llm.generate("say abc", params)[0].outputs[0].text))
         llm.close()
     """)
-    assert run_program(source, folder=tmp_path) == [ANSWER, ANSWER]
+    assert run_program(source, folder=tmp_path, forked=True) == [ANSWER, ANSWER]

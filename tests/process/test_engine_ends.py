@@ -15,7 +15,7 @@ import pytest
 from support.process.harness import (
     PATIENCE_S,
     alive,
-    assert_fast,
+    assert_quick,
     gone,
     in_step,
     pid_of,
@@ -29,7 +29,6 @@ from hardpoint.core.protocol import ENGINE_CORE_DEAD
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import SamplingParams
 
-fresh = pytest.mark.fresh_process
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 LABELLED = r"\[EngineCore 0, pid {pid}\] (.*)"
@@ -81,7 +80,6 @@ def left_in(client: RawClient, awaited: list[bytes] | None = None) -> list[list[
     return messages
 
 
-@fresh
 def test_a_clean_end(engine, tmp_path):
     client = engine(engine={"drain_seconds": 60.0}, log_level="INFO")
     assert psutil.Process(client.process.pid).name() == "EngineCore"
@@ -90,7 +88,7 @@ def test_a_clean_end(engine, tmp_path):
     client.add("a", **using("slow", 200, **held.slow(0.1)["slow"]))
     client.receive()
     client.send(b"rubbish")
-    wait_until(client.log.read_text, PATIENCE_S, "a line in the log")
+    wait_until(lambda: "dropped" in client.log.read_text(), PATIENCE_S, "a line in the log")
     client.process.terminate()
     held.let_go()
     client.ends(["a"])
@@ -105,7 +103,6 @@ def test_a_clean_end(engine, tmp_path):
     assert (tmp_path / "closed").exists()
 
 
-@fresh
 def test_a_fault_that_nothing_contains(engine, tmp_path):
     client = engine(plugins={"on_error": {"dense": "engine"}}, log_level="INFO")
     client.add("a", **using("slow", 30_000, seconds=0.02))
@@ -133,7 +130,6 @@ def test_a_failure_is_reported_before_a_cleanup_that_hangs(engine, tmp_path):
     assert last == [ENGINE_CORE_DEAD]
 
 
-@fresh
 def test_a_start_that_fails_sends_nothing_on_the_sockets(engine):
     client = engine(plugins={"enable": ["test_start_errors:Refuses"]}, waits=False)
     assert client.process.wait(60) == 1
@@ -159,7 +155,8 @@ main(run)
 """
 
 
-@fresh
+@pytest.mark.nightly
+@pytest.mark.fresh_process
 def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BROKEN_THREADS)
@@ -171,7 +168,11 @@ def test_threads_that_cannot_start_leave_nothing_open(engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGINT),
+        pytest.param((signal.SIGINT, signal.SIGTERM), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_cleanup_that_hangs_ends_at_the_next_signal(engine, tmp_path, numbers):
     client = engine(seconds=60.0)
@@ -181,7 +182,7 @@ def test_a_cleanup_that_hangs_ends_at_the_next_signal(engine, tmp_path, numbers)
     began = time.monotonic()
     os.kill(pid, numbers[1])
     gone(pid)
-    assert_fast("hanging cleanup, engine gone", time.monotonic() - began, 10)
+    assert_quick("hanging cleanup, engine gone", time.monotonic() - began)
     assert client.process.wait(PATIENCE_S) == -numbers[1]
 
 
@@ -195,7 +196,7 @@ def test_a_signal_that_interrupts_nothing_is_received(engine):
     (thread,) = [each for each in threads_of(pid) if each != pid][:1]
     assert ctypes.CDLL(None).tgkill(pid, thread, signal.SIGTERM) == 0
     gone(pid)
-    assert_fast("signal to another thread, engine gone", time.monotonic() - began, 10)
+    assert_quick("signal to another thread, engine gone", time.monotonic() - began)
     assert client.process.wait(PATIENCE_S) == 0
 
 
@@ -229,19 +230,20 @@ def test_a_step_that_hangs_ends_at_the_third_signal(engine, tmp_path):
     began = time.monotonic()
     os.kill(pid, signal.SIGINT)
     gone(pid)
-    assert_fast("third signal, engine gone", time.monotonic() - began, 10)
+    assert_quick("third signal, engine gone", time.monotonic() - began)
     assert client.process.wait(PATIENCE_S) == -signal.SIGINT
 
 
 def test_a_request_after_a_drain_of_no_time(opened, endless, tmp_path):
-    """The engine has closed its sockets, and takes its time to close the rest."""
+    """The engine has closed its sockets, and takes a minute to close the rest."""
     config = {
         "engine": {"drain_seconds": 0.0},
         "scheduler": {"policy": "support.plugins.closing:Closing"},
-        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 3.0}},
+        "plugin": {"closing": {"path": str(tmp_path / "closed"), "seconds": 60.0}},
     }
     llm = opened(endless, config)
     os.kill(pid_of(llm), signal.SIGTERM)
     wait_until((tmp_path / "closed").exists, PATIENCE_S, "the cleanup")
     with pytest.raises(EngineDeadError, match=r"^the engine is shutting down$"):
         llm.generate("x", GREEDY)
+    os.kill(pid_of(llm), signal.SIGKILL)

@@ -5,30 +5,25 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import threading
 import time
+from functools import partial
 
-import msgspec
 import psutil
 import pytest
-from support.driving import varied_jobs
 from support.process.harness import process_config
+from support.process.slow_requests import interrupted
 from support.processes import ROOT
 from support.ray_nodes import HEAD, SECOND, two_nodes
 from support.waiting import PATIENCE_S, alive, wait_until
+from test_joined_engines import GREEDY, PLUGINS, back, results
 
-from hardpoint import LLM, EngineDeadError, HardpointError, SamplingParams
+from hardpoint import LLM, EngineDeadError, HardpointError
 from hardpoint.plugins import ConfigError
 from hardpoint.testing import scripted_config
 
 pytestmark = pytest.mark.nightly
 
 NUM_CPUS = 4  # of each node, as configured for Ray
-NUM_JOBS = 16
-SLOW = {"slow": {"seconds": 0.004}}
-PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-LOST_S = 60  # for Ray to start another engine, on a loaded machine
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +36,7 @@ def nodes():
 @pytest.fixture(autouse=True)
 def _nothing_left(nodes):
     yield
-    wait_until(lambda: not actors(), 20, "the actors to end")
+    wait_until(lambda: not actors(), what="the actors to end")
     import ray
 
     assert not ray.is_initialized()
@@ -57,7 +52,7 @@ def actors():
 
 
 def config_of(scripted, parallel=None, **engine):
-    table = {"data": 2, "ray": {}, "heartbeat_seconds": 3.0, "balancer": "round_robin"}
+    table = {"data": 2, "ray": {}, "heartbeat_seconds": 10.0, "balancer": "round_robin"}
     engine = {"restart": "on_failure", "max_resumes": 9} | engine
     return process_config(
         scripted, {"parallel": table | (parallel or {}), "engine": engine} | PLUGINS
@@ -66,17 +61,6 @@ def config_of(scripted, parallel=None, **engine):
 
 def on_ray(scripted, parallel=None, **engine) -> LLM:
     return LLM(config=config_of(scripted, parallel, **engine))
-
-
-def results(llm) -> list:
-    """Run requests of many kinds; return all that a user sees of each."""
-    jobs = [job for job in varied_jobs(30) if job[2].n <= 2][:NUM_JOBS]
-    prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
-    params = [msgspec.structs.replace(job[2], plugin_args=SLOW) for job in jobs]
-    return [
-        [(c.token_ids, c.text, c.finish_reason, c.error, c.logprobs) for c in output.outputs]
-        for output in llm.generate(prompts, params)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,25 +81,14 @@ def node_of(llm, rank):
     return next(one.removeprefix(option) for one in arguments if one.startswith(option))
 
 
-def while_running(llm, rank, do):
-    """Run the requests, do something once an engine has given tokens; return the results."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(results(llm)))
-    thread.start()
+@pytest.fixture
+def while_running(tmp_path):
+    """Run requests; do something once an engine has given tokens; let them end."""
 
-    def running():
-        return sum(one.num_output_tokens for one in llm.engines[rank].live_requests())
+    def run(llm, rank, do):
+        return interrupted(partial(results, llm), llm.engines[rank], do, tmp_path)
 
-    wait_until(lambda: running() > 20, PATIENCE_S, "the requests")
-    do()
-    thread.join(LOST_S)
-    (only,) = found
-    return only
-
-
-def back(llm, rank, before):
-    """Wait until the engine of a rank serves, another one than before."""
-    wait_until(lambda: llm.engines[rank].pid not in (None, before), LOST_S, "the engine")
+    return run
 
 
 def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
@@ -124,22 +97,24 @@ def test_engines_on_two_nodes_give_the_tokens_of_one(scripted, expected):
         assert results(llm) == expected
         assert [engine.state for engine in llm.load().engines] == ["serving"] * 2
         pids = [one.pid for one in llm.engines]
-    wait_until(lambda: not any(map(alive, pids)), 10, "the engines to end")
+    wait_until(lambda: not any(map(alive, pids)), what="the engines to end")
 
 
-def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected):
+def test_an_engine_or_an_actor_that_is_killed_is_replaced(scripted, expected, while_running):
     with on_ray(scripted) as llm:
         first, second = (one.pid for one in llm.engines)
         found = while_running(llm, 1, lambda: os.kill(second, signal.SIGKILL))
         assert found == expected
-        back(llm, 1, second)
+        back(llm, before=second)
         found = while_running(llm, 0, lambda: parent(llm, 0).kill())
         assert found == expected
         back(llm, 0, first)
         assert results(llm) == expected
 
 
-def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(scripted, expected, nodes):
+def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(
+    scripted, expected, nodes, while_running
+):
     with on_ray(scripted, {"ray": {"num_cpus": 3}}) as llm:
         rank = next(n for n in range(2) if node_of(llm, n) == SECOND)
         before = llm.engines[rank].pid
@@ -154,7 +129,7 @@ def test_requests_go_on_when_a_node_is_killed_and_its_engine_comes_back(scripted
         assert results(llm) == expected
 
 
-def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, nodes):
+def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, nodes, while_running):
     with on_ray(scripted) as llm:
         rank = next(n for n in range(2) if node_of(llm, n) == SECOND)
         before = llm.engines[rank].pid
@@ -167,7 +142,7 @@ def test_an_engine_of_a_killed_node_goes_to_another_one(scripted, expected, node
             nodes.add()
 
 
-def test_engines_come_and_go_under_load(scripted, expected):
+def test_engines_come_and_go_under_load(scripted, expected, while_running):
     with on_ray(scripted, {"data": 1}) as llm:
         found = while_running(llm, 0, lambda: llm.scale(2))
         assert found == expected
@@ -176,8 +151,8 @@ def test_engines_come_and_go_under_load(scripted, expected):
         found = while_running(llm, 1, lambda: llm.scale(1, drain_seconds=0.1))
         assert found == expected
         assert [one.rank for one in llm.engines] == [0]
-        wait_until(lambda: not alive(gone), 10, "the engine to end")
-        wait_until(lambda: len(actors()) == 1, 10, "its actor to end")
+        wait_until(lambda: not alive(gone), what="the engine to end")
+        wait_until(lambda: len(actors()) == 1, what="its actor to end")
         with pytest.raises(HardpointError, match=r"parallel.ray: 9 engines need 9 CPU .* has 8"):
             llm.scale(9)
         assert [one.rank for one in llm.engines] == [0]
@@ -241,7 +216,7 @@ def test_what_others_use_is_waited_for(scripted, nodes):
     ray.init(address=nodes.address, configure_logging=False)
     try:
         group = ray.util.placement_group([{"CPU": NUM_CPUS}] * 2, strategy="SPREAD")
-        assert group.wait(10)
+        assert group.wait(PATIENCE_S)
         message = r"no room for 1 engine within 1 s \(parallel.join_seconds\): others use it; 1 CPU"
         with pytest.raises(HardpointError, match=message):
             on_ray(scripted, {"join_seconds": 1.0})

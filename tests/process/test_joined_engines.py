@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,9 @@ import psutil
 import pytest
 from support.driving import varied_jobs
 from support.joining import JoiningEngine, Proxy, free_address
+from support.process.forked_python import forked_python
 from support.process.harness import process_config
+from support.process.slow_requests import interrupted
 from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, HardpointError, SamplingParams
@@ -21,13 +23,12 @@ from hardpoint.testing import scripted_config
 from hardpoint.toolkit.curve_keys import make_client, revoke_client
 
 JOBS = 16
-SLOW = {"slow": {"seconds": 0.004}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 PLUGINS = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 
 
 def head(scripted, address, settings=None, **parallel) -> LLM:
-    table = {"join_address": address, "heartbeat_seconds": 3.0, "balancer": "round_robin"}
+    table = {"join_address": address, "heartbeat_seconds": 10.0, "balancer": "round_robin"}
     engine = {"restart": "on_failure", "max_resumes": 9} | (settings or {})
     extra = {"parallel": table | parallel, "engine": engine} | PLUGINS
     return LLM(config=process_config(scripted, extra))
@@ -48,11 +49,11 @@ def engine(tmp_path, scripted):
         one.close()
 
 
-def results(llm, resumes=None, **more) -> list:
+def results(llm, resumes=None, slow=None, **more) -> list:
     """Run requests of many kinds; return all that a user sees of each."""
     jobs = [job for job in varied_jobs(30) if job[2].n <= 2][:JOBS]
     prompts = [{"prompt_token_ids": prompt} for _, prompt, _ in jobs]
-    params = [msgspec.structs.replace(job[2], plugin_args=SLOW) for job in jobs]
+    params = [msgspec.structs.replace(job[2], plugin_args=slow or {}) for job in jobs]
     outputs = llm.generate(prompts, params, **more)
     if resumes is not None:
         resumes += [output.num_resumes for output in outputs]
@@ -68,24 +69,17 @@ def back(llm, rank=1, before=None) -> int:
     return llm.engines[rank].pid
 
 
-def after(llm, moment, do, **more) -> list:
-    """Run the requests; do something to their engines once some have tokens."""
-    import threading
+@pytest.fixture
+def after(tmp_path):
+    """Run the requests; do something to their engines once some have tokens; let them end."""
 
-    found = []
-    thread = threading.Thread(target=lambda: found.append(results(llm, **more)))
-    thread.start()
+    def run(llm, do, **more) -> list:
+        return interrupted(partial(results, llm, **more), llm.engines[1], do, tmp_path)
 
-    def running() -> int:
-        return sum(one.num_output_tokens for one in llm.engines[1].live_requests())
-
-    wait_until(lambda: running() > moment, PATIENCE_S, "the requests")
-    do()
-    thread.join(PATIENCE_S)
-    return found[0]
+    return run
 
 
-def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, tmp_path):
+def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, after, tmp_path):
     address, keys = free_address(), tmp_path / "keys"
     client = str(make_client(str(keys), "other"))
     first = engine(address, "--keys", client)
@@ -103,35 +97,45 @@ def test_a_joined_engine_is_as_good_as_a_local_one(scripted, engine, tmp_path):
             llm.set_policy("fair", {"tag": "who"})  # options are not taken from outside
         llm.set_policy("fcfs")
 
-        killed = after(llm, 10, lambda: os.kill(joined, signal.SIGKILL))
+        killed = after(llm, lambda: os.kill(joined, signal.SIGKILL))
         assert killed == local
         second = back(llm, before=joined)  # of the same program, which has joined again
         assert psutil.Process(second).parent().pid == first.process.pid
         assert results(llm, data_parallel_rank=1) == local
 
-        def stop() -> None:
-            first.process.send_signal(signal.SIGSTOP)
-            os.kill(second, signal.SIGSTOP)
-
-        assert after(llm, 10, stop) == local
-        assert llm.engines[1].pid is None
-        os.kill(second, signal.SIGCONT)
-        first.process.send_signal(signal.SIGCONT)
-        third = back(llm)
-        assert third != second
-        wait_until(lambda: not alive(second), PATIENCE_S, "the end of the engine that was given up")
-        assert results(llm, data_parallel_rank=1) == local
-
-        assert after(llm, 10, lambda: revoke_client(str(keys), "other")) == local
+        assert after(llm, lambda: revoke_client(str(keys), "other")) == local
         code, log = first.ended()
         assert code == 2
         assert f"error: --keys: the head at {address} refuses the key" in log
         assert "engine 1 has ended: the head has given the engine up" in log
-        assert not alive(third)
+        assert not alive(second)
+
+
+@pytest.mark.nightly
+def test_a_joined_engine_that_is_stopped_joins_again(scripted, engine, after):
+    address = free_address()
+    first = engine(address)
+    with head(scripted, address, data=2, local=1, heartbeat_seconds=3.0) as llm:
+        local = results(llm, data_parallel_rank=0)
+        stopped = llm.engines[1].pid
+
+        def stop() -> None:
+            first.process.send_signal(signal.SIGSTOP)
+            os.kill(stopped, signal.SIGSTOP)
+
+        assert after(llm, stop) == local
+        assert llm.engines[1].pid is None
+        os.kill(stopped, signal.SIGCONT)
+        first.process.send_signal(signal.SIGCONT)
+        assert back(llm) != stopped
+        wait_until(
+            lambda: not alive(stopped), PATIENCE_S, "the end of the engine that was given up"
+        )
+        assert results(llm, data_parallel_rank=1) == local
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0], ids=["at_once", "with_time"])
-def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, drain_seconds):
+def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, after, drain_seconds):
     """Its requests end there, or elsewhere; with `max_resumes` 0, as nothing has died."""
     address = free_address()
     first = engine(address)
@@ -140,7 +144,13 @@ def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, drain_seconds
     with head(scripted, address, settings, data=2, local=1) as llm:
         local = results(llm, data_parallel_rank=0)
         left = llm.engines[1].pid
-        assert after(llm, 10, first.process.terminate, resumes=resumes) == local
+
+        def end() -> None:
+            first.process.terminate()
+            if not drain_seconds:
+                wait_until(lambda: llm.engines[1].pid is None, PATIENCE_S, "its end")
+
+        assert after(llm, end, resumes=resumes) == local
         assert (max(resumes) > 0) == (drain_seconds == 0)
         code, log = first.ended()
         assert code == 0, log
@@ -153,15 +163,15 @@ def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, drain_seconds
 
 
 @pytest.mark.nightly
-def test_what_is_swallowed_ends_on_both_sides(scripted, engine):
+def test_what_is_swallowed_ends_on_both_sides(scripted, engine, after):
     address = free_address()
     proxy = Proxy(address)
     try:
         joining = engine(proxy.address)
-        with head(scripted, address, data=2, local=1) as llm:
+        with head(scripted, address, data=2, local=1, heartbeat_seconds=3.0) as llm:
             local = results(llm, data_parallel_rank=0)
             joined = llm.engines[1].pid
-            assert after(llm, 10, proxy.swallows.set) == local
+            assert after(llm, proxy.swallows.set) == local
             wait_until(
                 lambda: joining.has_logged("the head sent nothing for 3 s"),
                 PATIENCE_S,
@@ -190,8 +200,8 @@ def test_an_engine_outlives_its_head(scripted, engine):
     config = msgspec.json.encode(process_config(scripted, table)).decode()
     tests = str(Path(__file__).parents[1])
     joining = engine(address)
-    with subprocess.Popen(
-        [sys.executable, "-c", HEAD, config],
+    with forked_python().popen(
+        ["-c", HEAD, config],
         env=os.environ | {"PYTHONPATH": tests},
         stdout=subprocess.PIPE,
         text=True,

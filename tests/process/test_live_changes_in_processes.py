@@ -12,6 +12,7 @@ import pytest
 from support.plugins import changing_parts
 from support.plugins.changing import token_of
 from support.process.harness import process_config
+from support.waiting import until
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
 from hardpoint.errors import HardpointError, PluginLoadError, RequestError
@@ -29,7 +30,8 @@ TIGHT = {  # requests are preempted
 NUM_STREAMS = 32
 TOKENS = 16
 CHANGES = [
-    pytest.param(40, id="40"),
+    pytest.param(10, id="10"),
+    pytest.param(40, id="40", marks=pytest.mark.nightly),
     pytest.param(500, id="500", marks=pytest.mark.nightly),
 ]
 NAMES = ("pick", "rows", "mark", None)
@@ -142,7 +144,7 @@ def config_of(folder, extra=None, own=True):
 async def stream(llm, changing, index, ended, expected):
     """Send one request after the other, until all changes are made; return how many were sent."""
     count = refused = 0
-    while not ended.is_set() or not count:
+    while not ended.is_set() or count < 2:
         name, step = (NAMES[(index + count) % 4], index % 7)
         params = PLAIN if name is None else params_of(name, step)
         tokens, first, admitted = None, changing.count(name), 0
@@ -190,8 +192,7 @@ def test_random_changes_disturb_no_request(scripted, num_changes, extra):
             await llm.aclose()
 
     counts = asyncio.run(run())
-    assert all(count for count, _ in counts)
-    assert sum(count for count, _ in counts) > NUM_STREAMS
+    assert all(count > 1 for count, _ in counts)
 
 
 async def last(llm, prompt, params):
@@ -255,7 +256,14 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("extra", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(FAILING["one"], id="one"),
+        pytest.param(FAILING["two engines"], id="two engines"),
+        pytest.param(FAILING["two ranks"], id="two ranks", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_change_that_a_process_cannot_prepare_or_commit_is_undone(scripted, extra):
     async def run():
         llm = AsyncLLM(config=config_of(scripted, extra))
@@ -309,8 +317,7 @@ def test_an_engine_that_is_started_again_has_the_latest_generation(scripted):
             )
             pid = llm.engine_pid
             os.kill(pid, signal.SIGKILL)
-            while llm.engine_pid in (pid, 0) or not llm.is_running:
-                await asyncio.sleep(0.02)
+            await until(lambda: llm.engine_pid not in (pid, 0) and llm.is_running, "another engine")
             assert await last(llm, "a", params_of("pick", 1)) == [
                 token_of(5, 1, at) for at in range(TOKENS)
             ]

@@ -265,7 +265,7 @@ encoders compare them.
 NO_FORKS = {(("turns", "two"), ("fork", "half way"))}
 """Turns of conversations have no forks: `test_forks` has how they are refused."""
 APART = REFUSED.keys() | NOT_COMPARED | NO_FORKS
-SHORT = 8  # one row in so many is in the short run
+SHORT = 40  # one row in so many is in the short run
 
 
 def is_allowed(chosen: list[str]) -> bool:

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
+import torch
+from support.internals import engine_of, worker_of
+from support.parallel import open_llm, parallel_config, write_random_model
 from support.process.harness import run_program
+
+from hardpoint import SamplingParams
 
 MIB = 1 << 20
 
 
-def cycles(*, short: int, long: int) -> pytest.MarkDecorator:
-    """Run a test with a few cycles, and with many where all tests run."""
-    return pytest.mark.parametrize("count", [short, pytest.param(long, marks=pytest.mark.nightly)])
+def test_a_closed_engine_leaves_no_weights(tmp_path):
+    folder = write_random_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=263)
+    with open_llm(parallel_config(model=str(folder), load={"use": "dummy"})) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        model = worker_of(engine_of(llm)).runner.model
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        tensors = [each for each in tensors if 263 in each.shape]
+        left = [weakref.ref(each) for each in (model, *tensors)]
+    assert tensors
+    del llm, model, tensors
+    gc.collect()
+    assert not any(ref() is not None for ref in left)
 
 
-@cycles(short=2, long=10)
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [2, 10])
 def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
     source = """
         import ctypes, gc, json, weakref
@@ -57,7 +75,8 @@ def test_more_engines_in_one_process_leave_no_memory(tmp_path, count):
     assert last["open"] - last["closed"] > 150 * MIB  # the room of the weights, released
 
 
-@cycles(short=2, long=5)
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [2, 5])
 def test_engine_processes_leave_no_memory_in_their_program(scripted, tmp_path, count):
     source = f"""
         import gc, json

@@ -42,7 +42,7 @@ MODELS = {
 }
 SETTINGS = {"windows": {"kv_cache": {"num_blocks": 90}}}  # each has the tokens of two layers
 RANKS = {"tensor 2": (2, 1), "pipeline 2": (1, 2), "2 x 2": (2, 2)}
-SHORT = [("llama", "tensor 2"), ("llama", "pipeline 2")]
+SHORT = [("llama", "tensor 2")]
 CASES = [
     pytest.param(model, ranks, marks=[] if (model, ranks) in SHORT else pytest.mark.nightly)
     for model in MODELS
@@ -122,8 +122,8 @@ AHEAD = {
     ("use", "tensor", "in_process"),
     [
         ("uniproc", 1, True),
-        ("uniproc", 1, False),
-        ("multiproc", 1, True),
+        pytest.param("uniproc", 1, False, marks=pytest.mark.nightly),
+        pytest.param("multiproc", 1, True, marks=pytest.mark.nightly),
         pytest.param("multiproc", 2, True, marks=pytest.mark.nightly),
         pytest.param("multiproc", 1, False, marks=pytest.mark.nightly),
     ],
@@ -136,7 +136,7 @@ def test_planning_ahead(references, use, tensor, in_process):
         assert llm.scheduler_stats().num_waits_for_results.keys() == {"structured_output"}
 
 
-@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
 def test_codes_of_keys_and_values(tmp_path, cache_dtype):
     """Each head has scales of its own: which rank has it changes no code."""
     model = write_random_model(tmp_path / "llama", "LlamaForCausalLM")
@@ -207,7 +207,8 @@ BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2), 
 
 
 @pytest.mark.parametrize(
-    "ranks", ["pipeline 2", *AHEAD, pytest.param("tensor 2", marks=pytest.mark.nightly)]
+    "ranks",
+    ["pipeline 2", *(pytest.param(n, marks=pytest.mark.nightly) for n in (*AHEAD, "tensor 2"))],
 )
 def test_control_calls_between_steps(references, ranks):
     """Caches are reset, the engine sleeps and wakes up, with tokens that are still under way."""

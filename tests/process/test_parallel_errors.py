@@ -54,8 +54,8 @@ def nothing_left(tmp_path, monkeypatch):
     STARTS.start_server()
     processes, shared = _processes(), set(our_shared_memory())
     yield
-    wait_until(lambda: _processes() <= processes, 30, "the end of the workers")
-    assert set(our_shared_memory()) <= shared
+    wait_until(lambda: _processes() <= processes, what="the end of the workers")
+    wait_until(lambda: set(our_shared_memory()) <= shared, what="the end of shared memory")
     assert list(folder.glob("hardpoint-*")) == []
 
 

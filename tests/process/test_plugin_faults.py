@@ -298,7 +298,7 @@ class Elsewhere(LogitsProcessor):
         how: str = ""
 
         def __post_init__(self):
-            if os.environ["TESTS"] != str(os.getpid()):
+            if os.environ["TESTS_PID"] != str(os.getpid()):
                 if self.how == "refuse":
                     raise ValueError("how: not in this process")
                 raise LookupError("nothing here")
@@ -315,7 +315,7 @@ class Elsewhere(LogitsProcessor):
     ],
 )
 def test_arguments_that_are_wrong_in_the_engine_only(scripted, monkeypatch, how, fragment):
-    monkeypatch.setenv("TESTS", str(os.getpid()))
+    monkeypatch.setenv("TESTS_PID", str(os.getpid()))
     enable = [f"{__name__}:Elsewhere"]
     settings = {"plugins": {"enable": enable, "quarantine_after": 2}}
     with LLM(config=process_config(scripted, settings)) as llm:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.process.harness import pid_of, process_config
-from support.waiting import alive, wait_until
+from support.waiting import PATIENCE_S, alive, wait_until
 
 from hardpoint import LLM, SamplingParams, plugins
 from hardpoint.builtin_plugins.executors.uniproc import UniprocExecutor
@@ -41,7 +41,17 @@ class NoErrors(LogitsProcessor):
         return logits
 
 
-@pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
+PLACES = pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="one"),
+        pytest.param({"executor": {"use": "multiproc"}}, id="worker", marks=pytest.mark.nightly),
+    ],
+)
+"""Processes in which plugins run: that of the engine, or of its worker."""
+
+
+@PLACES
 def test_an_engine_without_stderr_goes_on(scripted, extra):
     plugins = {"plugins": {"enable": [f"{HERE}:NoErrors"]}}
     # Set again every 0.3 s; one that fires prints stacks of a thread that imports modules, in which
@@ -59,7 +69,7 @@ def test_the_children_of_a_process_that_ends_at_once_are_killed():
     popen = subprocess.Popen(["sleep", "60"])
     child = ChildProcess(popen, ours)
     kill_children()
-    assert popen.wait(10) == -9
+    assert popen.wait(PATIENCE_S) == -9
     kill_children()
     child.close()
     theirs.close()
@@ -162,7 +172,7 @@ class Ends(Forks):
 
 def copy_process(method):
     """Fork at the first call of the method, if the environment names it."""
-    path = Path(os.environ["COPIES"])
+    path = Path(os.environ["TESTS_COPY"])
     if path.name == method and not path.exists():
         path.touch()
         if (pid := os.fork()) != 0:
@@ -223,7 +233,7 @@ def test_a_copy_that_a_scheduler_or_executor_makes_ends(
     endless, tmp_path, monkeypatch, kind, method
 ):
     path = tmp_path / method
-    monkeypatch.setenv("COPIES", str(path))
+    monkeypatch.setenv("TESTS_COPY", str(path))
     config = {kind: {"use": f"{HERE}:{kind.title()}"}}
     going_on = SamplingParams(temperature=0.0, max_tokens=30_000, ignore_eos=True)
     with LLM(config=process_config(endless, config)) as llm:
@@ -244,8 +254,10 @@ def forking(name, method, path):
     }
 
 
-@pytest.mark.parametrize("method", ["__init__", "start", "apply"])
-@pytest.mark.parametrize("extra", [{}, {"executor": {"use": "multiproc"}}], ids=["one", "worker"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("__init__", marks=pytest.mark.nightly), "start", "apply"]
+)
+@PLACES
 def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, capfd, extra, method):
     config = forking("Forks", method, tmp_path / "pid") | extra
     with LLM(config=process_config(scripted, config)) as llm:
@@ -257,7 +269,10 @@ def test_a_copy_of_the_process_ends_where_it_would_go_on(scripted, tmp_path, cap
     assert re.search(rf"'forks' \({HERE}:Forks\), .*: its {method}\(\) forked this process", logged)
 
 
-@pytest.mark.parametrize("method", ["__init__", "start", "apply"])
+@pytest.mark.parametrize(
+    "method",
+    ["__init__", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("start", "apply"))],
+)
 def test_a_copy_in_a_thread_of_a_plugin_ends_with_it(scripted, tmp_path, capfd, method):
     config = forking("Threads", method, tmp_path / "pid")
     with LLM(config=process_config(scripted, config)) as llm:
@@ -317,4 +332,4 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_gone_once_its_engine_is(scri
     before = busy.cpu_times().user
     wait_until(lambda: busy.cpu_times().user > before + 0.5, what="the call")
     llm.close()
-    wait_until(lambda: not any(map(alive, ranks)), 2.0, "the end of the ranks")
+    wait_until(lambda: not any(map(alive, ranks)), what="the end of the ranks")

@@ -16,6 +16,7 @@ from support.driving import FINAL, alone, drafting, summary, varied_jobs
 from support.internals import engine_of
 from support.parallel import write_random_model
 from support.resuming import at_every_output, place_of, run_moving
+from support.waiting import HeldSteps
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams, typed
 from hardpoint.core.build import build_engine
@@ -202,6 +203,7 @@ def test_observed_logprobs(scripted):
     assert check_moved(scripted, settings, OBSERVED).num_preemptions > 0
 
 
+@NIGHTLY
 def test_observed_logprobs_of_drafts(scripted):
     """Several tokens in an output, each with its own."""
     enable, jobs = OBSERVING[:2], [job for job in OBSERVED if job[0] != "both"]
@@ -261,8 +263,12 @@ def open_random(folder, extra):
     "more",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"speculation": {"use": ["ngram"], "adaptive": False}}, id="drafts"),
-        pytest.param({"kv_cache": {"block_size": 8, "prefix_caching": False}}, id="no cache"),
+        pytest.param(
+            {"speculation": {"use": ["ngram"], "adaptive": False}}, id="drafts", marks=NIGHTLY
+        ),
+        pytest.param(
+            {"kv_cache": {"block_size": 8, "prefix_caching": False}}, id="no cache", marks=NIGHTLY
+        ),
     ],
 )
 def test_a_real_model(tmp_path_factory, more):
@@ -310,16 +316,18 @@ def hybrid(tmp_path_factory):
     return write_random_model(folder, "Qwen3NextForCausalLM", **HYBRID)
 
 
+@NIGHTLY
 def test_layers_with_states(hybrid):
     jobs = of(HYBRID_JOBS, max_tokens=20)
     client = check_moved(hybrid, TIGHT, jobs, open_engine=open_random)
     assert client.num_preemptions > 0
 
 
-def test_layers_with_states_of_an_engine_that_dies(hybrid):
+def test_layers_with_states_of_an_engine_that_dies(hybrid, tmp_path):
+    held = HeldSteps(tmp_path)
     jobs = of(HYBRID_JOBS, max_tokens=60, ignore_eos=True)
     expected = each_alone(open_random(hybrid, {}), jobs, NO_EXTRAS)
-    asked = {"output_kind": RequestOutputKind.DELTA, "plugin_args": {"slow": {"seconds": 0.01}}}
+    asked = {"output_kind": RequestOutputKind.DELTA, "plugin_args": held.slow(0.2)}
 
     async def tokens(llm, prompt, params, running):
         found = [[] for _ in range(params.n)]
@@ -343,6 +351,7 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid):
             ]
             await asyncio.gather(*(event.wait() for event in events))
             os.kill(llm.engine_pid, signal.SIGKILL)
+            held.let_go()
             return await asyncio.gather(*tasks)
 
     for (name, _, _), (found, num_resumes) in zip(jobs, asyncio.run(main()), strict=True):
@@ -350,9 +359,8 @@ def test_layers_with_states_of_an_engine_that_dies(hybrid):
         assert num_resumes >= 1
 
 
-@pytest.mark.parametrize(
-    "policy", ["fair", *(pytest.param(p, marks=NIGHTLY) for p in ("priority", "shortest_first"))]
-)
+@NIGHTLY
+@pytest.mark.parametrize("policy", ["fair", "priority", "shortest_first"])
 def test_several_moves(scripted, policy):
     """Each fifth output, to and fro."""
     jobs, extra = varied_jobs(10)[::2], TIGHT | {"scheduler": {"policy": policy}}
@@ -360,6 +368,7 @@ def test_several_moves(scripted, policy):
     assert client.num_moves > 2 * len(client.outputs)
 
 
+@NIGHTLY
 @pytest.mark.parametrize("made_in", ["engine", "worker"])
 def test_drafts(scripted, made_in):
     jobs = varied_jobs(6)
@@ -373,7 +382,7 @@ def test_drafts(scripted, made_in):
 HEAD = pytest.param("support.plugins.heads:ExactHead", id="head", marks=NIGHTLY)
 
 
-@pytest.mark.parametrize("use", ["ngram", "suffix", HEAD])
+@pytest.mark.parametrize("use", ["ngram", pytest.param("suffix", marks=NIGHTLY), HEAD])
 def test_speculators_and_their_figures(talking, use):
     table = {"use": [use], "adaptive": False, "num_draft_tokens": 3}
     jobs = of([("again", "again", {"temperature": 0.0}), ("why", "why", {"temperature": 0.0})])

@@ -15,7 +15,7 @@ from support.builtins.split import DECODE, PREFILL, REMOTE, params, split_config
 from hardpoint import LLM, AsyncLLM, EngineDeadError
 from hardpoint.testing import scripted_config, write_scripted_model
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.timing  # of leases, of connections, and of a peer that hangs
 
 NUM_REQUESTS, NUM_AT_ONCE = 200, 8
 LIMIT_S = 20.0  # of a request: load_seconds, and the start of an engine on a busy machine

@@ -13,7 +13,7 @@ import pytest
 from support.plugins.faulty import Dense
 from support.process.harness import (
     PATIENCE_S,
-    assert_fast,
+    assert_quick,
     holdings,
     nothing_left,
     process_config,
@@ -85,7 +85,7 @@ def clean(used):
     nothing_left(before)
 
 
-@pytest.mark.parametrize("face", [pytest.param(LLM, marks=FRESH), AsyncLLM])
+@pytest.mark.parametrize("face", [pytest.param(LLM, marks=[FRESH, pytest.mark.nightly]), AsyncLLM])
 def test_the_real_error_comes_once_with_its_traceback(scripted, face, capfd):
     with pytest.raises(PluginLoadError, match=r"plugin 'refuses'.*OSError: no such") as error:
         face(config=enabled(scripted, "Refuses"))
@@ -116,15 +116,15 @@ def test_an_end_without_a_message_is_reported_by_its_code(scripted, name, messag
     with pytest.raises(EngineDeadError) as error:
         LLM(config=enabled(scripted, name))
     assert messages in str(error.value)
-    assert_fast(f"{name} reported", time.monotonic() - began, 60)
+    assert_quick(f"{name} reported", time.monotonic() - began)
 
 
 def test_a_start_that_hangs_ends_at_the_limit(scripted):
     began = time.monotonic()
-    messages = r"not ready within 2\.5 s \(engine.start_timeout_seconds\)"
+    messages = r"not ready within 1 s \(engine.start_timeout_seconds\)"
     with pytest.raises(EngineDeadError, match=messages):
-        LLM(config=enabled(scripted, "Hangs", start_timeout_seconds=2.5))
-    assert_fast("hanging start given up", time.monotonic() - began, 20)
+        LLM(config=enabled(scripted, "Hangs", start_timeout_seconds=1.0))
+    assert_quick("hanging start given up", time.monotonic() - began)
 
 
 @FRESH
@@ -142,7 +142,7 @@ def test_an_engine_killed_while_it_starts(scripted):
     threading.Thread(target=kill).start()
     with pytest.raises(EngineDeadError, match="was killed by signal 9"):
         LLM(config=enabled(scripted, "Hangs"))
-    assert_fast("killed start reported", time.monotonic() - killed[0], 10)
+    assert_quick("killed start reported", time.monotonic() - killed[0])
 
 
 def test_an_interrupted_start_ends_the_process(scripted, tmp_path):

@@ -41,6 +41,19 @@ CHANGES = {
 ENTERED = []
 
 
+def crossed(*methods):
+    """Parametrize a test by methods and settings; each of them is in the short run once."""
+    return pytest.mark.parametrize(
+        ("method", "what"),
+        [
+            pytest.param(method, what, marks=[] if is_short else pytest.mark.nightly)
+            for row, method in enumerate(methods)
+            for column, what in enumerate(CHANGES)
+            for is_short in [row == column or (row == 0 and column >= len(methods))]
+        ],
+    )
+
+
 def enter(mode):
     """Enter a mode, which lasts as long as the object, and leave it on."""
     mode.__enter__()
@@ -86,9 +99,8 @@ def as_before(monkeypatch):
     assert not changed
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("method", ["constructor", "start", "advance", "apply"])
-@pytest.mark.parametrize("ops", ["native_cpu", "torch"])
+@crossed("constructor", "start", "advance", "apply")
+@pytest.mark.parametrize("ops", ["native_cpu", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_of_a_logits_processor(scripted, caplog, what, method, ops):
     config = {
         "plugins": {"enable": [f"{HERE}:Changes"]},
@@ -173,8 +185,7 @@ class Part(StepPart):
         return WorkerHalf()
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("method", ["frontend_half", "engine_half", "worker_half"])
+@crossed("frontend_half", "engine_half", "worker_half")
 def test_of_what_makes_the_halves_of_a_step_part(scripted, caplog, what, method):
     config = {
         "plugins": {"enable": [f"{HERE}:Part"]},
@@ -222,8 +233,7 @@ class Loader(DummyLoader):
         yield from super().weights(shapes)  # a generator, which changes it when it begins
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("method", ["recognises", "wraps", "architecture", "config", "weights"])
+@crossed("recognises", "wraps", "architecture", "config", "weights")
 def test_of_a_loader(scripted, caplog, monkeypatch, what, method):
     monkeypatch.setattr(Loader, "what", what)
     monkeypatch.setattr(Loader, "method", method)
@@ -273,17 +283,9 @@ def lines(caplog):
     return [record.message for record in caplog.records if "torch's" in record.message]
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [
-        ("policy", "key"),
-        ("policy", "scheduled"),
-        ("scheduler", "schedule"),
-        ("scheduler", "update"),
-    ],
-)
-def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, kind, method):
+@crossed("key", "scheduled", "schedule", "update")
+def test_of_what_plans_steps(scripted, caplog, monkeypatch, what, method):
+    kind = "policy" if method in ("key", "scheduled") else "scheduler"
     monkeypatch.setattr(Scheduler, "what", what)
     monkeypatch.setattr(Scheduler, "method", method)
     config = {
@@ -315,15 +317,14 @@ def test_of_an_executor(scripted, caplog, monkeypatch, what):
     assert f": its execute_model changed torch's {what} from " in line
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("hook", ["request_received", "step_planned", "request_finished"])
-def test_of_hooks(scripted, caplog, what, hook):
-    with LLM(config=scripted_config(scripted), plugins=[Hooks(hook, what)]) as llm:
+@crossed("request_received", "step_planned", "request_finished")
+def test_of_hooks(scripted, caplog, what, method):
+    with LLM(config=scripted_config(scripted), plugins=[Hooks(method, what)]) as llm:
         (output,) = llm.generate("say abc", SamplingParams(temperature=0.0, max_tokens=3))
         assert output.outputs[0].text == " ab"
     (line,) = lines(caplog)
     assert line.startswith(f"plugin 'hooks' ({HERE}:Hooks()), asked for by plugins= of LLM")
-    assert f"{hook} changed torch's {what} from " in line
+    assert f"{method} changed torch's {what} from " in line
 
 
 def test_kernels_are_tried_on_the_processor():

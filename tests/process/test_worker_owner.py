@@ -7,6 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from support.waiting import PATIENCE_S, until
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineConfig
@@ -87,12 +88,6 @@ def workers(monkeypatch):
     return owner.Workers(Engine(), ConfigSources({}), BUDGET)
 
 
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def run(workers, steps):
     """Start three workers, await the steps of a test and close; return the exit code."""
 
@@ -100,7 +95,7 @@ def run(workers, steps):
         await workers.start(WorkerPlan(run="nothing:at_all", num_workers=3))
         try:
             await steps()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 return await workers.wait()
         finally:
             await workers.aclose()
@@ -114,7 +109,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again(workers, caplog):
     async def steps():
         Process.to_fail = BUDGET - 1
         Process.launched[1].returncode = -9
-        await until(lambda: len(Process.launched) == 4)
+        await until(lambda: len(Process.launched) == 4, "the worker")
         workers.send_signal(signal.SIGTERM)
 
     assert run(workers, steps) == 0
@@ -142,7 +137,7 @@ def test_a_signal_ends_the_wait_for_a_worker(workers, monkeypatch):
         Process.to_fail = 1
         for one in Process.launched[:]:
             one.returncode = -9
-        await until(lambda: len(Process.launched) == 5)
+        await until(lambda: len(Process.launched) == 5, "the workers")
         workers.send_signal(signal.SIGTERM)
 
     assert run(workers, steps) == 0

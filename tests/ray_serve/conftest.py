@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
+from support.joining import free_port
 from support.ray_nodes import two_nodes
-
-
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 @pytest.fixture(scope="package")

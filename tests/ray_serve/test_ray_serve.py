@@ -185,7 +185,7 @@ def test_a_client_that_goes_ends_its_request(served):
         lines = response.iter_lines()  # kept, for the stream ends with it
         next(lines)
         wait_until(lambda: running() == 1, PATIENCE_S, "the request to run")
-    wait_until(lambda: running() == 0, 20, "the request to end")
+    wait_until(lambda: running() == 0, PATIENCE_S, "the request to end")
 
 
 def test_engines_follow_the_work_that_waits(served, expected):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.core.played_engines import Engine
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.calls.weights import SyncWeightCalls
 from hardpoint.core.frontend.engine_parts import EngineParts
@@ -42,7 +42,7 @@ class Owner:
         self.use(lambda parts: parts.with_load(load))
 
     def call_utility(self, method, *args):
-        return self.parts.client.call(method, *args).result(10)
+        return self.parts.client.call(method, *args).result(PATIENCE_S)
 
 
 class Calls(SyncWeightCalls):
@@ -87,11 +87,11 @@ def restarting(world, group):
     """Let engine 1 die; return what ends the start of the next one, and waits until it serves."""
     world.hold = threading.Event()
     world.of(1).die(killed=True)
-    wait_until(lambda: world.num_spawned == 3, 10, "the restart")
+    wait_until(lambda: world.num_spawned == 3, what="the restart")
 
     def end():
         world.hold.set()
-        wait_until(lambda: set(group.pids) == {0, 1}, 10, "the other engine")
+        wait_until(lambda: set(group.pids) == {0, 1}, what="the other engine")
 
     return end
 

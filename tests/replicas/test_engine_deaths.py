@@ -51,7 +51,7 @@ def test_an_engine_is_started_in_its_place(world):
     group = world.group(2, restarts=3)
     group.add_requests(names("r", 2))
     world.of(1).die(killed=True)
-    wait_until(lambda: set(group.pids) == {0, 1}, 10, "the other engine")
+    wait_until(lambda: set(group.pids) == {0, 1}, what="the other engine")
     assert world.of(1) is world.engines[2]
     assert world.engines[1].closed
     assert (group.num_restarts, world.of(1).start.num_sharing) == (1, 1)
@@ -69,7 +69,7 @@ def test_requests_wait_for_an_engine_that_is_restarted(world):
     group.add_request(request("c"))
     group.abort_requests(["b"])
     world.hold.set()
-    wait_until(lambda: world.of(0).ids == ["a", "c"], 10, "the requests")
+    wait_until(lambda: world.of(0).ids == ["a", "c"], what="the requests")
 
 
 def test_one_that_dies_while_it_starts_is_tried_again_as_often_as_allowed(world):
@@ -77,7 +77,7 @@ def test_one_that_dies_while_it_starts_is_tried_again_as_often_as_allowed(world)
     group.add_request(request("a"))
     world.failing[0] = [EngineDeadError("killed early"), EngineDeadError("and again")]
     world.of(0).die(killed=True)
-    wait_until(lambda: world.received, 10, "the end")
+    wait_until(lambda: world.received, what="the end")
     limit = r"not restarted: 2 restarts within a minute \(engine\.max_restarts_per_minute\)"
     for call in (lambda: group.add_request(request("b")), lambda: group.call("resume")):
         with pytest.raises(EngineDeadError, match=f"and again; {limit}"):
@@ -89,7 +89,7 @@ def test_what_cannot_be_built_is_not_tried_again(world):
     world.failing[1] = [ModelError("the file is gone"), EngineDeadError("never")]
     group.add_request(request("pinned", data_parallel_rank=1))
     world.of(1).die(killed=True)
-    wait_until(lambda: world.outputs("pinned"), 10, "its end")
+    wait_until(lambda: world.outputs("pinned"), what="its end")
     named = r"the file is gone; the request names that engine (data_parallel_rank)"
     assert named in world.error("pinned")
     assert len(world.failing[1]) == 1
@@ -231,9 +231,9 @@ def test_closing_while_an_engine_is_restarted(world):
     group = world.group(1, restarts=3)
     world.hold = threading.Event()
     world.of(0).die(killed=True)
-    wait_until(lambda: world.num_spawned == 2, 10, "the other process")
+    wait_until(lambda: world.num_spawned == 2, what="the other process")
     group.close()
-    wait_until(lambda: len(world.engines) == 2 and world.of(0).closed, 10, "the end of both")
+    wait_until(lambda: len(world.engines) == 2 and world.of(0).closed, what="the end of both")
     assert group.pids == {}
 
 

@@ -7,7 +7,7 @@ import threading
 import msgspec
 import pytest
 from support.core.played_engines import Engine, loads, names, request
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.boundary.errors import rejection_output
 from hardpoint.core.client.sockets import READER_THREAD
@@ -203,10 +203,10 @@ def test_an_engine_that_is_shutting_down_is_left_out_of_a_call(world):
     for method, *args in calls:
         group.call(method, *args)
         assert method in world.of(0).called
-    assert group.call("pause", "keep", False).result(10) is None
+    assert group.call("pause", "keep", False).result(PATIENCE_S) is None
     world.of(0).call = refuse
     with pytest.raises(EngineDeadError, match="is shutting down"):
-        group.call("pause", "keep", False).result(10)
+        group.call("pause", "keep", False).result(PATIENCE_S)
 
 
 def test_each_engine_is_asked_why_its_own_requests_wait(world):
@@ -255,10 +255,10 @@ def test_cancelling_a_call_cancels_it_everywhere(world):
 
 def test_requests_that_time_out_keep_the_time_that_is_left(world):
     group = world.group(2)
-    one = msgspec.structs.replace(request("a"), timeout=30.0)
+    one = msgspec.structs.replace(request("a"), timeout=600.0)
     group.add_request(one)
     world.of(0).die(killed=True)
-    assert 0 < world.of(1).sent[0].timeout <= 30.0
+    assert 0 < world.of(1).sent[0].timeout <= 600.0
 
 
 def test_nothing_is_served_after_closing(world):
@@ -276,11 +276,11 @@ def test_it_may_be_closed_in_a_thread_that_closing_waits_for(world, monkeypatch)
     reader, waited_for = threading.Thread(target=group.close, name=READER_THREAD), []
 
     def close(engine):
-        reader.join(5)
+        reader.join(PATIENCE_S)
         waited_for.append(reader.is_alive())
         engine.closed = True
 
     monkeypatch.setattr(Engine, "close", close)
     reader.start()
-    wait_until(lambda: all(engine.closed for engine in world.engines), 20, "the end")
+    wait_until(lambda: all(engine.closed for engine in world.engines), what="the end")
     assert waited_for == [False, False]

@@ -19,17 +19,26 @@ from hardpoint.plugins.config import ConfigSources
 from hardpoint.plugins.config_tables import ExecutorConfig
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel_config import ParallelConfig, RayConfig
-from hardpoint.replicas.remote import listener
+from hardpoint.replicas.remote import admission, listener
 from hardpoint.replicas.remote.address import check_address, check_joining
 from hardpoint.replicas.remote.comparison import check_manifest, hello_of, processor
 from hardpoint.replicas.remote.messages import WINDOW, Ended, Kind, Window, encode
 from hardpoint.system.encoding import Encoder
 from hardpoint.toolkit.curve_keys import client_keys, make_client, revoke_client
 
+# Engines that tests play send no heartbeats.
+PATIENT = {"heartbeat_seconds": 40.0}
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch):
+    """Let heads send heartbeats often, and so notice the end of sessions soon."""
+    monkeypatch.setattr(listener, "_INTERVAL_S", 0.1)
+
 
 @pytest.fixture
 def head():
-    with Head() as head:
+    with Head(**PATIENT) as head:
         yield head
 
 
@@ -133,8 +142,9 @@ def test_an_engine_that_joins_again_ends_what_it_had(head):
     assert place.host.was_killed
 
 
-def test_wrong_joins_are_cheap_and_logged_once(head, caplog):
+def test_wrong_joins_are_cheap_and_logged_once(head, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "hardpoint")
+    monkeypatch.setattr(admission, "_LOG_INTERVAL_S", 3600.0)
     place, peer = head.host(), head.peer()
     peer.join()
     place.joined()
@@ -144,7 +154,7 @@ def test_wrong_joins_are_cheap_and_logged_once(head, caplog):
         frames = [Kind.HELLO, b"", b"\xc1 no hello"] if index % 2 else [b"?", b"", b"x"]
         wrong.socket.send_multipart(frames)
     wrong.hello(torch="9")  # behind them all
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_S
     assert place.host.failure() is None
     wait_until(lambda: "refused attempts" in caplog.text, PATIENCE_S, "the log")
     assert caplog.text.count("refused attempts to join") == 1
@@ -154,14 +164,16 @@ def test_wrong_joins_are_cheap_and_logged_once(head, caplog):
 
 
 def test_half_open_joins_give_their_place_back(head, monkeypatch):
-    monkeypatch.setattr(listener, "_START_S", 0.3)
     place, silent = head.host(), head.peer()
-    assert silent.hello() is None  # and no more
+    wait_until(lambda: silent.hello() is None, PATIENCE_S, "the place")  # and no more
     peer = head.peer()
+    assert peer.hello() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(listener, "_START_S", 0.0)
+        assert silent.get(Kind.GONE)[1] == silent.session
     wait_until(lambda: peer.hello() is None, PATIENCE_S, "the place")
     peer.send(Kind.STARTED, packed(1))
     place.joined()
-    assert silent.get(Kind.GONE)[1] == silent.session
     silent.send(Kind.STARTED, packed(2))
     assert place.host.pid == 1
 
@@ -229,11 +241,12 @@ def test_messages_of_a_session_that_is_over_are_dropped(head):
     assert not place.has_output()
 
 
-def test_an_engine_that_is_silent_is_dead():
-    with Head(heartbeat_seconds=0.5) as head:
+def test_an_engine_that_is_silent_is_dead(monkeypatch):
+    with Head(**PATIENT) as head:
         place, peer = head.host(), head.peer()
         peer.join()
         place.joined()
+        monkeypatch.setattr(head.listener, "_limit_s", 0.5)
         words = "sent nothing for 0.5 s (parallel.heartbeat_seconds)"
         assert place.failure().endswith(words)
         assert place.host.was_killed
@@ -294,7 +307,7 @@ def test_keys_decide_who_may_join(tmp_path, caplog):
     assert modes == {0o600}
     alpha, beta = (client_keys(str(keys / name), "--keys") for name in ("alpha", "beta"))
     revoke_client(str(keys), "beta")
-    with Head(keys=keys) as head:
+    with Head(keys=keys, **PATIENT) as head:
         place, peer = head.host(), head.peer(alpha)
         peer.join()
         place.joined()

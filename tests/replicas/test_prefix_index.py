@@ -425,6 +425,7 @@ class TestBounds:
         assert len(index) == 0
 
 
+@pytest.mark.timing
 def test_a_look_up_takes_microseconds():
     """Prints what it takes; the limits are wide, for machines that others use too."""
     blocks = BlockHashes(16)

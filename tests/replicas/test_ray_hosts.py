@@ -26,6 +26,7 @@ from hardpoint.plugins import EngineConfig
 from hardpoint.plugins.manifest import PluginEntry
 from hardpoint.replicas.on_ray import hosts
 from hardpoint.replicas.on_ray.actor import ActorLaunch, EngineActor
+from hardpoint.replicas.remote import joined_host, listener
 from hardpoint.replicas.remote.comparison import hello_of
 from hardpoint.replicas.remote.messages import Kind, Report, decode, encode
 from hardpoint.testing import scripted_config
@@ -148,8 +149,10 @@ def places(scripted, monkeypatch):
 
     def open_places(**parallel):
         monkeypatch.setattr(hosts, "EngineCluster", PlayedCluster)
-        table = {"data": 2, "ray": {}, "join_seconds": PATIENCE_S} | parallel
-        config = scripted_config(scripted, {"parallel": table})
+        monkeypatch.setattr(listener, "_INTERVAL_S", 0.1)
+        monkeypatch.setattr(joined_host, "_NETWORK_S", 0.1)  # peers do not obey
+        table = {"data": 2, "ray": {}, "join_seconds": PATIENCE_S, "heartbeat_seconds": 600.0}
+        config = scripted_config(scripted, {"parallel": table | parallel})
         opened.append(Places(msgspec.convert(config, EngineConfig)))
         return opened[-1]
 
@@ -245,7 +248,7 @@ def test_closing_ends_the_waiting_for_room_and_for_an_engine(places):
 
 
 def test_only_an_engine_that_was_lost_waits_for_nodes_that_are_not_there(places):
-    started = places(heartbeat_seconds=1.0)
+    started = places()
     host, _ = started.launch(0)
     peer = started.join(started.actor())
     peer.send(b"?")
@@ -265,7 +268,7 @@ def test_only_an_engine_that_was_lost_waits_for_nodes_that_are_not_there(places)
 
 
 def test_no_room_for_an_engine_that_was_lost_is_a_death_that_may_be_tried_again(places):
-    started = places(heartbeat_seconds=1.0, join_seconds=0.3)
+    started = places()
     host, _ = started.launch(0)
     started.join(started.actor()).send(b"?")
     wait_until(lambda: host.has_ended, PATIENCE_S, "the end")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from support.core.played_engines import Engine, loads, names, request
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint import EngineDeadError
 from hardpoint.plugins import FinishReason, HardpointError, ModelError, RequestError
@@ -28,13 +28,13 @@ def test_engines_that_go_finish_what_they_have(world):
     group = world.group(3)
     group.add_requests(names("r", 3))
     going, result = world.of(2), []
-    change = threading.Thread(target=lambda: result.append(group.scale(2, 20.0)))
+    change = threading.Thread(target=lambda: result.append(group.scale(2, 600.0)))
     change.start()
-    wait_until(lambda: len(group.pids) == 2, 10, "the draining")
+    wait_until(lambda: len(group.pids) == 2, what="the draining")
     group.add_requests(names("s", 4))
     assert not any(name.startswith("s") for name in going.ids)
     going.give("r2", 7, finish=FinishReason.STOP)
-    change.join(10)
+    change.join(PATIENCE_S)
     assert result == [EngineSet(1, (0, 1))]
     assert going.closed
     assert world.tokens("r2") == [7]
@@ -72,22 +72,22 @@ def test_one_change_at_a_time(world):
     world.hold = threading.Event()
     first = threading.Thread(target=lambda: group.scale(3, 0.0))
     first.start()
-    wait_until(lambda: world.num_spawned == 3, 10, "the other process")
+    wait_until(lambda: world.num_spawned == 3, what="the other process")
     with pytest.raises(HardpointError, match="^scale: the engines are being changed already"):
         group.scale(1, 0.0)
     world.hold.set()
-    first.join(10)
+    first.join(PATIENCE_S)
     assert tuple(group.ranks) == (0, 1, 2)
 
 
 def test_one_that_dies_while_it_drains_is_not_restarted(world):
     group = world.group(2, restarts=5)
     group.add_requests(names("r", 2))
-    change = threading.Thread(target=lambda: group.retire([1], 20.0))
+    change = threading.Thread(target=lambda: group.retire([1], 600.0))
     change.start()
-    wait_until(lambda: len(group.pids) == 1, 10, "the draining")
+    wait_until(lambda: len(group.pids) == 1, what="the draining")
     world.of(1).die(killed=True)
-    change.join(10)
+    change.join(PATIENCE_S)
     assert tuple(group.ranks) == (0,)
     assert world.of(0).ids == ["r0", "r1"]
     assert len(world.engines) == 2
@@ -97,14 +97,14 @@ def restarting(world, group):
     """Let engine 1 die; its successor starts until `world.hold` is set."""
     world.hold, before = threading.Event(), world.num_spawned
     world.of(1).die(killed=True)
-    wait_until(lambda: world.num_spawned > before, 10, "the restart")
+    wait_until(lambda: world.num_spawned > before, what="the restart")
     return group
 
 
 def test_one_that_is_retired_while_it_is_restarted_does_not_run(world):
     group = restarting(world, world.group(2, restarts=3))
     assert group.retire([1], 0.0) == EngineSet(1, (0,))  # it ends the process that starts
-    wait_until(lambda: len(world.engines) == 3 and world.engines[2].closed, 10, "its end")
+    wait_until(lambda: len(world.engines) == 3 and world.engines[2].closed, what="its end")
     assert set(group.pids) == {0}
     assert group.num_restarts == 0
     assert group.scale(2, 0.0) == EngineSet(2, (0, 1))
@@ -115,7 +115,7 @@ def test_the_last_engine_that_lives_is_not_retired_while_it_is_restarted(world):
     group = world.group(2, restarts=3)
     world.failing[0] = [ModelError("weights: gone")]
     world.of(0).die(killed=True)
-    wait_until(lambda: not world.failing[0], 10, "the restart that fails")
+    wait_until(lambda: not world.failing[0], what="the restart that fails")
     restarting(world, group).add_request(request("r"))
     with pytest.raises(RequestError, match="expected that an engine is left, got all that are not"):
         group.retire([1], 0.0)
@@ -158,15 +158,15 @@ def test_wrong_changes_change_nothing(world, change, error):
 
 
 def test_an_engine_that_is_ended_where_it_runs_is_drained_and_started_again(world):
-    group = world.group(2, restarts=1, drain_seconds=20.0)
+    group = world.group(2, restarts=1, drain_seconds=600.0)
     group.add_requests(names("r", 2))
     going = world.of(1)
     world.leaving[-1](1)
-    wait_until(lambda: set(group.pids) == {0}, 10, "the draining")
+    wait_until(lambda: set(group.pids) == {0}, what="the draining")
     group.add_requests(names("s", 2))
     assert not going.closed
     going.give("r1", 7, finish=FinishReason.STOP)
-    wait_until(lambda: set(group.pids) == {0, 1}, 10, "another one")
+    wait_until(lambda: set(group.pids) == {0, 1}, what="another one")
     assert going.closed
     assert world.of(1) is not going
     assert world.tokens("r1") == [7]
@@ -178,12 +178,12 @@ def test_what_has_not_ended_in_time_goes_on_elsewhere(world):
     group = world.group(2)
     group.add_requests(names("r", 2))
     world.leaving[-1](1)
-    wait_until(lambda: "r1" in world.of(0).ids, 10, "the request")
+    wait_until(lambda: "r1" in world.of(0).ids, what="the request")
     assert set(group.pids) == {0}
     world.of(0).give("r1", 8, finish=FinishReason.STOP)
     assert world.tokens("r1") == [8]
     world.leaving[-1](1)  # it is not there any more
     world.leaving[-1](0)
-    wait_until(lambda: world.received, 10, "the end of all")
+    wait_until(lambda: world.received, what="the end of all")
     assert isinstance(world.received[-1], EngineDeadError)
     assert str(world.received[-1]) == "engine 0 was ended where it runs"

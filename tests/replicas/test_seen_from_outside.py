@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from support.core.played_engines import loads, names, request
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.errors import EngineDeadError
 from hardpoint.plugins import EngineCoreOutputs, FinishReason, PrefixCacheStats, SchedulerStats
@@ -134,7 +134,7 @@ class TestStatistics:
         seen = world.received[-1].scheduler_stats
         assert totals(seen) == {0: 7, 1: 5}
         assert seen.engines[1].num_running == 0
-        wait_until(lambda: len(group.pids) == 2, 10, "the restart")
+        wait_until(lambda: len(group.pids) == 2, what="the restart")
         report(world.of(1), 2)
         assert totals(world.received[-1].scheduler_stats) == {0: 7, 1: 7}
 
@@ -154,23 +154,23 @@ class TestStatistics:
         group = world.group(2)
         group.add_requests(names("r", 2))
         report(world.of(1), 5)
-        change = threading.Thread(target=group.retire, args=([1], 20.0))
+        change = threading.Thread(target=group.retire, args=([1], 600.0))
         change.start()
-        wait_until(lambda: group.load().engines[1].state == "draining", 10, "the draining")
+        wait_until(lambda: group.load().engines[1].state == "draining", what="the draining")
         report(world.of(0), 1)
         assert totals(world.received[-1].scheduler_stats) == {0: 1, 1: 5}
         world.of(1).give("r1", 7, finish=FinishReason.STOP)
-        change.join(10)
+        change.join(PATIENCE_S)
 
     def test_restarts_and_resumes_by_engine(self, world):
         group = world.group(2, restarts=2)
         group.add_requests(names("r", 2))
         world.of(1).die("r1", killed=True)
-        wait_until(lambda: len(group.pids) == 2, 10, "the restart")
+        wait_until(lambda: len(group.pids) == 2, what="the restart")
         asked = group.call("plugin_report")
         for rank in (0, 1):
             answer(world.of(rank), PluginReport(scheduler=stats(rank), sleep_level=rank))
-        seen = asked.result(5)
+        seen = asked.result(PATIENCE_S)
         assert {rank: one.restarts for rank, one in seen.engines.items()} == {0: 0, 1: 1}
         assert {rank: one.num_resumes for rank, one in seen.engines.items()} == {0: 1, 1: 0}
         assert [one.sleep_level for one in seen.engines.values()] == [0, 1]

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.core.engine_harness import LoopRig, ScriptedExecutor, request
+from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
 from support.waiting import PATIENCE_S
 
 from hardpoint.core.protocol import UtilityCall
@@ -98,6 +98,12 @@ class Engines:
     def finish(self, rank, *names):
         self.until(lambda: all(name in self.rigs[rank].ends for name in names))
 
+    def end(self):
+        """Let all leave at once, also those that are in the midst of a wave."""
+        for rig in self.rigs:
+            rig.loop.request_shutdown()
+            rig.loop.request_shutdown()
+
     def forwards(self, rank):
         """How many steps an engine has run with tokens, and how many with a dummy batch."""
         calls = [call[0] for call in self.rigs[rank].executor.calls]
@@ -112,9 +118,7 @@ def engines(size=2):
         for rig in found.rigs:
             stack.enter_context(rig)
         yield found
-        for rig in found.rigs:  # also those that are in the midst of a wave
-            rig.loop.request_shutdown()
-            rig.loop.request_shutdown()
+        found.end()
     assert [rig.error for rig in found.rigs] == [None] * size
 
 
@@ -126,10 +130,17 @@ def alone(*names, **fields):
         return rig.tokens
 
 
+def held(some, rank):
+    """Keep an engine in the first of its steps in which a request goes on, until it is let go."""
+    return MidStep(some.rigs[rank].executor, of=lambda plan: plan.cached_requests.request_ids)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_step_as_often_while_one_has_requests(size):
     with engines(size) as some:
+        step = MidStep(some.rigs[1].executor)
         some.rigs[1].send(*(request(f"r{i}", max_tokens=40) for i in range(3)))
+        step.go_on.set()
         some.finish(1, "r0", "r1", "r2")
         some.until(lambda: some.waves == [0])
         assert some.rigs[1].tokens == alone("r0", "r1", "r2", max_tokens=40)
@@ -175,9 +186,11 @@ def test_many_requests_at_the_ends_of_waves():
 
 def test_an_abort_ends_a_request_in_a_wave_and_not_the_wave():
     with engines() as some:
+        step = held(some, 0)
         some.rigs[0].send(request("long", max_tokens=150), request("gone", max_tokens=150))
-        some.until(lambda: some.rigs[0].tokens.get("gone"))
+        some.until(step.begun.is_set)
         some.rigs[0].send(["gone"])
+        step.go_on.set()
         some.finish(0, "gone", "long")
         assert some.rigs[0].ends["gone"] == "abort"
         assert some.rigs[0].tokens["long"] == alone("long", max_tokens=150)["long"]
@@ -196,9 +209,13 @@ def test_a_stale_start_changes_nothing():
 
 def test_they_leave_in_the_midst_of_a_wave():
     with engines(3) as some:
+        steps = [held(some, rank) for rank in (0, 2)]
         some.rigs[0].send(request("r0", max_tokens=180))
         some.rigs[2].send(request("r2", max_tokens=180))
-        some.until(lambda: some.rigs[0].tokens.get("r0") and some.rigs[2].tokens.get("r2"))
+        some.until(lambda: all(step.begun.is_set() for step in steps))
+        some.end()
+        for step in steps:
+            step.go_on.set()
     assert {rig.ends.get(name) for rig, name in zip(some.rigs[::2], ("r0", "r2"), strict=True)} == {
         "abort"
     }
@@ -214,9 +231,11 @@ def assert_answered(some, ids):
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 def test_a_pause_is_complete_once_all_have_agreed(mode):
     with engines() as some:
+        step = held(some, 0)
         some.rigs[0].send(request("r0", max_tokens=100))
-        some.until(lambda: some.rigs[0].tokens.get("r0"))
+        some.until(step.begun.is_set)
         (first, second) = some.call("pause", mode, False)[:2]
+        step.go_on.set()
         assert_answered(some, [first, second])
         assert not some.coordinator.is_running
         before = [some.forwards(rank) for rank in (0, 1)]

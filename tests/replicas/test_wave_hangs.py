@@ -81,7 +81,7 @@ def test_the_one_that_did_not_come_is_to_blame(world, ranks, monkeypatch):
         "waited for it: a step takes too long"
     )
     assert (death.call, death.in_step) == (IN_SLOW, {"r1"})
-    wait_until(lambda: set(group.pids) == {0, 1}, 10, "the restart")
+    wait_until(lambda: set(group.pids) == {0, 1}, what="the restart")
     assert len(watcher.deaths) == 1
     assert killed == [(101, signal.SIGKILL)]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from support.core.played_engines import names, request
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.errors import EngineClosedError, EngineTimeoutError
 from hardpoint.plugins import (
@@ -25,7 +25,7 @@ from hardpoint.plugins.engine_set import EngineSet
 def waves(world):
     """Two engines that share experts, and pause when they are asked to."""
     world.answered = {"pause", "resume"}
-    return world.group(2, expert=True, restarts=9, call_timeout_seconds=0.2)
+    return world.group(2, expert=True, restarts=9)
 
 
 def parallel(engine):
@@ -48,7 +48,7 @@ def changing(change):
     thread = threading.Thread(target=run)
     thread.start()
     yield ended
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -105,8 +105,8 @@ def test_requests_that_name_an_engine(world, waves):
 def test_a_suspect_that_waits_for_an_engine_that_goes(world, waves):
     waves.add_requests([request(name, data_parallel_rank=1) for name in ("first", "second")])
     world.of(1).die("first", "second")
-    wait_until(lambda: len(waves.pids) == 2, 10, "the restart")
-    wait_until(lambda: world.of(1).ids == ["first"], 10, "the first suspect")
+    wait_until(lambda: len(waves.pids) == 2, what="the restart")
+    wait_until(lambda: world.of(1).ids == ["first"], what="the first suspect")
     assert waves.scale(1, 0.0) == EngineSet(1, (0,))
     for name in ("first", "second"):
         assert world.error(name).startswith("engine 1 was retired; the request names that engine")
@@ -127,7 +127,7 @@ def test_one_that_has_started_dies_before_it_serves(world, waves):
     before = list(world.engines)
     world.answered = {"resume"}
     with changing(lambda: waves.scale(3, 0.0)) as ended:
-        wait_until(lambda: before[1].calls, 10, "the pause")
+        wait_until(lambda: before[1].calls, what="the pause")
         world.of(2).die()
         for engine in before:
             engine.calls[0][-1].set_result(None)
@@ -140,11 +140,11 @@ def test_an_engine_dies_while_others_start(world, waves):
     waves.add_requests(names("r", 2))
     world.hold = threading.Event()
     with changing(lambda: waves.scale(3, 0.0)) as ended:
-        wait_until(lambda: world.num_spawned == 5, 10, "the processes")
+        wait_until(lambda: world.num_spawned == 5, what="the processes")
         world.of(1).die(killed=True)
-        wait_until(lambda: ended, 10, "the error")
+        wait_until(lambda: ended, what="the error")
     assert str(ended[0]).startswith("scale: expected engines that serve; one has died, so try")
-    wait_until(lambda: len(waves.pids) == 2, 10, "the restart")
+    wait_until(lambda: len(waves.pids) == 2, what="the restart")
     serving = [engine for engine in world.engines if engine.pid in waves.pids.values()]
     assert sorted(name for engine in serving for name in engine.ids) == ["r0", "r1"]
     assert [parallel(engine)[:2] for engine in serving] == [(2, 2)] * 2
@@ -153,15 +153,16 @@ def test_an_engine_dies_while_others_start(world, waves):
 def test_an_engine_dies_in_the_pause(world, waves):
     world.answered = {"resume"}
     with changing(lambda: waves.scale(3, 0.0)) as ended:
-        wait_until(lambda: world.engines[1].calls, 10, "the pause")
+        wait_until(lambda: world.engines[1].calls, what="the pause")
         world.engines[1].die(killed=True)
         for engine in world.engines[:2]:
             engine.calls[0][-1].set_result(None)
     assert str(ended[0]).startswith("scale: expected engines that serve; one has died, so try")
-    wait_until(lambda: set(waves.pids) == {0, 1}, 10, "the restart")
+    wait_until(lambda: set(waves.pids) == {0, 1}, what="the restart")
 
 
-def test_engines_that_do_not_pause_in_time(world, waves):
+def test_engines_that_do_not_pause_in_time(world):
+    waves = world.group(2, expert=True, restarts=9, call_timeout_seconds=0.2)
     before = list(world.engines)
     waves.add_requests(names("r", 2))
     world.answered = {"resume"}
@@ -175,7 +176,7 @@ def test_an_engine_that_cannot_pause(world, waves):
     before = list(world.engines)
     world.answered = {"resume"}
     with changing(lambda: waves.scale(4, 0.0)) as ended:
-        wait_until(lambda: before[1].calls, 10, "the pause")
+        wait_until(lambda: before[1].calls, what="the pause")
         before[1].calls[0][-1].set_exception(HardpointError("it was resumed meanwhile"))
     assert str(ended[0]) == "it was resumed meanwhile"
     assert_goes_on(world, waves, before)
@@ -194,7 +195,7 @@ def test_engines_that_are_paused_during_the_change_stay_paused(world, waves):
     before = list(world.engines)
     world.hold = threading.Event()
     with changing(lambda: waves.scale(4, 0.0)) as ended:
-        wait_until(lambda: world.num_spawned == 6, 10, "the processes")
+        wait_until(lambda: world.num_spawned == 6, what="the processes")
         waves.call("pause", "keep", False)
         world.hold.set()
     assert str(ended[0]).startswith("scale: expected engines that are neither paused")
@@ -208,7 +209,7 @@ def test_settings_that_change_meanwhile(world, waves):
     world.hold = threading.Event()
     changed = msgspec.structs.replace(start.config, max_model_len=77)
     with changing(lambda: waves.scale(3, 0.0)) as ended:
-        wait_until(lambda: world.num_spawned == 5, 10, "the processes")
+        wait_until(lambda: world.num_spawned == 5, what="the processes")
         waves.restart_with(changed, start.manifest)
         world.hold.set()
     assert ended == [EngineSet(1, (0, 1, 2))]
@@ -221,14 +222,14 @@ def test_engines_that_are_restarted_are_as_many(world, waves):
     waves.scale(4, 0.0)
     waves.restart_with(start.config, start.manifest)
     world.of(3).die(killed=True)
-    wait_until(lambda: len(world.engines) == 10 and len(waves.pids) == 4, 10, "the restart")
+    wait_until(lambda: len(world.engines) == 10 and len(waves.pids) == 4, what="the restart")
     assert {parallel(engine)[:2] for engine in world.engines[6:]} == {(4, 4)}
 
 
 def test_the_end_of_the_program_in_a_change(world, waves):
     world.hold = threading.Event()
     with changing(lambda: waves.scale(4, 0.0)) as ended:
-        wait_until(lambda: world.num_spawned == 6, 10, "the processes")
+        wait_until(lambda: world.num_spawned == 6, what="the processes")
         waves.close()
     assert isinstance(ended[0], EngineClosedError)
     assert all(engine.closed for engine in world.engines)
@@ -237,7 +238,7 @@ def test_the_end_of_the_program_in_a_change(world, waves):
 def test_one_change_of_engines_that_share_experts_at_a_time(world, waves):
     world.hold = threading.Event()
     with changing(lambda: waves.scale(3, 0.0)) as ended:
-        wait_until(lambda: world.num_spawned == 5, 10, "the processes")
+        wait_until(lambda: world.num_spawned == 5, what="the processes")
         with pytest.raises(HardpointError, match="^scale: the engines are being changed already"):
             waves.scale(1, 0.0)
         world.hold.set()

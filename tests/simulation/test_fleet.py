@@ -151,6 +151,7 @@ class TestDeterminism:
         other = msgspec.structs.replace(LOAD, seed=1).generate()
         assert open_fleet(5, balancer).run(other) != first
 
+    @pytest.mark.nightly
     def test_in_every_process(self, open_fleet):
         program = (
             "import msgspec, test_fleet as t\n"

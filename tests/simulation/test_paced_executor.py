@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.costs import made_up_cost
+from support.process.forked_python import forked_python
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.plugins import HardpointError, StepCost, hookimpl
@@ -123,9 +123,10 @@ class Nothing:
 
 
 def test_a_server_without_a_model(cost_file):
-    command = [sys.executable, "-m", "hardpoint", "serve", "--model", "scripted"]
+    command = ["-m", "hardpoint", "serve", "--model", "scripted"]
     command += ["--pace", str(cost_file), "--port", "0", "--set", "max_model_len=512"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    server = forked_python().popen(command, cwd=cost_file.parent, **streams)
     try:
         url = _url(server)
         _ask(url, 2)
@@ -134,7 +135,7 @@ def test_a_server_without_a_model(cost_file):
         seconds = time.perf_counter() - began
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=60)
     assert re.fullmatch("[a-z ]{11}", answer["choices"][0]["text"])
     assert answer["model"] == "scripted"
     # A prompt of 5 tokens in 24 ms, and 10 further tokens in 20 ms each.

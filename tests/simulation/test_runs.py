@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from multiprocessing import current_process, forkserver, get_context
+from operator import methodcaller
 from typing import ClassVar
 
 import msgspec
@@ -18,6 +20,7 @@ from hardpoint.simulation import (
     SimulatedRequest,
     SyntheticLoad,
     TraceError,
+    runs,
     simulate,
 )
 from hardpoint.typed import convert
@@ -42,6 +45,20 @@ def file_cost(cost):
         num_blocks=512,
         step_cost=cost,
     )
+
+
+@pytest.fixture(scope="module")
+def forked_processes(tmp_path_factory):
+    """Let processes be forks of one that has imported the package, and not import it each."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([runs.__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "get_context", lambda _: context)
+        # Else it would be removed at the end of the program, after the folder that it is in.
+        config = vars(current_process())["_config"]
+        patch.setitem(config, "tempdir", str(tmp_path_factory.mktemp("p")))
+        yield
+    methodcaller("_stop")(forkserver.ensure_running.__self__)
 
 
 def config_of(**tables):
@@ -76,6 +93,7 @@ class TestSimulate:
         assert changes["preemptions"] is None  # of 0
         json.dumps(found)
 
+    @pytest.mark.usefixtures("forked_processes")
     def test_processes_give_the_same(self, variants, file_cost):
         here = by_kind(simulate(variants, LOAD, cost=file_cost))["result"]
         apart = by_kind(simulate(variants, LOAD, cost=file_cost, processes=2))["result"]
@@ -83,6 +101,7 @@ class TestSimulate:
             one["variant"]: one["report"] for one in here
         }
 
+    @pytest.mark.usefixtures("forked_processes")
     def test_an_error_in_a_process_is_that_of_its_variant(self, variants, file_cost):
         variants["broken"] = config_of(scheduler={"asynchronous": True})
         with pytest.raises(HardpointError, match="broken: scheduler.asynchronous: expected False"):

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from support.waiting import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless=new",
@@ -78,7 +80,7 @@ class Browser:
             message["sessionId"] = session
         os.write(self._write_to, json.dumps(message).encode() + b"\0")
         with self._changed:
-            assert self._changed.wait_for(lambda: number in self._answers, 30), method
+            assert self._changed.wait_for(lambda: number in self._answers, PATIENCE_S), method
             answer = self._answers.pop(number)
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
@@ -88,11 +90,11 @@ class Browser:
         with contextlib.suppress(AssertionError, OSError):
             self.call("Browser.close")
         try:
-            self._process.wait(10)
+            self._process.wait(30)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
-        self._thread.join(10)
+            self._process.wait(PATIENCE_S)
+        self._thread.join(PATIENCE_S)
         os.close(self._write_to)
         os.close(self._read_from)
 
@@ -146,7 +148,7 @@ class Page:
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    def wait_for(self, expression, seconds=15):
+    def wait_for(self, expression, seconds=PATIENCE_S):
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -11,7 +11,7 @@ from hardpoint.builtin_plugins.communicators.torch import TorchCommunicator
 from hardpoint.plugins.parallel import CommunicatorContext, Placement
 
 
-def join(rank, placement, group="group", seconds=20.0):
+def join(rank, placement, group="group", seconds=120.0):
     """Return the communicator of a rank, once all have come."""
     return TorchCommunicator(
         CommunicatorContext(
@@ -30,4 +30,4 @@ def join(rank, placement, group="group", seconds=20.0):
 if __name__ == "__main__":
     communicator = join(int(sys.argv[1]), Placement(hosts=("", ""), folder=sys.argv[2]))
     communicator.all_reduce(torch.zeros(1))
-    time.sleep(60)  # it is killed
+    time.sleep(600)  # it is killed

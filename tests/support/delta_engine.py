@@ -110,7 +110,11 @@ def typed_events(server, path, body, **kwargs):
     with server.client.stream("POST", path, json=body, **kwargs) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
-        text = response.read().decode()
+        return typed_events_of(response.read().decode())
+
+
+def typed_events_of(text):
+    """Return the events in the text of a stream."""
     assert text.endswith("\n\n")
     events = []
     for block in text[:-2].split("\n\n"):

@@ -231,10 +231,10 @@ def serving(
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield server
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import re
+import threading
 import time
 
 import msgspec
@@ -196,13 +197,17 @@ class FakeEngine:
             for count, output in enumerate(self._outputs(text, ids, params, request_id)):
                 if self.error is not None and count == self.fails_after:
                     raise self.error
-                if self.delay:
-                    await asyncio.sleep(self.delay)
+                await self._wait(count)
                 finished = output.finished
                 yield output
         finally:
             self.open -= 1
             self.aborted += not finished
+
+    async def _wait(self, count):
+        """Wait before an output, after `count` others."""
+        if self.delay:
+            await asyncio.sleep(self.delay)
 
     def _outputs(self, text, ids, params, request_id):
         pieces = [("reasoning", word) for word in _words(self.reasoning)]
@@ -369,6 +374,24 @@ class FakeEngine:
             self.utilities.append((name, *args, *kwargs.values()))
 
         return utility
+
+
+@dataclasses.dataclass
+class HeldEngine(FakeEngine):
+    """Holds its outputs until it is let go.
+
+    Attributes:
+        at_once: outputs of each request that are not held.
+        go_on: is set: no output is held.
+    """
+
+    at_once: int = 0
+    go_on: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    async def _wait(self, count):
+        await super()._wait(count)
+        while count >= self.at_once and not self.go_on.is_set():
+            await asyncio.sleep(0.005)
 
 
 def _words(text):

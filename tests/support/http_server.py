@@ -8,12 +8,32 @@ import socket
 import threading
 
 import httpx
+import uvicorn.server
 import uvloop
 
 from hardpoint.builtin_plugins.server.assembly import assemble
 from hardpoint.builtin_plugins.server.operations.addresses import bind, bind_admin
 from hardpoint.builtin_plugins.server.operations.loop_watch import Outliving, blame_stop
 from hardpoint.builtin_plugins.server.serving import Serving
+
+from . import http_clients  # noqa: F401 - shares the certificates of clients
+from .waiting import PATIENCE_S
+
+_TICKS = 10
+
+
+class _QuickTicks:
+    """The module asyncio for uvicorn, whose servers look ten times as often whether they end."""
+
+    @staticmethod
+    def sleep(seconds):
+        return asyncio.sleep(seconds / _TICKS)
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+
+uvicorn.server.asyncio = _QuickTicks()
 
 
 class RunningServer:
@@ -49,6 +69,16 @@ class RunningServer:
         assert blocks.pop() == "data: [DONE]"
         return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
+    def held_stream(self, path, body, heartbeat=": waiting\n\n", count=1):
+        """Return status and text of a stream; a HeldEngine goes on after as many heartbeats."""
+        text = ""
+        with self.client.stream("POST", path, json=body) as response:
+            for part in response.iter_text():
+                text += part
+                if text.count(heartbeat) >= count:
+                    self.engine.go_on.set()
+        return response.status_code, text
+
     def call(self, function, *args):
         """Call a function in the server's event loop; return its result."""
 
@@ -56,7 +86,7 @@ class RunningServer:
             result = function(*args)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
 
     @property
     def code(self):
@@ -65,15 +95,15 @@ class RunningServer:
 
     def socket(self):
         """Return a plain connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
 
 def client_of(url):
     """Return a client of httpx for a URL, or for `unix:PATH`."""
     if not url.startswith("unix:"):
-        return httpx.Client(base_url=url, timeout=30)
+        return httpx.Client(base_url=url, timeout=PATIENCE_S)
     transport = httpx.HTTPTransport(uds=url.removeprefix("unix:"))
-    return httpx.Client(base_url="http://localhost", transport=transport, timeout=30)
+    return httpx.Client(base_url="http://localhost", transport=transport, timeout=PATIENCE_S)
 
 
 async def _serve(engine, started, box, kwargs):
@@ -120,7 +150,7 @@ def running(engine, **kwargs):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(PATIENCE_S)
     if "error" in box:
         thread.join()
         raise box["error"]
@@ -135,5 +165,5 @@ def running(engine, **kwargs):
             server.admin.close()
         with contextlib.suppress(RuntimeError):
             box["loop"].call_soon_threadsafe(box["serving"].stop)
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()

@@ -130,6 +130,7 @@ def updated(
     return new, sorted(changes)
 
 
+@functools.cache
 def interfaces() -> dict[str, dict[str, Any]]:
     """Return the interface of each kind, by the kind's name."""
     return {
@@ -169,6 +170,7 @@ def breaking(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return sorted(changes)
 
 
+@functools.cache
 def data() -> dict[str, dict[str, Any]]:
     """Return the members of each class of data that components take or return, and who uses it.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +29,7 @@ from hardpoint.replicas.remote.listener import JoinListener
 from hardpoint.replicas.remote.messages import Hello, Kind, Refusal, decode, encode
 from hardpoint.toolkit.curve_keys import KeyFolder, KeyPair
 
+from .process.forked_python import forked_python
 from .waiting import PATIENCE_S, wait_until
 
 HELLO = Hello(
@@ -38,10 +39,21 @@ HELLO = Hello(
 NO_PLUGINS = Manifest(hardpoint="1.0", entries=())
 
 
+_PORTS = range(10_000, 32_000)
+"""Ports below those that Linux gives to connections and to port 0 on its own."""
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens at; it stays free until it is used."""
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port := secrets.choice(_PORTS)))
+            return port
+
+
 def free_address() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    """Return an address that nobody listens at."""
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class Head:
@@ -174,6 +186,14 @@ def toml(value: object) -> str:
     return json.dumps(value)
 
 
+_ENGINE = """
+import os, sys
+from hardpoint.cli import main
+os.setsid()
+sys.exit(main())
+"""
+
+
 class JoiningEngine:
     """`hardpoint engine --join` in a process of its own."""
 
@@ -181,15 +201,11 @@ class JoiningEngine:
         number = len(list(folder.glob("engine-*.log")))
         file, self.log = folder / f"engine-{number}.toml", folder / f"engine-{number}.log"
         file.write_text("\n".join(f"{name} = {toml(value)}" for name, value in config.items()))
-        command = [sys.executable, "-m", "hardpoint", "engine", "--config", str(file)]
+        command = ["-c", _ENGINE, "engine", "--config", str(file), "--join", address, *more]
         tests = str(Path(__file__).parents[1])
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--join", address, *more],
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": tests},
-                start_new_session=True,
-            )
+            environment = os.environ | {"PYTHONPATH": tests}
+            self.process = forked_python().popen(command, stderr=log, env=environment)
 
     def has_logged(self, words: str) -> bool:
         return words in self.log.read_text()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
 
-from hardpoint.testing import suite as kit_suite
+from hardpoint.testing import OutputParserSuite
 
 SEED = 20_240_601
-
-
-def stop_at_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a suite report the first case that fails, without the time that shrinking it takes."""
-    monkeypatch.setattr(kit_suite, "_SHRINKING_SECONDS", -1.0)
 
 
 def label(value: object) -> str:
@@ -32,6 +28,47 @@ def suite_tests(suite: type) -> set[str]:
     """
     names = {name[5:] for name, _ in inspect.getmembers(suite) if name.startswith("test_")}
     return names - {"live_change"}
+
+
+def timed_tests(suite: type) -> set[str]:
+    """Return the names of a suite's tests whose verdict depends on the machine's speed."""
+    names = {"speed", "time"} | ({"linear"} if suite is OutputParserSuite else set())
+    return suite_tests(suite) & names
+
+
+def untimed_tests(suite: type) -> set[str]:
+    """Return the names of a suite's other tests."""
+    return suite_tests(suite) - timed_tests(suite)
+
+
+def each_broken(
+    samples: Iterable[Sequence[Any]], names: Sequence[str] = ("cls", "test", "rule", "pattern")
+) -> pytest.MarkDecorator:
+    """Return a decorator for a test of broken samples.
+
+    The first one of each test and of each rule of a suite always runs.
+
+    Args:
+        samples: tuples that end with the component, the suite's test that fails, the rule and a
+            pattern of the message; they may begin with the suite.
+        names: parameters of the test.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    parameters = []
+    for sample in samples:
+        suite, (test, rule, _) = filter(inspect.isclass, sample[:-4]), sample[-3:]
+        where = tuple(suite)
+        shown = {(*where, "test", test), (*where, "rule", rule.strip("()").partition("|")[0])}
+        marks = [pytest.mark.nightly] if shown <= seen else []
+        seen |= shown
+        parameters.append(pytest.param(*sample, marks=marks))
+    return pytest.mark.parametrize(names, parameters, ids=label)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, limits: Mapping[str, float]) -> None:
+    """Set limits of waits, by their names in `hardpoint.testing`, for what never comes in time."""
+    for name, seconds in limits.items():
+        monkeypatch.setattr(f"hardpoint.testing.{name}", seconds)
 
 
 def attributes_of(attribute: str, cls: type) -> dict[str, object]:
@@ -55,8 +92,8 @@ def message_of(suite: type, attributes: Mapping[str, object], test: str) -> str 
 def messages_of(
     suite: type, attributes: Mapping[str, object], tests: Iterable[str] | None = None
 ) -> dict[str, str]:
-    """Return the messages of the tests that fail, of all or of those given."""
-    tests = suite_tests(suite) if tests is None else tests
+    """Return the messages of the tests that fail, of those given or all that measure no time."""
+    tests = untimed_tests(suite) if tests is None else tests
     messages = {test: message_of(suite, attributes, test) for test in tests}
     return {test: message for test, message in messages.items() if message is not None}
 

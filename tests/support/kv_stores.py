@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
+from types import SimpleNamespace
+
+import pytest
 
 from hardpoint.plugins import KVStore, KVStoreContext
 from hardpoint.plugins.kv_store import BlockBuffer
+from hardpoint.testing import ScriptedClock
 
 SIZES = (128, 1000, 24)
 
@@ -21,6 +26,15 @@ def open_store(cls: type[KVStore], *, name: str = "kept", sizes=SIZES, context=(
             **dict(context),
         )
     )
+
+
+def scripted_clock(patch: pytest.MonkeyPatch, *modules: str) -> ScriptedClock:
+    """Return a clock that tests advance; modules of the built-in plugins use it."""
+    clock = ScriptedClock(now=1000.0)
+    replaced = SimpleNamespace(**{**vars(time), "monotonic": clock})
+    for module in modules:
+        patch.setattr(f"hardpoint.builtin_plugins.{module}.time", replaced)
+    return clock
 
 
 def key_of(number: int) -> bytes:

@@ -131,7 +131,7 @@ class RedisServer:
             ["redis-server", *self._settings], stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
         )
         try:
-            wait_until(self._answers, 20, "redis-server")
+            wait_until(self._answers, what="redis-server")
         except BaseException:
             self.stop()
             raise
@@ -146,7 +146,7 @@ class RedisServer:
     def call(self, *command: bytes) -> bytes:
         """Send a command, and return the first bytes of its answer."""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             connection.connect(str(self.path))
             words = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in command)
             connection.sendall(b"*%d\r\n%b" % (len(command), words))
@@ -159,12 +159,6 @@ class RedisServer:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
+
+from hardpoint.testing.pytest_hooks import SEED_VARIABLE
 
 _NIGHTLY = 500
 _DEFAULT = 20
@@ -12,6 +16,13 @@ _OPTIONS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The default run draws the same examples each time: it is never red by chance.
 settings.register_profile("ci", max_examples=_DEFAULT, derandomize=True, **_OPTIONS)
 settings.register_profile("nightly", max_examples=_NIGHTLY, **_OPTIONS)
+
+
+def choose_profile(*, long: bool) -> None:
+    """Choose `nightly` or `ci`; in `ci` the conformance suites draw the same cases each time."""
+    settings.load_profile("nightly" if long else "ci")
+    if not long:
+        os.environ.setdefault(SEED_VARIABLE, "1")
 
 
 def searches_long() -> bool:
@@ -36,4 +47,4 @@ def kit_examples(share: float = 1.0) -> float:
     Args:
         share: share of that in `nightly`, for a suite like another one.
     """
-    return 5.0 * share if searches_long() else 0.2
+    return 5.0 * share if searches_long() else 0.05

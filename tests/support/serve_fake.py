@@ -1,14 +1,18 @@
 """`hardpoint serve` with a fake engine, as a program: `serve_fake.py ENGINE [argument...]`.
 
-ENGINE is JSON: fields of FakeEngine; `loading` is how many seconds it loads.
+ENGINE is JSON: fields of FakeEngine. While the file `loading` exists, it loads; while the file
+`held` exists, no request gets an output after its first.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
 import json
 import sys
 import time
+from pathlib import Path
 
 from hardpoint.builtin_plugins.server.command import COMMAND
 from hardpoint.plugins import CommandContext, EngineConfig, HardpointError
@@ -17,15 +21,28 @@ from hardpoint.standard_streams import discard_unwritten
 from support.fake_engine import FakeEngine, configured
 
 
+@dataclasses.dataclass
+class Engine(FakeEngine):
+    """Holds outputs while a file exists."""
+
+    held: str = ""
+
+    async def _wait(self, count: int) -> None:
+        await super()._wait(count)
+        while count and self.held and Path(self.held).exists():
+            await asyncio.sleep(0.005)
+
+
 def main() -> int:
     fields = json.loads(sys.argv[1])
-    loading = fields.pop("loading", 0)
+    loading = fields.pop("loading", "")
     server = fields.pop("server", {})
 
     def open_async(config: EngineConfig, sources: ConfigSources, restart: str) -> FakeEngine:
         print("loading", flush=True)
-        time.sleep(loading)
-        return FakeEngine(config=config, **fields)
+        while loading and Path(loading).exists():
+            time.sleep(0.01)
+        return Engine(config=config, **fields)
 
     context = CommandContext(
         load_config=lambda: (configured(**server), ConfigSources()),

@@ -4,16 +4,31 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import httpx
 import psutil
 
+import support.http_clients  # noqa: F401 - shares the certificates of clients
+from support.process.forked_python import forked_python
 from support.scripted_folder import write_config
+from support.waiting import PATIENCE_S
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("single", "alice", "bob")}
 """Of the server that tests share."""
+TESTS = str(Path(__file__).parents[1])
+
+
+def enabling(*plugins):
+    """Return arguments of `serving` that enable the scripted model and plugins of tests.
+
+    Args:
+        plugins: TOML of entries of `plugins.enable`.
+    """
+    model = '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}'
+    options = ("--set", f"plugins.enable=[{','.join((model, *plugins))}]")
+    return {"options": options, "environment": {"PYTHONPATH": TESTS}}
 
 
 class ServeProgram:
@@ -26,7 +41,7 @@ class ServeProgram:
 
     def __init__(self, process, url, output, **client):
         self.process, self.url, self._output = process, url, output
-        self.client = httpx.Client(base_url=url, timeout=30, **client)
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE_S, **client)
 
     @property
     def output(self):
@@ -53,15 +68,16 @@ def serving(folder, scripted, *settings, options=(), environment=None, **client)
     write_config(folder, scripted, "server.port = 0", "stats.sinks = []", *settings)
     output = folder / "output.txt"
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hardpoint", "serve", *options],
+        process = forked_python().popen(
+            ["-m", "hardpoint", "serve", *options],
             cwd=folder,
             env={**os.environ, **(environment or {})},
             stdout=file,
             stderr=subprocess.STDOUT,
+            is_torn_down=False,
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 3 * PATIENCE_S
         while not (found := re.search(r"Serving .* at (https?://\S+)", output.read_text())):
             assert process.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
@@ -72,7 +88,7 @@ def serving(folder, scripted, *settings, options=(), environment=None, **client)
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -47,10 +49,27 @@ def module_name(path: Path) -> str:
     return ".".join([FOLDERS[folder], *rest]).removesuffix(".__init__")
 
 
-@cache
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Suspend garbage collections, which would visit a million nodes of syntax trees each time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def tree(path: Path) -> ast.Module:
     """Return the syntax tree of a source file."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return _trees().get(path) or ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    with without_collections():
+        trees = {path: ast.parse(path.read_text("utf-8")) for path in modules().values()}
+        gc.freeze()
+    return trees
 
 
 @cache

@@ -1,6 +1,6 @@
 """Delays at random, for `scripts/test --stress`: they make races of threads and processes show.
 
-Thread starts, socket reads and process starts take up to 30 ms longer, in the processes of the tests
+Thread starts, socket reads and process starts take up to 30 ms longer, in the processes of tests
 and in engine processes. Three busy processes compete for the processors. The delays depend on the
 seed and on the test, so that a failed test gets the same delays when it runs alone.
 """

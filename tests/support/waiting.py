@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,16 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def others_sleep() -> bool:
+    """Whether no other thread of this process runs, ZMQ's own among them, where Linux tells."""
+    states = set()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        if stat.parent.name != str(threading.get_native_id()):
+            with contextlib.suppress(OSError):  # it has just ended
+                states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states <= {"S"}
 
 
 class HeldSteps:

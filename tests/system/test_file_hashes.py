@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from hardpoint import HardpointError
 from hardpoint.system import file_hashes
@@ -22,6 +23,7 @@ OLD = 1_000_000_000_000_000_000  # ns since 1970
 def folder(tmp_path, monkeypatch):
     # The time of change of a file cannot be set, so it has to count as long ago.
     monkeypatch.setattr(file_hashes, "_RECENT_S", -1.0)
+    monkeypatch.setattr(file_hashes, "_LOCK_WAIT_S", PATIENCE_S)
     return tmp_path / "cache"
 
 

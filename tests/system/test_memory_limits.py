@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from support.control_groups import V2, system
 from support.internals import worker_of
+from support.processes import run
 
 from hardpoint import LLM, ModelError, SamplingParams
 from hardpoint.errors import EngineDeadError
@@ -111,7 +111,7 @@ def test_without_control_groups_the_machine_is_the_limit(group, tmp_path):
     assert memory_limit(CPU, tmp_path / "nowhere").source == "free on this machine"
 
 
-def test_a_resource_limit_is_seen_and_what_does_not_fit_is_refused(scripted):
+def test_a_resource_limit_is_seen_and_what_does_not_fit_is_refused(scripted, tmp_path):
     """The limit is a real one, of a program of its own."""
     source = """
         import json, resource, sys
@@ -132,9 +132,7 @@ def test_a_resource_limit_is_seen_and_what_does_not_fit_is_refused(scripted):
     source = textwrap.dedent(source).replace(
         "FOLDER", f"__import__('pathlib').Path({str(scripted)!r})"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    message = json.loads(done.stdout)
+    message = json.loads(run(sys.executable, "-c", source, cwd=tmp_path))
     assert "does not fit into memory: weights" in message
     assert "KV cache 512 MiB, working memory" in message
     assert "this process may use 1" in message

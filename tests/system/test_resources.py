@@ -43,13 +43,13 @@ def test_too_few_descriptors_are_an_error_before_anything_is_opened(
     config = process_config(scripted)
     if publishers:
         config = scripted_config(scripted, {"kv_events": {"publishers": publishers}})
-    before = os.listdir("/dev/fd")
+    before = set(os.listdir("/dev/fd"))
     with pytest.raises(HardpointError, match=r"expected at least 32 free ones.* got \d") as caught:
         LLM(config=config)
     assert f"of {few_descriptors}; raise its limit (`ulimit -n`, RLIMIT_NOFILE)" in str(
         caught.value
     )
-    assert len(os.listdir("/dev/fd")) == len(before)
+    assert set(os.listdir("/dev/fd")) <= before
 
 
 def test_a_long_temporary_directory_gives_way_to_a_short_private_one(long_folder):

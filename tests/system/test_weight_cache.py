@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from support.builtins.hostile_files import write_folder
+from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.loaders.gguf import GGUFLoader
@@ -50,6 +51,12 @@ class PlainOps(Wrapper[Ops], Ops):
         if packed.shape != shape:
             raise ValueError(f"expected {shape}, got {packed.shape}")
         return lambda x: F.linear(x, packed, bias).to(out_dtype or x.dtype)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Let `close` wait until a slow machine has written the file."""
+    monkeypatch.setattr(weight_cache, "_PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +151,9 @@ def test_a_later_start_maps_the_weights_and_computes_the_same(
 def add_head_norms(model):
     path = model / "model.safetensors.index.json"
     index = json.loads(path.read_text())
+    generator = torch.Generator().manual_seed(0)
     norms = {
-        f"model.layers.{i}.self_attn.{part}_norm.weight": torch.rand(16)
+        f"model.layers.{i}.self_attn.{part}_norm.weight": torch.rand(16, generator=generator)
         for i in range(2)
         for part in "qk"
     }
@@ -154,6 +162,7 @@ def add_head_norms(model):
     path.write_text(json.dumps(index))
 
 
+@pytest.mark.nightly
 def test_the_demo_model_has_the_same_tokens_with_and_without(tmp_path, monkeypatch):
     skip_without_kernels()
     config = {"dtype": "bfloat16", "weight_cache": {"path": str(tmp_path)}, "max_model_len": 64}
@@ -466,7 +475,7 @@ def test_closing_gives_up_where_writing_takes_long(tmp_path, monkeypatch, caplog
 
     def slow(*_args):
         began.set()
-        cache_closed.wait(10)
+        cache_closed.wait(PATIENCE_S)
 
     cache_closed = threading.Event()
     monkeypatch.setattr(tensor_files, "_write_all", slow)
@@ -475,7 +484,7 @@ def test_closing_gives_up_where_writing_takes_long(tmp_path, monkeypatch, caplog
     monkeypatch.setattr(tensor_files, "_CHUNK", 1000)
     cache = open_cache(tmp_path)
     cache.save("key", Holder(1000))
-    assert began.wait(10)
+    assert began.wait(PATIENCE_S)
     cache.close()
     cache_closed.set()
     for thread in threading.enumerate():

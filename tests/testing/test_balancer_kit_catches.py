@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from support.broken import balancers as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import LoadBalancerSuite
 
@@ -35,18 +35,16 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_balancer_fails_its_rule(cls, test, rule, pattern):
     assert_fails(LoadBalancerSuite, {"balancer": cls}, test, rule, pattern)
 
 
 def test_a_right_one_passes():
-    assert messages_of(LoadBalancerSuite, {"balancer": broken.Fewest, "examples": 0.2}) == {}
+    assert (
+        messages_of(LoadBalancerSuite, {"balancer": broken.Fewest, "examples": kit_examples()})
+        == {}
+    )
 
 
 def test_a_balancer_without_sessions_is_not_asked_to_keep_them():

@@ -48,8 +48,10 @@ class TestShy(LogitsProcessorSuite):
 def run_pytest(folder, *arguments, fresh=False, **environment):
     """Return the output of pytest; a fresh one has not imported hypothesis before it begins."""
     command = ["-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, **environment}
-    environment.pop("PYTEST_CURRENT_TEST", None)
+    inherited = {**os.environ}
+    for name in ("PYTEST_CURRENT_TEST", "HARDPOINT_SEED"):
+        inherited.pop(name, None)
+    environment = {**inherited, **environment}
     if fresh:
         done = subprocess.run(
             [sys.executable, *command],
@@ -94,6 +96,7 @@ def test_installing_enables_nothing(folder):
     assert "hardpoint conformance" not in output
 
 
+@pytest.mark.nightly
 def test_the_scripted_model_needs_neither_pytest_nor_hypothesis():
     code = (
         "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None\n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from support.kit_suites import assert_fails, stop_at_first_failure
+from support.kit_suites import assert_fails
 from support.plugins import foreign_processors as foreign
+from support.searching import kit_examples
 
 from hardpoint.plugins.manifest import Source
 from hardpoint.registry.adapt import adapt, configured
@@ -26,49 +27,49 @@ TARGETS = with_extra("target_token", st.integers(14, 120))
 
 
 class TestV0Factory(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.forcing, phase="force")
     arguments = with_extra("token", st.integers(0, 120))
 
 
 class TestV0Class(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.Stepping, phase="force")
     arguments = with_extra("token", st.integers(0, 120))
 
 
 class TestV0Callable(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.two_parameters)
     arguments = st.just({})
 
 
 class TestV1Tokens(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.OneToken)
     arguments = TARGETS
 
 
 class TestV1Invariant(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.MinP)
     arguments = with_extra("min_p", st.floats(0.01, 0.9))
 
 
 class TestV1WithState(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.Sums)
     arguments = with_extra("on", st.just(True))
 
 
 class TestV2Tokens(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.SlotToken)
     arguments = TARGETS
 
 
 class TestV2History(LogitsProcessorSuite):
-    examples = 0.3
+    examples = kit_examples(0.3)
     processor = component(foreign.Echo)
     arguments = st.just({})
 
@@ -89,6 +90,5 @@ class TestV2History(LogitsProcessorSuite):
     ],
 )
 def test_the_suite_names_what_is_wrong(monkeypatch, target, arguments, test, rule, pattern):
-    stop_at_first_failure(monkeypatch)
     attributes = {"processor": component(target), "arguments": arguments}
     assert_fails(LogitsProcessorSuite, attributes, test, rule, pattern)

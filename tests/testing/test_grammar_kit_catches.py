@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from support.broken import grammars
-from support.kit_suites import (
-    assert_fails,
-    label,
-    messages_of,
-    stop_at_first_failure,
-    suite_tests,
-)
+from support.kit_suites import assert_fails, each_broken, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import GrammarSample, GrammarSuite
 
@@ -82,24 +76,20 @@ SAMPLES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
 def attributes(cls):
     seconds = 0.2 if cls is grammars.TakesForever else 10.0
     share = 4.0 if cls is grammars.RollbackOnce else 0.5  # few walks show it
     return {"grammar": cls, "samples": SAMPLES, "compile_seconds": seconds, "examples": share}
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_backend_fails_its_rule(cls, test, rule, pattern):
     assert_fails(GrammarSuite, attributes(cls), test, rule, pattern)
 
 
 def test_a_correct_backend_passes():
-    assert messages_of(GrammarSuite, attributes(grammars.Finite)) == {}
+    brief = {**attributes(grammars.Finite), "examples": kit_examples()}
+    assert messages_of(GrammarSuite, brief) == {}
 
 
 def test_every_test_catches_a_backend():

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 from support.broken import io_processors as broken
-from support.kit_suites import assert_fails, label, messages_of, suite_tests
+from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
 
 from hardpoint.testing import IOProcessorSuite
 
@@ -36,7 +36,7 @@ def attributes(cls):
     return {"processor": cls, "samples": samples[0], "refused": samples[1]}
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_processor_fails_its_rule(cls, test, rule, pattern):
     assert_fails(IOProcessorSuite, attributes(cls), test, rule, pattern)
 

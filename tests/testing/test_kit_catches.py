@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from support.broken import processors as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import (
+    assert_fails,
+    each_broken,
+    label,
+    messages_of,
+    suite_tests,
+    untimed_tests,
+)
 from support.searching import kit_examples
 
 from hardpoint.testing import LogitsProcessorSuite
@@ -133,24 +140,23 @@ CRASHING = {"PrepareCrashes", "RejectsAll", "FailsToBuild", "PreparesNothing", "
 RIGHT = [(broken.Bias, ANY), (broken.Counter, SCALE), (broken.BatchBias, ANY)]
 RIGHT += [(broken.DeviceCounter, None), (broken.Observer, ANY)]
 
-TESTS = suite_tests(LogitsProcessorSuite)
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
 
 def attributes(cls, given, **more):
     budget = {"budget_us_per_row": 500.0, "budget_vocab_size": 1000}
     return {"processor": cls, "arguments": given, **budget, **more}
 
 
-@pytest.mark.parametrize(("cls", "given", "fails"), BROKEN, ids=label)
-def test_a_broken_processor_fails_its_rule(cls, given, fails):
-    for test, pattern in fails.items():
-        if pattern is not None:
-            assert_fails(LogitsProcessorSuite, attributes(cls, given), test, ".*", pattern)
+@each_broken(
+    [
+        (given, cls, test, "", pattern)
+        for cls, given, fails in BROKEN
+        for test, pattern in fails.items()
+        if pattern is not None
+    ],
+    ("given", "cls", "test", "rule", "pattern"),
+)
+def test_a_broken_processor_fails_its_rule(given, cls, test, rule, pattern):
+    assert_fails(LogitsProcessorSuite, attributes(cls, given), test, rule, pattern)
 
 
 @pytest.mark.nightly  # each processor with each other rule
@@ -158,7 +164,7 @@ def test_a_broken_processor_fails_its_rule(cls, given, fails):
     ("cls", "given", "fails"), [b for b in BROKEN if b[0].__name__ not in CRASHING], ids=label
 )
 def test_a_broken_processor_passes_the_other_rules(cls, given, fails):
-    others = TESTS - fails.keys()
+    others = untimed_tests(LogitsProcessorSuite) - fails.keys()
     brief = attributes(cls, given, examples=kit_examples() / 2)
     assert messages_of(LogitsProcessorSuite, brief, others) == {}
 
@@ -170,4 +176,6 @@ def test_correct_components_pass(cls, given):
 
 
 def test_every_rule_catches_a_processor():
-    assert {test for _, _, fails in BROKEN for test, pattern in fails.items() if pattern} == TESTS
+    assert {
+        test for _, _, fails in BROKEN for test, pattern in fails.items() if pattern
+    } == suite_tests(LogitsProcessorSuite)

@@ -146,8 +146,6 @@ class TestHistories:
         seen = Counts()
 
         class Watcher(broken.BatchBias):
-            contract = 1
-
             def update_state(self, update):
                 if update is None:
                     seen["nothing"] += 1
@@ -247,7 +245,6 @@ class TestSubject:
 class CachesByVersion(broken.Bias):
     """Correct: rebuilds its column when the rows change."""
 
-    contract = 1
     cached = (None, None)
 
     def apply(self, logits, rows):

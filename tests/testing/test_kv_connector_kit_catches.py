@@ -6,7 +6,7 @@ import random
 
 import pytest
 from support.broken import kv_connectors as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, messages_of, shorten, suite_tests
 
 from hardpoint.testing import KVConnectorSuite
 from hardpoint.testing.kv.storage import FAULTS, damage_files
@@ -39,7 +39,7 @@ CONNECTORS = [
     (broken.LooksUpSlowly, "time", "time", r"get_num_new_matched_tokens\(\) took 0\.\d+ s"),
     (broken.SavesSlowly, "time", "time", r"wait_for_save\(\) took 0\.\d+ s, at most 0.1"),
     (broken.LeavesAThread, "release", "release", "these threads are left: Endless"),
-    (broken.RemembersRequests, "memory", "memory", "what a _Remembers refers to grew from"),
+    (broken.RemembersRequests, "memory", "memory", "what a RemembersRequests refers to grew from"),
 ]  # fmt: skip
 
 RANKS = [
@@ -47,20 +47,26 @@ RANKS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
+_STORE = {"kv.connector_suite._STORE_SECONDS": 0.1}
+_QUIET = {"kv.connector_session._QUIET_SECONDS": 0.4}
+LIMITS = {
+    broken.LoadsNothing: _STORE,
+    broken.LeavesTheLastBlock: _STORE,
+    broken.LeavesAThread: {"kv.connector_suite._THREAD_SECONDS": 0.1},
+    **dict.fromkeys((broken.NamesNoLoad, broken.SaysTooSoon, broken.NeverKnows), _QUIET),
+    broken.KeepsBlocks: _QUIET,
+}
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), CONNECTORS, ids=label)
-def test_a_broken_connector_fails_its_rule(cls, test, rule, pattern):
-    impatient = {"kv_connector": {"load_seconds": 0.4, "lease_seconds": 0.4}}
-    attributes = {"connector": cls, "options": {"path": "{folder}"}, "config": impatient}
+@each_broken(CONNECTORS)
+def test_a_broken_connector_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    shorten(monkeypatch, LIMITS.get(cls, {}))
+    attributes = {"connector": cls, "options": {"path": "{folder}"}}
     assert_fails(KVConnectorSuite, attributes, test, rule, pattern)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), RANKS, ids=label)
+@each_broken(RANKS)
 def test_a_broken_connector_of_several_processes_fails_its_rule(cls, test, rule, pattern):
     attributes = {"connector": cls, "options": {"path": "{folder}"}}
     assert_fails(KVConnectorSuite, attributes, test, rule, pattern)
@@ -81,7 +87,8 @@ def test_a_connector_that_cannot_be_imported_is_reported():
     assert "put the class into a module that can be imported" in message
 
 
-def test_storage_that_nothing_disturbs_is_reported(tmp_path):
+def test_storage_that_nothing_disturbs_is_reported(tmp_path, monkeypatch):
+    shorten(monkeypatch, _STORE)
     attributes = {"connector": broken.Shelf, "options": {"path": str(tmp_path)}}
     message = messages_of(KVConnectorSuite, attributes, ["storage"])["storage"]
     assert "the storage was never disturbed: no files are in {folder}" in message

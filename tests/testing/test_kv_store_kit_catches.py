@@ -8,13 +8,11 @@ import tempfile
 
 import pytest
 from support.broken import kv_stores
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, messages_of, shorten, suite_tests
 from support.searching import kit_examples
 
 from hardpoint.builtin_plugins.kv_stores.disk import DiskStore
 from hardpoint.testing import KVConnectorSuite, KVStoreSuite
-from hardpoint.testing.kv import store_place
-from hardpoint.testing.reporting import calls
 
 pytest_plugins = ["hardpoint.testing"]
 
@@ -48,7 +46,7 @@ STORES = [
     (kv_stores.WritesLate, "buffers", "borrowed", "was written after the call had returned"),
     (kv_stores.TornBlocks, "threads", "content", r"part \d of \d+ bytes of the block stored as"),
     (kv_stores.OneScratch, "threads", "content", r"load of key \d gave the block of key \d"),
-    (kv_stores.LosesLock, "content", "calls", "not returned after 0.4 s: load of key"),
+    (kv_stores.LosesLock, "content", "calls", "not returned after 0.4 s: "),
     (kv_stores.OneRank, "ranks", "(content|kept|lookup)", "load|lookup"),
     (kv_stores.AnySize, "ranks", "content", "loaded into a buffer of another size"),
     (kv_stores.NoLimit, "limit", "limit", "of 48 blocks 48 are there, and there is room for 8"),
@@ -80,18 +78,20 @@ class TestInPlace(KVStoreSuite):
     examples = kit_examples(0.3)
 
 
-@pytest.fixture
-def brief(monkeypatch):
-    """Wait little, and stop at the first failing case instead of shrinking it."""
-    stop_at_first_failure(monkeypatch)
-    monkeypatch.setattr(store_place, "_SLACK_SECONDS", 0.1)
-    monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.05)
+LIMITS = {
+    kv_stores.LosesLock: {"kv.store_place._SLACK_SECONDS": 0.1},
+    kv_stores.DrainWaits: {"kv.store_place._SLACK_SECONDS": 0.1},
+    kv_stores.LeavesThread: {"reporting.calls._WAIT_SECONDS": 0.05},
+    kv_stores.LeavesFile: {"reporting.calls._WAIT_SECONDS": 0.05},
+}
 
 
-@pytest.mark.usefixtures("brief")
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STORES, ids=label)
-def test_a_broken_store_fails_its_rule(cls, test, rule, pattern):
-    attributes = {"store": cls, "timeout_seconds": 0.3, "shared": True, "durable": True}
+@each_broken(STORES)
+def test_a_broken_store_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    shorten(monkeypatch, LIMITS.get(cls, {}))
+    never_answers = cls in (kv_stores.NeverDone, kv_stores.LosesLock, kv_stores.DrainWaits)
+    attributes = {"store": cls, "timeout_seconds": 0.3 if never_answers else 60.0}
+    attributes |= {"shared": True, "durable": True}
     if issubclass(cls, kv_stores.InPlace):
         attributes["place_options"] = in_folder
     else:
@@ -103,7 +103,6 @@ def test_every_test_catches_a_store():
     assert {test for _, test, _, _ in STORES} == suite_tests(KVStoreSuite)
 
 
-@pytest.mark.usefixtures("brief")
 def test_a_replaced_test_and_wrong_options_are_named():
     attributes = {"store": kv_stores.Right, "test_kept": lambda self: None}
     messages = messages_of(KVStoreSuite, attributes, ["contract"])

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from support.broken import processors
 from support.broken.step_parts import Good
+from support.kit_suites import shorten
+from support.samples import Sample
 
 from hardpoint.plugins import StatSink
 from hardpoint.testing import LogitsProcessorSuite, StatSinkSuite, StepPartSuite
@@ -17,10 +19,8 @@ BUILT: list[str] = []
 TICKERS: dict[str, threading.Event] = {}
 
 
-class Quiet(StatSink):
+class Quiet(Sample, StatSink, contract=1):
     """A sink with a thread, which ends with it."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -41,7 +41,6 @@ class Quiet(StatSink):
 class Counts(Quiet):
     """Counts instances in its class."""
 
-    contract = 1
     built: ClassVar[int] = 0
 
     def __init__(self, context):
@@ -52,8 +51,6 @@ class Counts(Quiet):
 class Registers(Quiet):
     """Registers instances in its module."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         BUILT.append(self.name)
@@ -61,8 +58,6 @@ class Registers(Quiet):
 
 class Shares(Quiet):
     """Has one thread for all instances, which ends with any."""
-
-    contract = 1
 
     def __init__(self, context):
         StatSink.__init__(self, context)
@@ -79,16 +74,12 @@ class Shares(Quiet):
 class Leaves(Quiet):
     """Leaves its thread behind."""
 
-    contract = 1
-
     def close(self):
         """End nothing."""
 
 
 class Large(Quiet):
     """Tells too much."""
-
-    contract = 1
 
     def dump_state(self):
         """Return more than may be."""
@@ -98,8 +89,6 @@ class Large(Quiet):
 class Objects(Quiet):
     """Tells what is no data."""
 
-    contract = 1
-
     def dump_state(self):
         """Return an object."""
         return {"thread": self._thread}
@@ -108,7 +97,6 @@ class Objects(Quiet):
 class Registering(processors.Bias):
     """A processor that notes its instances in its class."""
 
-    contract = 1
     known: ClassVar[list[str]] = []
 
     def __init__(self, context):
@@ -119,14 +107,12 @@ class Registering(processors.Bias):
 class LiveGood(Good):
     """Says that it changes live."""
 
-    contract = 1
     changes_live = True
 
 
 class RegisteringPart(LiveGood):
     """Notes its instances in its class."""
 
-    contract = 1
     known: ClassVar[list[str]] = []
 
     def __init__(self, context):
@@ -161,7 +147,9 @@ def ended():
         (Objects, r"dump_state\(\) cannot be JSON: "),
     ],
 )
-def test_sinks(sink, words):
+def test_sinks(sink, words, monkeypatch):
+    if sink is Leaves:
+        shorten(monkeypatch, {"component_suite._THREADS_END_S": 0.1})
     BUILT.clear()
     Counts.built = 0
     with pytest.raises(pytest.fail.Exception, match=rf"(?s)live changes: .*{words}"):

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from support.kit_suites import message_of, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import message_of, messages_of, suite_tests
+from support.samples import Sample
 from support.searching import kit_examples
 
 from hardpoint import plugins
@@ -19,10 +20,9 @@ from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 from hardpoint.testing.suite import Search
 
 
-class Phrases(SparseLogitsProcessor):
+class Phrases(Sample, SparseLogitsProcessor, contract=1):
     """Correct: once the output ends with the beginning of a form, raises the token that is next."""
 
-    contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
@@ -51,8 +51,6 @@ class Phrases(SparseLogitsProcessor):
 class Accumulates(Phrases):
     """Keeps the tokens of all requests."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.kept: list[int] = []
@@ -68,8 +66,6 @@ class Accumulates(Phrases):
 
 
 class RefusesAll(Phrases):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         raise ValueError("words: not today")
@@ -133,14 +129,22 @@ def test_a_processor_of_nested_ids_passes():
 
 @pytest.mark.parametrize("test", ["history", "pure", "swaps", "memory"])
 def test_what_is_kept_of_nested_ids_is_found(test, monkeypatch):
-    stop_at_first_failure(monkeypatch)
     for seed in range(3):
         message = message_of(LogitsProcessorSuite, suite(Accumulates, replay_seed=seed), test)
         assert message is not None, seed
         assert "breaks a rule" in message
 
 
-@pytest.mark.parametrize("test", ["bystanders", "history", "pure", "speed", "swaps"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "bystanders",
+        *(
+            pytest.param(t, marks=pytest.mark.nightly)
+            for t in ("history", "pure", "speed", "swaps")
+        ),
+    ],
+)
 def test_nothing_is_proved_by_requests_that_do_not_use_it(test):
     message = message_of(LogitsProcessorSuite, suite(RefusesAll, examples=0.1), test)
     assert message is not None
@@ -151,7 +155,6 @@ def test_nothing_is_proved_by_requests_that_do_not_use_it(test):
 class Spells(Phrases):
     """Correct: refuses a request without a tokenizer."""
 
-    contract = 1
     given: ClassVar[list[int | None]] = []
 
     @classmethod
@@ -165,8 +168,6 @@ class Spells(Phrases):
 
 
 class TakesItForGranted(Phrases):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         forms = [[context.tokenizer.encode(word)] for word in arguments.words]
@@ -181,8 +182,8 @@ def test_by_default_there_is_a_tokenizer_now_and_then_none(monkeypatch):
     assert set(Spells.given) == {None, 257}
 
 
+@pytest.mark.nightly  # the search for the smallest case takes seconds
 def test_a_processor_has_to_take_that_there_is_no_tokenizer(monkeypatch):
-    stop_at_first_failure(monkeypatch)
     message = message_of(LogitsProcessorSuite, suite(TakesItForGranted), "contract")
     assert message is not None
     assert "prepare raised AttributeError: 'NoneType' object has no attribute 'encode'" in message

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.broken import output_parsers as parsers
-from support.kit_suites import (
-    assert_fails,
-    label,
-    messages_of,
-    stop_at_first_failure,
-    suite_tests,
-)
+from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import OutputParserSuite, OutputSample
 
@@ -48,17 +43,12 @@ BROKEN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
 def attributes(cls):
     special = (parsers.START, parsers.END) if cls is parsers.TypedTokens else ()
     return {"parser": cls, "samples": parsers.SAMPLES, "special_tokens": special, "examples": 0.3}
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_parser_fails_its_rule(cls, test, rule, pattern):
     assert_fails(OutputParserSuite, attributes(cls), test, rule, pattern)
 
@@ -81,7 +71,7 @@ def test_a_call_that_ends_reasoning_is_among_the_markers():
 
 @pytest.mark.parametrize("cls", [parsers.Right, parsers.RightWrapped], ids=label)
 def test_correct_parsers_pass(cls):
-    assert messages_of(OutputParserSuite, attributes(cls)) == {}
+    assert messages_of(OutputParserSuite, {**attributes(cls), "examples": kit_examples()}) == {}
 
 
 def test_every_test_catches_a_parser():

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
-from support.broken import samplers
-from support.broken.policies import Fcfs, SlowKeys
-from support.kit_suites import message_of
+from support.broken import hooks, output_parsers, samplers
+from support.broken.balancers import Fewest
+from support.broken.grammars import Finite
+from support.broken.media_parts import SUITE as MEDIA
+from support.broken.media_parts import GoodMedia
+from support.broken.policies import Fcfs, Oldest, SlowKeys
+from support.kit_suites import label, message_of, messages_of, timed_tests
+from test_grammar_kit_catches import SAMPLES as GRAMMARS
+from test_kit_catches import RIGHT as PROCESSORS
+from test_kit_catches import attributes
+from test_text_kit_catches import RIGHT as TEXT
 
-from hardpoint.testing import SamplerSuite, SchedulingPolicySuite, pace
+from hardpoint.builtin_plugins import commands as builtin
+from hardpoint.builtin_plugins.response_stores import ResponseStores
+from hardpoint.testing import (
+    EvictionPolicySuite,
+    GrammarSuite,
+    HookSuite,
+    LoadBalancerSuite,
+    LogitsProcessorSuite,
+    OutputParserSuite,
+    SamplerSuite,
+    SchedulingPolicySuite,
+    StepPartSuite,
+    pace,
+)
 
 BUDGET = 0.005
 
@@ -66,10 +88,44 @@ def test_a_moment_in_which_others_ran_excuses_nothing():
 def test_time_in_which_other_programs_ran_is_not_counted(monkeypatch, tmp_path):
     delays = tmp_path / "schedstat"
     delays.write_text("10 2000000000 7")
+    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: 7.0))
     monkeypatch.setattr(pace, "_DELAYS", delays)
-    assert pace.own_seconds() == pytest.approx(time.perf_counter() - 2.0, abs=0.1)
+    assert pace.own_seconds() == 5.0
     monkeypatch.setattr(pace, "_DELAYS", tmp_path / "missing")
-    assert pace.own_seconds() == pytest.approx(time.perf_counter(), abs=0.1)
+    assert pace.own_seconds() == 7.0
+
+
+# Components that are right, and those of the engine whose budgets are in other tests of a suite.
+RIGHT = [
+    *((LogitsProcessorSuite, attributes(cls, given)) for cls, given in PROCESSORS),
+    (LoadBalancerSuite, {"balancer": Fewest}),
+    (GrammarSuite, {"grammar": Finite, "samples": GRAMMARS}),
+    *(
+        (OutputParserSuite, {"parser": cls, "samples": output_parsers.SAMPLES, "examples": 0.3})
+        for cls in (output_parsers.Right, output_parsers.RightWrapped)
+    ),
+    (SchedulingPolicySuite, {"policy": Fcfs}),
+    (EvictionPolicySuite, {"eviction": Oldest}),
+    (StepPartSuite, {"part": GoodMedia, **MEDIA, "examples": 0.1}),
+    (SamplerSuite, {"sampler": samplers.Gumbel}),
+    *((suite, {attribute: cls}) for suite, attribute, cls in TEXT),
+]
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=label)
+def test_right_components_keep_their_budgets(suite, attributes):
+    assert messages_of(suite, attributes, timed_tests(suite)) == {}
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(
+    ("plugin", "options"),
+    [(builtin, {}), (ResponseStores, {"use": "memory"}), (hooks.Right, {})],
+    ids=label,
+)
+def test_hooks_keep_their_budgets(plugin, options):
+    assert messages_of(HookSuite, {"hooks": plugin, "options": options}, ["prompt"]) == {}
 
 
 # suite, component that is good, one that is slow, budget
@@ -79,6 +135,7 @@ SUITES = [
 ]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("suite", "good", "slow"), SUITES, ids=["sampler", "policy"])
 def test_a_machine_of_a_third_of_the_speed_fails_slow_components_alone(
     monkeypatch, suite, good, slow

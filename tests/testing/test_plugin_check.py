@@ -11,7 +11,6 @@ from support.broken.packages import (
     ACTIVE,
     EARLY,
     EXITS,
-    EXPECTED,
     LACKING,
     RUN,
     UNUSED,
@@ -65,7 +64,11 @@ def assert_judged(package: Package, site: Site) -> dict:
     return records
 
 
-@pytest.mark.parametrize("package", EARLY, ids=lambda package: package.name)
+@pytest.mark.parametrize(
+    "package",
+    [EARLY[0], *(pytest.param(p, marks=pytest.mark.nightly) for p in EARLY[1:])],
+    ids=lambda package: package.name,
+)
 def test_refused_packages(package, site):
     records = assert_judged(package, site)
     assert not records["check"]
@@ -79,19 +82,14 @@ def test_exit_in_a_check(site):
     assert records["check"]["test_speed"]["proved"] is None
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        package if package is EXPECTED else pytest.param(package, marks=pytest.mark.nightly)
-        for package in RUN
-    ],
-    ids=lambda package: package.name,
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("package", RUN, ids=lambda package: package.name)
 def test_broken_packages(package, site):
     records = assert_judged(package, site)
     assert records["plugin"]["suite"] == "StatSinkSuite"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("package", [UNUSED, LACKING], ids=lambda package: package.name)
 def test_what_cannot_be_proved(package, site):
     records = assert_judged(package, site)
@@ -116,6 +114,7 @@ def test_what_a_package_does(site):
     assert records["check"]["test_statistics"]["claim"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
 def test_samples_are_needed(name, site):
     """The second lacks a tokenizer with its special tokens, too."""
@@ -128,6 +127,7 @@ def test_samples_are_needed(name, site):
     assert all(reason.startswith("needs ") for reason in reasons)
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_not_there(site):
     pytest.importorskip("redis")
     with socket.socket() as unused:
@@ -195,6 +195,7 @@ def test_another_contract():
     assert records["result"]["problem"].endswith("states contract 1 of logits_processors, not 7")
 
 
+@pytest.mark.nightly
 def test_cost_of_a_logits_processor(site):
     records = check("min_p")
     assert records["result"]["exit_code"] == 0, records
@@ -282,6 +283,7 @@ def test_proof_of_all_is_enough():
     assert run_command("plugins", ["check", "a", "--require-proof"], check_plugin=proved) == 0
 
 
+@pytest.mark.nightly
 def test_an_fqcn_is_called_as_the_engine_calls_it_and_replayed_as_given(site):
     source = """
 from hardpoint.plugins import SchedulingPolicy
@@ -290,7 +292,10 @@ class SoloPolicy(SchedulingPolicy):
     contract = 1
 
     def key(self, request):
-        return float("nan")
+        return request.arrival_time
+
+    def victim(self, running, load):
+        return None
 """
     (site.folder / "solo.py").write_text(source)
     records = check("solo:SoloPolicy")
@@ -300,7 +305,7 @@ class SoloPolicy(SchedulingPolicy):
         ConfigSources(),
     )
     assert selected.one("scheduling_policies").name == "solo_policy"
-    failed = records["check"]["test_keys"]
+    failed = records["check"]["test_victim"]
     assert failed["outcome"] == "failed"
     (replay,) = re.findall(r"replay: HARDPOINT_SEED=\d+ .*", failed["evidence"])
     assert replay.endswith(" hardpoint plugins check solo:SoloPolicy")

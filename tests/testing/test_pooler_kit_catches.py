@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.broken import poolers as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import PoolerSuite
 
@@ -23,19 +24,14 @@ BROKEN = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_pooler_fails_its_rule(cls, test, rule, pattern):
     assert_fails(PoolerSuite, {"pooler": cls}, test, rule, pattern)
 
 
 @pytest.mark.parametrize("cls", [broken.Largest, broken.Newest], ids=label)
 def test_correct_components_pass(cls):
-    assert messages_of(PoolerSuite, {"pooler": cls, "examples": 0.2}) == {}
+    assert messages_of(PoolerSuite, {"pooler": cls, "examples": kit_examples()}) == {}
 
 
 def test_every_test_catches_a_component():

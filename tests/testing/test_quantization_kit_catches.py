@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.broken import quantizations as broken
-from support.kit_suites import assert_fails, label, message_of, messages_of, suite_tests
+from support.kit_suites import assert_fails, each_broken, message_of, messages_of, suite_tests
 
 from hardpoint.testing import QuantizationSuite
 
@@ -58,7 +58,7 @@ ATTRIBUTES = {
 }
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SCHEMES, ids=label)
+@each_broken(SCHEMES)
 def test_a_broken_scheme_fails_its_rule(cls, test, rule, pattern):
     assert_fails(QuantizationSuite, {"quantization": cls, **ATTRIBUTES}, test, rule, pattern)
 

@@ -76,109 +76,22 @@ class Blocks(QuantizationSuite):
         return QuantizedSample(stored(blocks), weight, damaged)
 
 
-class TestIQ4_NL(Blocks):  # noqa: N801
-    quantization = IQ4_NL
-    name = "iq4_nl"
+SCHEMES = (
+    IQ4_NL, IQ4_XS, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0,
+    IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, Q2_K, Q3_K, TQ1_0, TQ2_0, MXFP4Blocks,
+)  # fmt: skip
+SCALES_AT = {Q6_K: 208, Q2_K: 80, Q3_K: 108, TQ1_0: 52, TQ2_0: 64}
+"""Of schemes whose scale is not the first number of a block."""
 
 
-class TestIQ4_XS(Blocks):  # noqa: N801
-    quantization = IQ4_XS
-    name = "iq4_xs"
+def blocks_of(scheme):
+    """Return the suite of a scheme of blocks."""
+    name = "mxfp4_gguf" if scheme is MXFP4Blocks else scheme.__name__.lower()
+    attributes = {"quantization": scheme, "name": name, "scale_at": SCALES_AT.get(scheme, 0)}
+    return type(f"Test{scheme.__name__}", (Blocks,), {**attributes, "__module__": __name__})
 
 
-class TestQ4_0(Blocks):  # noqa: N801
-    quantization = Q4_0
-    name = "q4_0"
-
-
-class TestQ4_1(Blocks):  # noqa: N801
-    quantization = Q4_1
-    name = "q4_1"
-
-
-class TestQ4_K(Blocks):  # noqa: N801
-    quantization = Q4_K
-    name = "q4_k"
-
-
-class TestQ5_0(Blocks):  # noqa: N801
-    quantization = Q5_0
-    name = "q5_0"
-
-
-class TestQ5_1(Blocks):  # noqa: N801
-    quantization = Q5_1
-    name = "q5_1"
-
-
-class TestQ5_K(Blocks):  # noqa: N801
-    quantization = Q5_K
-    name = "q5_k"
-
-
-class TestQ6_K(Blocks):  # noqa: N801
-    quantization = Q6_K
-    name = "q6_k"
-    scale_at = 208
-
-
-class TestQ8_0(Blocks):  # noqa: N801
-    quantization = Q8_0
-    name = "q8_0"
-
-
-class TestIQ2_S(Blocks):  # noqa: N801
-    quantization = IQ2_S
-    name = "iq2_s"
-
-
-class TestIQ2_XS(Blocks):  # noqa: N801
-    quantization = IQ2_XS
-    name = "iq2_xs"
-
-
-class TestIQ2_XXS(Blocks):  # noqa: N801
-    quantization = IQ2_XXS
-    name = "iq2_xxs"
-
-
-class TestIQ3_S(Blocks):  # noqa: N801
-    quantization = IQ3_S
-    name = "iq3_s"
-
-
-class TestIQ3_XXS(Blocks):  # noqa: N801
-    quantization = IQ3_XXS
-    name = "iq3_xxs"
-
-
-class TestQ2_K(Blocks):  # noqa: N801
-    quantization = Q2_K
-    name = "q2_k"
-    scale_at = 80
-
-
-class TestQ3_K(Blocks):  # noqa: N801
-    quantization = Q3_K
-    name = "q3_k"
-    scale_at = 108
-
-
-class TestTQ1_0(Blocks):  # noqa: N801
-    quantization = TQ1_0
-    name = "tq1_0"
-    scale_at = 52
-
-
-class TestTQ2_0(Blocks):  # noqa: N801
-    quantization = TQ2_0
-    name = "tq2_0"
-    scale_at = 64
-
-
-class TestMXFP4Blocks(Blocks):
-    quantization = MXFP4Blocks
-    name = "mxfp4_gguf"
+globals().update({f"Test{scheme.__name__}": blocks_of(scheme) for scheme in SCHEMES})
 
 
 class TestInt8(QuantizationSuite):

@@ -8,11 +8,12 @@ from support.broken import schedulers as broken
 from support.kit_suites import (
     assert_fails,
     attributes_of,
+    each_broken,
     label,
     messages_of,
-    stop_at_first_failure,
     suite_tests,
 )
+from support.searching import kit_examples
 
 from hardpoint.testing import EvictionPolicySuite, SchedulerSuite, SchedulingPolicySuite
 
@@ -130,29 +131,24 @@ RIGHT = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SCHEDULERS, ids=label)
+@each_broken(SCHEDULERS)
 def test_a_broken_scheduler_fails_its_rule(cls, test, rule, pattern):
     assert_fails(SchedulerSuite, attributes_of("scheduler", cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), POLICIES, ids=label)
+@each_broken(POLICIES)
 def test_a_broken_policy_fails_its_rule(cls, test, rule, pattern):
     assert_fails(SchedulingPolicySuite, attributes_of("policy", cls), test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), EVICTIONS, ids=label)
+@each_broken(EVICTIONS)
 def test_a_broken_eviction_policy_fails_its_rule(cls, test, rule, pattern):
     assert_fails(EvictionPolicySuite, attributes_of("eviction", cls), test, rule, pattern)
 
 
 @pytest.mark.parametrize(("suite", "attribute", "cls"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attribute, cls):
-    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": 0.2}) == {}
+    assert messages_of(suite, {**attributes_of(attribute, cls), "examples": kit_examples()}) == {}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.broken import speculators as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
+from support.searching import kit_examples
 
 from hardpoint.testing import SpeculatorSuite
 
@@ -33,19 +34,14 @@ RIGHT = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_speculator_fails_its_rule(cls, test, rule, pattern):
     assert_fails(SpeculatorSuite, {"speculator": cls}, test, rule, pattern)
 
 
 @pytest.mark.parametrize("attributes", RIGHT, ids=label)
 def test_correct_components_pass(attributes):
-    more = {"budget_us_per_request": None, "examples": 0.2}
+    more = {"budget_us_per_request": None, "examples": kit_examples()}
     assert messages_of(SpeculatorSuite, attributes | more) == {}
 
 

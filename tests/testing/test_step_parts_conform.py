@@ -55,6 +55,25 @@ from hardpoint.testing import ScriptedDrafts, ScriptedModel, StepPartSuite
 pytest_plugins = ["hardpoint.testing"]
 
 
+PROMPTS = st.lists(st.integers(1, 20), min_size=1, max_size=4)
+
+
+def request(prompt, params=None, **fields):
+    """Return a request that ends at token 256."""
+    return EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=prompt,
+        params=params or SamplingParams(),
+        eos_token_ids=[256],
+        **fields,
+    )
+
+
+def including(name, is_included):
+    """Return parameters of a request for an output of a part."""
+    return SamplingParams(include=[name] if is_included else [])
+
+
 class Rising:
     """Letters, none of them before the last one; may end after two."""
 
@@ -123,15 +142,13 @@ class TestStructuredOutput(StepPartSuite):
     def requests(self):
         markers = ReasoningMarkers(start=((7, 8),), end=(9,))
         return st.builds(
-            lambda regex, prompt, markers: EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
+            lambda regex, prompt, markers: request(
+                prompt,
                 params=SamplingParams(structured=regex and StructuredOutputs(regex=regex)),
-                eos_token_ids=[256],
                 reasoning_markers=markers,
             ),
             st.sampled_from(["a", "h", "w", "wrong", None]),
-            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            PROMPTS,
             st.sampled_from([None, markers]),
         )
 
@@ -161,13 +178,10 @@ class TestActivationTaps(StepPartSuite):
             ]
         )
         return st.builds(
-            lambda prompt, arguments: EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                params=SamplingParams(include=["activation_taps"] if arguments else []),
-                plugin_args=arguments,
+            lambda prompt, arguments: request(
+                prompt, including("activation_taps", arguments), plugin_args=arguments
             ),
-            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            PROMPTS,
             given,
         )
 
@@ -178,12 +192,8 @@ class TestTracing(StepPartSuite):
 
     def requests(self):
         return st.builds(
-            lambda prompt, is_traced: EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                params=SamplingParams(include=["trace"] if is_traced else []),
-            ),
-            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            lambda prompt, is_traced: request(prompt, including("trace", is_traced)),
+            PROMPTS,
             st.booleans(),
         )
 
@@ -194,12 +204,8 @@ class TestTimings(StepPartSuite):
 
     def requests(self):
         return st.builds(
-            lambda prompt, is_timed: EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                params=SamplingParams(include=["timings"] if is_timed else []),
-            ),
-            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            lambda prompt, is_timed: request(prompt, including("timings", is_timed)),
+            PROMPTS,
             st.booleans(),
         )
 
@@ -213,13 +219,8 @@ class TestPooling(StepPartSuite):
 
     def requests(self):
         return st.builds(
-            lambda prompt, pooling: EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                params=SamplingParams(),
-                pooling_params=pooling,
-            ),
-            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            lambda prompt, pooling: request(prompt, pooling_params=pooling),
+            PROMPTS,
             st.none()
             | st.builds(
                 PoolingParams,
@@ -249,21 +250,17 @@ class TestPromptEmbeddings(StepPartSuite):
     ]
 
     def requests(self):
-        def request(mask, rows, resumable):
+        def with_rows(mask, rows, resumable):
             count = len(mask) - sum(mask) if mask else rows
-            embeds = ROWS[:count] if count else None
-            return EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=[7 if known else 0 for known in mask] or [0] * rows,
-                params=SamplingParams(),
-                eos_token_ids=[256],
-                prompt_embeds=embeds,
+            return request(
+                [7 if known else 0 for known in mask] or [0] * rows,
+                prompt_embeds=ROWS[:count] if count else None,
                 prompt_is_token_ids=mask or None,
                 resumable=resumable,
             )
 
         masks = st.lists(st.booleans(), max_size=5).filter(lambda mask: mask.count(False) < 4)
-        return st.builds(request, masks, st.integers(1, 3), st.sampled_from([False] * 9 + [True]))
+        return st.builds(with_rows, masks, st.integers(1, 3), st.sampled_from([False] * 9 + [True]))
 
 
 class OfLayers(Adapters):
@@ -341,18 +338,12 @@ class TestAdaptersOfLayers(StepPartSuite):
         cls.config = {"adapters": {"max_loras": 2, "max_cpu_loras": 3, "paths": paths}}
 
     def requests(self):
-        def request(prompt, name):
+        def with_adapter(prompt, name):
             content = self.contents.get(name, "")
-            return EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                params=SamplingParams(),
-                eos_token_ids=[256],
-                lora=name and LoRARequest(name, 1, "", content),
-            )
+            return request(prompt, lora=name and LoRARequest(name, 1, "", content))
 
-        prompts = st.lists(st.integers(1, 20), min_size=1, max_size=4)
-        return st.builds(request, prompts, st.sampled_from(["a0", "a1", "a2", "unknown", None]))
+        names = st.sampled_from(["a0", "a1", "a2", "unknown", None])
+        return st.builds(with_adapter, PROMPTS, names)
 
 
 class TestEncoders(StepPartSuite):
@@ -376,23 +367,17 @@ class TestEncoders(StepPartSuite):
         loaded.model.weight += 1
 
     def requests(self):
-        def request(items, is_cut):
+        def with_items(items, is_cut):
             ids, features = [5], []
             for number in items:
                 features.append(
                     MultiModalFeature(f"x{number}", len(ids) + 1, 3, data=pixels(number))
                 )
                 ids += [1, 2, 2, 2, 6]
-            return EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=ids[: -3 if is_cut else None] or [5],
-                params=SamplingParams(),
-                eos_token_ids=[256],
-                features=features,
-            )
+            return request(ids[: -3 if is_cut else None] or [5], features=features)
 
         items = st.lists(st.integers(0, 4), max_size=3)
-        return st.builds(request, items, st.sampled_from([False] * 9 + [True]))
+        return st.builds(with_items, items, st.sampled_from([False] * 9 + [True]))
 
 
 def test_all_builtins_are_tested():
@@ -409,14 +394,8 @@ class TestRetention(StepPartSuite):
             requests.Retention, st.sampled_from(["a", "b", ""]), st.sampled_from([0.5, 1e9, -1.0])
         )
         return st.builds(
-            lambda prompt, retention: EngineCoreRequest(
-                request_id="",
-                prompt_token_ids=prompt,
-                params=SamplingParams(),
-                eos_token_ids=[256],
-                retention=retention,
-            ),
-            st.lists(st.integers(1, 20), min_size=1, max_size=4),
+            lambda prompt, retention: request(prompt, retention=retention),
+            PROMPTS,
             st.none() | wishes,
         )
 

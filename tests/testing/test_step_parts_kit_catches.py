@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from support.broken import media_parts
 from support.broken import step_parts as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, messages_of, shorten, suite_tests
 
 from hardpoint.testing import StepPartSuite
-from hardpoint.testing.reporting import calls
 
 # step part, test that it fails, rule, pattern of the message
 STEP_PARTS = [
@@ -49,7 +47,6 @@ STEP_PARTS = [
     (broken.WrongLayer, "steps", "worker", "called the attention of layer 0 in layer 1"),
     (broken.ByPosition, "alone_as_together", "alone as", "changes its logits in step . to"),
     (broken.WritesTokens, "reads_only", "worker reads only", "sampled.. changed what it was given"),
-    (broken.KeepsEnded, "memory", "memory", "its attributes grew from"),
     (broken.RaisesInLost, "lost_plans", "lost plans", "lost.. raised KeyError"),
     (
         broken.CountsPlans,
@@ -66,6 +63,7 @@ STEP_PARTS = [
     (broken.WritesPlan, "reads_only", "reads only", "begin.. changed what it was given"),
     (broken.WritesResult, "reads_only", "reads only", "result.. changed what it was given"),
     (broken.Grows, "memory", "memory", "its attributes grew from"),
+    (broken.KeepsEnded, "memory", "memory", "its attributes grew from"),
     (broken.ClosesOnce, "close", "close", "raised AttributeError"),
     (broken.PrepareRaises, "frontend", "frontend", "prepare.. raised KeyError: 'reasons'"),
     (broken.Renames, "frontend", "frontend", "changed request_id from 'r0' to 'r0-mine'"),
@@ -131,20 +129,18 @@ MEDIA = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-    monkeypatch.setattr(calls, "_WAIT_SECONDS", 0.1)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), STEP_PARTS, ids=label)
-def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern):
-    attributes = {"part": cls, "ready_seconds": 0.05, "calls": [("live", {})]}
+@each_broken(STEP_PARTS)
+def test_a_broken_step_part_fails_its_rule(cls, test, rule, pattern, monkeypatch):
+    if test in ("memory", "close"):
+        shorten(monkeypatch, {"reporting.calls._WAIT_SECONDS": 0.1})
+    attributes = {"part": cls, "calls": [("live", {})]}
+    if cls is broken.NeverReady:
+        attributes["ready_seconds"] = 0.05
     attributes["prompts"] = [{"letters": 3}]
     assert_fails(StepPartSuite, attributes, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), MEDIA, ids=label)
+@each_broken(MEDIA)
 def test_a_broken_part_of_media_fails_its_rule(cls, test, rule, pattern):
     assert_fails(StepPartSuite, {"part": cls, **media_parts.SUITE}, test, rule, pattern)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from support.broken import taps as broken
-from support.kit_suites import assert_fails, label, messages_of, stop_at_first_failure, suite_tests
+from support.kit_suites import assert_fails, each_broken, label, messages_of, suite_tests
 
 from hardpoint.testing import ActivationTapSuite
 
@@ -29,18 +29,13 @@ BROKEN = [
 ARGUMENTS = st.builds(dict, factor=st.sampled_from([0.5, 3.0]), layer=st.integers(0, 3))
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
 def attributes(cls):
     """Return the attributes of a suite of a class."""
     takes_some = issubclass(cls, broken.Scaled)
     return {"tap": cls, "examples": 0.4} | ({"arguments": ARGUMENTS} if takes_some else {})
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), BROKEN, ids=label)
+@each_broken(BROKEN)
 def test_a_broken_tap_fails_its_rule(cls, test, rule, pattern):
     assert_fails(ActivationTapSuite, attributes(cls), test, rule, pattern)
 

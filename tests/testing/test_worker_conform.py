@@ -61,7 +61,16 @@ class TestDefaultSampler(SamplerSuite):
     sampler = DefaultSampler
 
 
-class TestTorchOps(OpsSuite):
+class FewSizes(OpsSuite):
+    """With few sizes, unless searches are long: each is run alone, too."""
+
+    if not searches_long():
+        sizes = (50,)
+        rows = (3,)
+        vocab_sizes = (999,)
+
+
+class TestTorchOps(FewSizes):
     ops = TorchOps
 
 
@@ -70,16 +79,13 @@ class TestNativeOps(OpsSuite):
     batch_invariant = True
 
 
-class TestTritonOps(OpsSuite):
+class TestTritonOps(FewSizes):
     """Interpreted, where there is no GPU."""
 
     ops = TritonOps
     device = kernel_device()
     if not searches_long():
         dtypes = (torch.bfloat16,)
-        sizes = (50,)
-        rows = (3,)  # each is run alone, too
-        vocab_sizes = (999,)
 
 
 class TestTorchAttention(AttentionBackendSuite):
@@ -162,6 +168,22 @@ def config(family, **fields):
     )
 
 
+def suite_of(model, share=0.1, *, family=None, nightly=False, **fields):
+    """Return the suite of a model, with fields of its configuration.
+
+    Args:
+        share: share of the examples.
+        family: name of the architecture if it is not that of the model.
+    """
+    attributes = {
+        "examples": kit_examples(share),
+        "model": model,
+        "config": config(family or model.__name__, **fields),
+    }
+    suite = type(f"Test{model.__name__}", (ModelSuite,), {**attributes, "__module__": __name__})
+    return pytest.mark.nightly(suite) if nightly else suite
+
+
 DIVISIBLE = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}
 """By 2 and 3; the vocabulary is not."""
 LATENT = {
@@ -180,267 +202,149 @@ LATENT = {
 # Families consist of the same layers. Each kind of layer is in one that is not nightly: Llama has
 # the dense ones, Phi3 fused matrices and two rotations, Qwen2Moe experts, shared ones among them,
 # DeepseekV2 latents.
-
-
-class TestLlama(ModelSuite):
-    examples = kit_examples()
-    model = Llama
-    config = config("Llama", attention_bias=True, mlp_bias=True, **DIVISIBLE)
-
-
-@pytest.mark.nightly
-class TestMistral(ModelSuite):
-    examples = kit_examples(0.3)
-    model = Mistral
-    config = config(
-        "Mistral",
-        sliding_window=7,
-        tie_word_embeddings=True,
-        **DIVISIBLE | {"num_key_value_heads": 1},  # which several ranks have
-    )
-
-
-@pytest.mark.nightly
-class TestQwen2(ModelSuite):
-    examples = kit_examples(0.3)
-    model = Qwen2
-    config = config("Qwen2")  # 4 heads, which three ranks cannot divide
-
-
-@pytest.mark.nightly
-class TestMixtral(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Mixtral
-    config = config("Mixtral", num_local_experts=4, num_experts_per_tok=2)
-
-
-class TestQwen2Moe(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Qwen2Moe
-    config = config(
-        "Qwen2Moe",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-        mlp_only_layers=[1],
-    )
-
-
-@pytest.mark.nightly
-class TestQwen3(ModelSuite):
-    examples = kit_examples(0.3)
-    model = Qwen3
-    config = config("Qwen3", **DIVISIBLE, head_dim=16, tie_word_embeddings=True)
-
-
-@pytest.mark.nightly
-class TestGranite(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Granite
-    config = config(
-        "Granite",
-        **DIVISIBLE,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.22,
-        logits_scaling=8.0,
-        tie_word_embeddings=True,
-    )
-
-
-@pytest.mark.nightly
-class TestSmolLM3(ModelSuite):
-    examples = kit_examples(0.1)
-    model = SmolLM3
-    config = config("SmolLM3", **DIVISIBLE, no_rope_layer_interval=2)
-
-
-@pytest.mark.nightly
-class TestOlmo2(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Olmo2
-    config = config("Olmo2", **DIVISIBLE)
-
-
-@pytest.mark.nightly
-class TestOlmo3(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Olmo3
-    config = config("Olmo3", **DIVISIBLE, sliding_window=7, num_hidden_layers=4)
-
-
-class TestCohere2(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Cohere2
-    config = config("Cohere2", **DIVISIBLE, sliding_window=7, sliding_window_pattern=2)
-
-
-@pytest.mark.nightly
-class TestGlm4(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Glm4
-    config = config("Glm4", **DIVISIBLE | {"num_key_value_heads": 6}, head_dim=8)
-
-
-@pytest.mark.nightly
-class TestGlm4Moe(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Glm4Moe
-    config = config(
-        "Glm4Moe",
-        head_dim=16,
-        n_routed_experts=4,
-        n_group=2,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        use_qk_norm=True,
-    )
-
-
-class TestGptOss(ModelSuite):
-    examples = kit_examples(0.1)
-    model = GptOss
-    config = config(
-        "GptOss",
-        **DIVISIBLE | {"num_key_value_heads": 6},
-        head_dim=8,
-        sliding_window=7,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-
-
-class TestDeepseekV2(ModelSuite):
-    examples = kit_examples(0.1)
-    model = DeepseekV2
-    config = config(
-        "DeepseekV2",
-        **DIVISIBLE | LATENT,
-        q_lora_rank=None,
-        topk_method="group_limited_greedy",
-        n_group=2,
-        topk_group=1,
-    )
-
-
-@pytest.mark.nightly
-class TestDeepseekV3(ModelSuite):
-    examples = kit_examples(0.1)
-    model = DeepseekV3
-    config = config("DeepseekV3", **DIVISIBLE | LATENT, q_lora_rank=10, n_group=2, topk_group=1)
+TestLlama = suite_of(Llama, 1.0, attention_bias=True, mlp_bias=True, **DIVISIBLE)
+TestMistral = suite_of(
+    Mistral,
+    0.3,
+    nightly=True,
+    sliding_window=7,
+    tie_word_embeddings=True,
+    **DIVISIBLE | {"num_key_value_heads": 1},  # which several ranks have
+)
+TestQwen2 = suite_of(Qwen2, 0.3, nightly=True)  # 4 heads, which three ranks cannot divide
+TestMixtral = suite_of(Mixtral, nightly=True, num_local_experts=4, num_experts_per_tok=2)
+TestQwen2Moe = suite_of(
+    Qwen2Moe,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+    mlp_only_layers=[1],
+)
+TestQwen3 = suite_of(Qwen3, 0.3, nightly=True, **DIVISIBLE, head_dim=16, tie_word_embeddings=True)
+TestGranite = suite_of(
+    Granite,
+    nightly=True,
+    **DIVISIBLE,
+    embedding_multiplier=12.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.22,
+    logits_scaling=8.0,
+    tie_word_embeddings=True,
+)
+TestSmolLM3 = suite_of(SmolLM3, nightly=True, **DIVISIBLE, no_rope_layer_interval=2)
+TestOlmo2 = suite_of(Olmo2, nightly=True, **DIVISIBLE)
+TestOlmo3 = suite_of(Olmo3, nightly=True, **DIVISIBLE, sliding_window=7, num_hidden_layers=4)
+TestCohere2 = suite_of(
+    Cohere2, nightly=True, **DIVISIBLE, sliding_window=7, sliding_window_pattern=2
+)
+TestGlm4 = suite_of(Glm4, nightly=True, **DIVISIBLE | {"num_key_value_heads": 6}, head_dim=8)
+TestGlm4Moe = suite_of(
+    Glm4Moe,
+    nightly=True,
+    head_dim=16,
+    n_routed_experts=4,
+    n_group=2,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    use_qk_norm=True,
+)
+TestGptOss = suite_of(
+    GptOss,
+    nightly=True,
+    **DIVISIBLE | {"num_key_value_heads": 6},
+    head_dim=8,
+    sliding_window=7,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+)
+TestDeepseekV2 = suite_of(
+    DeepseekV2,
+    **DIVISIBLE | LATENT,
+    q_lora_rank=None,
+    topk_method="group_limited_greedy",
+    n_group=2,
+    topk_group=1,
+)
+TestDeepseekV3 = suite_of(
+    DeepseekV3, nightly=True, **DIVISIBLE | LATENT, q_lora_rank=10, n_group=2, topk_group=1
+)
+TestQwen3Next = suite_of(
+    Qwen3Next,
+    nightly=True,
+    **DELTA,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+)
+TestQwen35 = suite_of(Qwen35, family="Qwen3_5", **DELTA)
+TestQwen35Moe = suite_of(
+    Qwen35Moe,
+    family="Qwen3_5Moe",
+    nightly=True,
+    **DELTA,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+)
+TestPhi3 = suite_of(
+    Phi3,
+    **DIVISIBLE | {"num_attention_heads": 6},
+    partial_rotary_factor=0.75,
+    original_max_position_embeddings=32,
+    rope_scaling={
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2],
+        "long_factor": [1.5, 2.5, 9.0],
+    },
+)
+TestGemma2 = suite_of(
+    Gemma2,
+    nightly=True,
+    **DIVISIBLE,
+    head_dim=8,
+    query_pre_attn_scalar=6,
+    sliding_window=7,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+    tie_word_embeddings=False,
+)
+TestGemma3 = suite_of(
+    Gemma3, nightly=True, **DIVISIBLE, head_dim=8, sliding_window=7, sliding_window_pattern=2
+)
+TestGemma3WithImages = suite_of(
+    Gemma3WithImages,
+    family="Gemma3",
+    **DIVISIBLE,
+    head_dim=8,
+    sliding_window=7,
+    sliding_window_pattern=2,
+    boi_token_index=57,
+    eoi_token_index=58,
+    image_token_index=59,
+    mm_tokens_per_image=4,
+    vision_config={
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    },
+)
+TestQwen3Moe = suite_of(
+    Qwen3Moe,
+    nightly=True,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+)
 
 
 @pytest.mark.nightly
-class TestQwen3Next(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Qwen3Next
-    config = config(
-        "Qwen3Next",
-        **DELTA,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-    )
-
-
-class TestQwen35(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Qwen35
-    config = config("Qwen3_5", **DELTA)
-
-
-@pytest.mark.nightly
-class TestQwen35Moe(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Qwen35Moe
-    config = config(
-        "Qwen3_5Moe",
-        **DELTA,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-    )
-
-
-class TestPhi3(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Phi3
-    config = config(
-        "Phi3",
-        **DIVISIBLE | {"num_attention_heads": 6},
-        partial_rotary_factor=0.75,
-        original_max_position_embeddings=32,
-        rope_scaling={
-            "type": "longrope",
-            "short_factor": [1.0, 1.1, 1.2],
-            "long_factor": [1.5, 2.5, 9.0],
-        },
-    )
-
-
-@pytest.mark.nightly
-class TestGemma2(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Gemma2
-    config = config(
-        "Gemma2",
-        **DIVISIBLE,
-        head_dim=8,
-        query_pre_attn_scalar=6,
-        sliding_window=7,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-        tie_word_embeddings=False,
-    )
-
-
-@pytest.mark.nightly
-class TestGemma3(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Gemma3
-    config = config("Gemma3", **DIVISIBLE, head_dim=8, sliding_window=7, sliding_window_pattern=2)
-
-
-class TestGemma3WithImages(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Gemma3WithImages
-    config = config(
-        "Gemma3",
-        **DIVISIBLE,
-        head_dim=8,
-        sliding_window=7,
-        sliding_window_pattern=2,
-        boi_token_index=57,
-        eoi_token_index=58,
-        image_token_index=59,
-        mm_tokens_per_image=4,
-        vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 4,
-        },
-    )
-
-
-@pytest.mark.nightly
-class TestQwen3Moe(ModelSuite):
-    examples = kit_examples(0.1)
-    model = Qwen3Moe
-    config = config(
-        "Qwen3Moe",
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-    )
-
-
 class TestThroughTransformers(ModelSuite):
     """One layer, of a family that has a plugin of its own, too."""
 

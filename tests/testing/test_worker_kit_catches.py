@@ -16,10 +16,10 @@ from support.broken import (
 )
 from support.kit_suites import (
     assert_fails,
+    each_broken,
     label,
     message_of,
     messages_of,
-    stop_at_first_failure,
     suite_tests,
 )
 
@@ -373,53 +373,45 @@ QUANTIZED = [
     (models.LoadsHalvesUpsideDown, "quantized", "quantized", "with codes, hidden states or logits"),
 ]  # fmt: skip
 
+
+def nightly(*values):
+    """Return parameters that do not always run."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 RIGHT = [
-    (WeightLoaderSuite, {"loader": loaders.Json, "write": staticmethod(loaders.write)}),
-    (
-        WeightLoaderSuite,
-        {"loader": loaders.CutsByItself, "write": staticmethod(loaders.write)},
-    ),
-    (
-        WeightLoaderSuite,
-        {
-            "loader": loaders.Quantized,
-            "write": staticmethod(loaders.write),
-            "scheme": loaders.scheme,
-        },
-    ),
-    (WeightLoaderSuite, {"loader": loaders.Hashed, "write": staticmethod(loaders.write)}),
-    (WeightLoaderSuite, {"loader": loaders.Dated, "write": staticmethod(loaders.write)}),
-    (ModelSuite, {"model": models.Tiny, "config": models.CONFIG}),
-    (ModelSuite, {"model": models.Quantizable, "config": models.CONFIG}),
-    (ModelSuite, {"model": models.Adaptable, "config": models.CONFIG}),
-    (ModelSuite, {"model": media_models.Seeing, "config": models.CONFIG}),
+    (WeightLoaderSuite, {"loader": loaders.Json}),
+    (WeightLoaderSuite, {"loader": loaders.CutsByItself}),
+    (WeightLoaderSuite, {"loader": loaders.Quantized, "scheme": loaders.scheme}),
+    (WeightLoaderSuite, {"loader": loaders.Hashed}),
+    (WeightLoaderSuite, {"loader": loaders.Dated}),
+    (ModelSuite, {"model": models.Tiny}),
+    nightly(ModelSuite, {"model": models.Quantizable}),
+    nightly(ModelSuite, {"model": models.Adaptable}),
+    nightly(ModelSuite, {"model": media_models.Seeing}),
     (AttentionBackendSuite, {"backend": attention.KeysAlone}),
-    (AttentionBackendSuite, {"backend": attention.Viewed}),
-    (AttentionBackendSuite, {"backend": attention.Padded}),
-    (AttentionBackendSuite, {"backend": attention.Coded}),
-    (AttentionBackendSuite, {"backend": attention.RowByRow, "batch_invariant": True}),
-    (OpsSuite, {"ops": ops.Plain}),
-    (OpsSuite, {"ops": ops.Kept}),
-    (OpsSuite, {"ops": ops.Codes}),
+    nightly(AttentionBackendSuite, {"backend": attention.Viewed}),
+    nightly(AttentionBackendSuite, {"backend": attention.Padded}),
+    nightly(AttentionBackendSuite, {"backend": attention.Coded}),
+    nightly(AttentionBackendSuite, {"backend": attention.RowByRow, "batch_invariant": True}),
+    nightly(OpsSuite, {"ops": ops.Plain}),
+    nightly(OpsSuite, {"ops": ops.Kept}),
+    (OpsSuite, {"ops": ops.Codes, "sizes": (50,), "rows": (3,), "vocab_sizes": (999,)}),
     (SamplerSuite, {"sampler": samplers.Gumbel}),
 ]
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch):
-    stop_at_first_failure(monkeypatch)
-
-
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SAMPLERS, ids=label)
+@each_broken(SAMPLERS)
 def test_a_broken_sampler_fails_its_rule(cls, test, rule, pattern):
     assert_fails(SamplerSuite, {"sampler": cls}, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), ATTENTION, ids=label)
+@each_broken(ATTENTION)
 def test_a_broken_attention_backend_fails_its_rule(cls, test, rule, pattern):
     assert_fails(AttentionBackendSuite, {"backend": cls}, test, rule, pattern)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("cls", CODES, ids=label)
 def test_a_mistake_in_codes_fails_the_rules_of_codes_alone(cls):
     failed = set(messages_of(AttentionBackendSuite, {"backend": cls, "examples": 0.3}))
@@ -429,7 +421,9 @@ def test_a_mistake_in_codes_fails_the_rules_of_codes_alone(cls):
     assert failed - {"block_views"} == expected
 
 
-@pytest.mark.parametrize("cls", [attention.SplitsByRows, attention.OwnUnrounded], ids=label)
+@pytest.mark.parametrize(
+    "cls", [attention.SplitsByRows, nightly(attention.OwnUnrounded)], ids=label
+)
 def test_rows_are_compared_bit_for_bit_where_that_is_claimed(cls):
     assert messages_of(AttentionBackendSuite, {"backend": cls, "examples": 0.1}) == {}
     attributes = {"backend": cls, "batch_invariant": True}
@@ -437,7 +431,7 @@ def test_rows_are_compared_bit_for_bit_where_that_is_claimed(cls):
     assert_fails(AttentionBackendSuite, attributes, "rows", "rows", pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), OPS, ids=label)
+@each_broken(OPS)
 def test_broken_operations_fail_their_rule(cls, test, rule, pattern):
     assert_fails(OpsSuite, {"ops": cls}, test, rule, pattern)
 
@@ -449,15 +443,13 @@ def test_bits_that_depend_on_the_number_of_rows_fail_what_states_batch_invarianc
     assert_fails(OpsSuite, attributes, "lora_rows", "rows", "add_lora of row 0 alone differs by")
 
 
-@pytest.mark.parametrize(
-    ("cls", "test", "rule", "pattern"), MODELS + ADAPTED + QUANTIZED + OF_IMAGES, ids=label
-)
+@each_broken(MODELS + ADAPTED + QUANTIZED + OF_IMAGES)
 def test_a_broken_model_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), SHARED, ids=label)
+@each_broken(SHARED)
 def test_a_broken_model_of_several_ranks_fails_its_rule(cls, test, rule, pattern):
     attributes = {"model": cls, "config": shared_models.CONFIG}
     assert_fails(ModelSuite, attributes, test, rule, pattern)
@@ -482,7 +474,7 @@ def test_what_a_model_refuses_is_skipped_with_its_message():
         suite.test_expert()
 
 
-@pytest.mark.parametrize(("cls", "test", "rule", "pattern"), LOADERS, ids=label)
+@each_broken(LOADERS)
 def test_a_broken_loader_fails_its_rule(cls, test, rule, pattern):
     attributes = {"loader": cls, "write": staticmethod(loaders.write), "scheme": loaders.scheme}
     assert_fails(WeightLoaderSuite, attributes, test, rule, pattern)
@@ -495,7 +487,8 @@ def test_a_loader_without_a_checkpoint_fails():
 
 @pytest.mark.parametrize(("suite", "attributes"), RIGHT, ids=label)
 def test_correct_components_pass(suite, attributes):
-    assert messages_of(suite, attributes | {"examples": 0.1}) == {}
+    given = {"config": models.CONFIG, "write": staticmethod(loaders.write), "examples": 0.1}
+    assert messages_of(suite, given | attributes) == {}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from hardpoint.plugins import HardpointError, ModelError
+from hardpoint.toolkit.workers import joining
 from hardpoint.toolkit.workers.joining import are_out_of_step, worker_method
 
 
@@ -46,5 +47,6 @@ def ended(error=None):
         ("start_parts", [ended(), ended(ModelError("no"))], False),
     ],
 )
-def test_ranks_are_out_of_step_where_some_fail_a_joint_call(method, futures, expected):
+def test_ranks_are_out_of_step_where_some_fail_a_joint_call(monkeypatch, method, futures, expected):
+    monkeypatch.setattr(joining, "_SETTLE_SECONDS", 0.02)
     assert are_out_of_step(method, futures) is expected

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.waiting import wait_until
 
 from hardpoint.errors import EngineClosedError, HardpointError
 from hardpoint.toolkit.limited import LimitedProcess
 
 PROGRAM = """
+import os
 import time
 
 def start(settings):
     kept = []
     def answer(request):
         if request == b"sleep":
-            time.sleep(60)
+            time.sleep(3600)
+        if request == b"hold":
+            open(settings["begun"], "w").close()
+            while os.path.exists(settings["held"]):
+                time.sleep(0.005)
         if request == b"memory":
             kept.append(bytes(1 << 30))
         if request == b"print":
@@ -32,12 +37,16 @@ def start(settings):
 
 def process(tmp_path, **options):
     (tmp_path / "program.py").write_text(PROGRAM)
-    settings = {"seconds": 5.0, "max_bytes": 512 << 20, "max_answer_bytes": 1 << 20}
+    settings = {"seconds": 60.0, "max_bytes": 512 << 20, "max_answer_bytes": 1 << 20}
     return LimitedProcess(
         tmp_path / "program.py",
         "to test",
         needs="nothing",
-        settings={"word": "<"},
+        settings={
+            "word": "<",
+            "begun": str(tmp_path / "begun"),
+            "held": str(tmp_path / "held"),
+        },
         **settings | options,
     )
 
@@ -75,15 +84,18 @@ def test_a_request_has_a_time(tmp_path):
 
 
 def test_one_that_is_closed_is_not_started_again_for_those_who_wait(tmp_path):
-    made = process(tmp_path, seconds=0.5)
-    made.ask(b"a")
-    with ThreadPoolExecutor(4) as threads:
-        asked = [threads.submit(made.ask, b"sleep") for _ in range(4)]
-        time.sleep(0.1)  # the first one is being answered
-        made.close()
+    made = process(tmp_path)
+    (tmp_path / "held").touch()
+    with ThreadPoolExecutor(5) as threads:
+        asked = [threads.submit(made.ask, b"hold") for _ in range(4)]
+        wait_until((tmp_path / "begun").exists, what="the first one to be answered")
+        closing = threads.submit(made.close)
+        wait_until(lambda: made._is_closed)
+        (tmp_path / "held").unlink()
         errors = [one.exception() for one in asked]
+        closing.result()
     assert made.pid is None
-    assert sum(isinstance(error, EngineClosedError) for error in errors) >= 2
+    assert sum(isinstance(error, EngineClosedError) for error in errors) == 3
     with pytest.raises(EngineClosedError, match="the process to test was closed"):
         made.ask(b"a")
 

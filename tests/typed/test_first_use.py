@@ -58,7 +58,7 @@ for number in range(40):
 def test_threads_convert_to_a_new_type_at_the_same_time():
     """In a process of its own, since it ends with a segmentation fault if that is not guarded."""
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -86,15 +86,15 @@ def test_an_import_that_waits_for_the_lock_and_one_inside_it_end(monkeypatch):
     def imports():
         with import_lock:
             is_importing.set()
-            is_reading.wait(5)
+            is_reading.wait(60)
             results.append(convert({"size": 2}, Inner, path=""))
 
     monkeypatch.setitem(globals(), "lazy", Lazy())
     thread = threading.Thread(target=imports, daemon=True)
     thread.start()
-    is_importing.wait(5)
+    is_importing.wait(60)
     assert convert({"inner": {"size": 3}}, Outer, path="").inner.size == 3
-    thread.join(5)
+    thread.join(60)
     assert [result.size for result in results] == [2]
 
 
@@ -105,17 +105,17 @@ def test_a_copy_of_a_process_does_not_wait_for_a_thread_that_it_has_not(monkeypa
     def hold():
         with vars(first_use)["_lock"]:
             has_it.set()
-            ends.wait(10)
+            ends.wait(60)
 
     class New(Strict):
         size: int = 0
 
     thread = threading.Thread(target=hold)
     thread.start()
-    has_it.wait(5)
+    has_it.wait(60)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(5)
+        signal.alarm(50)
         os._exit(0 if convert({"size": 3}, New, path="").size == 3 else 1)
     assert os.waitpid(pid, 0)[1] == 0
     ends.set()

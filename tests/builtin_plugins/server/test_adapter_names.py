@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
+from support.waiting import wait_until
 
 from hardpoint.builtin_plugins.server.access.counts import SharedCounts
 from hardpoint.builtin_plugins.server.operations.adapters import Adapters, UnloadAdapter
@@ -222,8 +223,7 @@ def test_unloading_ends_the_name(server, folder):
     server.engine.gate.clear()
     with ThreadPoolExecutor() as threads:
         future = threads.submit(unload, lora_name="sql", lora_int_id=1, mode="abort")
-        while ("remove", 1, "abort") not in server.engine.did:
-            pass
+        wait_until(lambda: ("remove", 1, "abort") in server.engine.did)
         server.engine.found["sql"] = folder / "sql"
         waiting = threads.submit(complete, server, "sql")  # of another adapter of that name
         server.engine.gate.set()
@@ -248,8 +248,7 @@ def test_resolvers_are_asked_once_for_requests_at_the_same_time(server, folder):
     server.engine.gate.clear()
     with ThreadPoolExecutor() as threads:
         futures = [threads.submit(complete, server, "sql") for _ in range(4)]
-        while not server.engine.did:
-            pass
+        wait_until(lambda: server.engine.did)
         server.engine.gate.set()
         assert {future.result().status_code for future in futures} == {200}
     request = LoRARequest("sql", 1, str(folder / "sql"))

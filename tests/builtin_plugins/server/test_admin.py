@@ -14,7 +14,7 @@ from starlette.responses import Response
 from support.fake_engine import FakeEngine, configured
 from support.http_server import client_of, running
 from support.processes import ROOT
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server.service import Phase
 from hardpoint.errors import EngineTimeoutError, PluginNotFoundError
@@ -175,7 +175,7 @@ def test_a_restarted_engine_is_not_paused(server):
         refused = post(server, "/pause")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_restarting"
-        threading.Event().wait(0.3)
+        wait_until(lambda: server.service.paused is None)
     finally:
         server.engine.is_running = True
     assert server.post("/v1/chat/completions", ASK).status_code == 200
@@ -270,10 +270,10 @@ def test_stats_health_metrics_and_version(server):
 
 
 def test_drain_ends_the_server(tmp_path):
-    engine = FakeEngine(config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=5))
+    engine = FakeEngine(config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=60))
     with running(engine) as server:
         assert post(server, "/drain").json() == {"open": 0}
-        server.thread.join(10)
+        server.thread.join(PATIENCE_S)
         assert not server.thread.is_alive()
         assert server.code == 0
     assert list(tmp_path.iterdir()) == []
@@ -285,26 +285,26 @@ def test_a_drain_waits_for_answers_that_are_not_generated(tmp_path, path):
 
     async def answer(request):
         if request.url.path == "/waits":
-            await asyncio.to_thread(may_end.wait, 20)
+            await asyncio.to_thread(may_end.wait, PATIENCE_S)
         return Response(bytes(size))
 
     engine = FakeEngine(
-        config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=20),
+        config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=600),
         extensions=tuple(("acme", Route(path=p, endpoint=answer)) for p in ("/waits", "/large")),
     )
     with running(engine) as server, server.socket() as client:
         client.sendall(b"GET %b HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % path.encode())
-        wait_until(lambda: server.service.traffic.open or server.service.traffic.requests, 10)
+        wait_until(lambda: server.service.traffic.open or server.service.traffic.requests)
         assert post(server, "/drain").status_code == 200
-        wait_until(lambda: server.service.phase is Phase.REFUSING, 10)
-        time.sleep(0.5)  # in which nothing may end
+        wait_until(lambda: server.service.phase is Phase.REFUSING)
+        time.sleep(0.2)  # in which nothing may end
         assert server.socket().close() is None
         may_end.set()
         received = 0
         while part := client.recv(1 << 20):
             received += len(part)
         assert received > size
-        server.thread.join(10)
+        server.thread.join(PATIENCE_S)
         assert server.code == 0
 
 

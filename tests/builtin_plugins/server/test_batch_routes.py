@@ -13,12 +13,13 @@ import time
 from types import SimpleNamespace
 
 import openai
+import psutil
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
-from support.serve_program import serving
-from support.waiting import wait_until
+from support.serve_program import enabling, serving
+from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes import file_route, runner
@@ -51,6 +52,7 @@ def batch_server(folder, model=None, scheduler=None, server=None, **options):
         plugin={"batch_routes": options},
         scheduler={"policy": "priority", **(scheduler or {})},
         server={"port": 0, "access_log": "off", **(server or {})},
+        plugins={"enable": ["support.plugins.slow:Slow"]},
     )
     with running(AsyncLLM(config=config), authenticators=[NAMED]) as server:
         yield server
@@ -81,6 +83,12 @@ def line(number, url=COMPLETIONS, **body):
     return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": {**fields, **body}}
 
 
+def endless(number):
+    """Return a line that is not answered before its batch is cancelled, or expires."""
+    slow = {"slow": {"seconds": 0.1}}
+    return line(number, prompt="loop", max_tokens=900, ignore_eos=True, plugin_args=slow)
+
+
 def upload(client, lines, name="in.jsonl"):
     content = b"".join(
         entry if isinstance(entry, bytes) else json.dumps(entry).encode() + b"\n" for entry in lines
@@ -97,10 +105,10 @@ def begin(client, lines, endpoint=COMPLETIONS, **fields):
     )
 
 
-def ended(client, batch, seconds=30):
+def ended(client, batch):
     """Return a batch once it has ended."""
     states = ("completed", "failed", "expired", "cancelled")
-    wait_until(lambda: client.batches.retrieve(batch.id).status in states, seconds)
+    wait_until(lambda: client.batches.retrieve(batch.id).status in states)
     return client.batches.retrieve(batch.id)
 
 
@@ -334,9 +342,8 @@ class TestBatches:
         assert ended(client, batch).request_counts.completed == 4
 
     def test_a_batch_is_cancelled(self, client):
-        lines = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(40)]
-        began = begin(client, [line(100), *lines])
-        wait_until(lambda: client.batches.retrieve(began.id).status == "in_progress", 20)
+        began = begin(client, [line(100), *map(endless, range(40))])
+        wait_until(lambda: client.batches.retrieve(began.id).status == "in_progress")
         assert client.batches.cancel(began.id).status in ("cancelling", "cancelled")
         batch = ended(client, began)
         assert batch.status == "cancelled"
@@ -430,7 +437,7 @@ def test_slow_uploads_hold_up_those_of_no_other_key(tmp_path, monkeypatch):
 
         for _ in range(4):
             slow.enter_context(sending(server, "alice", FORM[:20], 1000))
-        wait_until(lambda: answer("alice").status_code == 429, 10)
+        wait_until(lambda: answer("alice").status_code == 429)
         refused = answer("alice")
         assert int(refused.headers["retry-after"]) >= 1
         assert "expected at most 4 uploads of a key at once, got one more" in refused.text
@@ -441,24 +448,27 @@ def test_slow_uploads_hold_up_those_of_no_other_key(tmp_path, monkeypatch):
         assert refused.status_code == 429
         assert "the server takes 4 uploads at once, its maximum" in refused.text
         slow.close()
-        wait_until(lambda: answer("alice").status_code == 200, 10)
+        wait_until(lambda: answer("alice").status_code == 200)
 
 
-def test_a_slow_disk_has_its_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("limit", "seconds"), [(10.0, 0.1), pytest.param(0.4, 0.6, marks=pytest.mark.timing)]
+)
+def test_a_slow_disk_has_its_time(tmp_path, monkeypatch, limit, seconds):
     add, begun = OwnerFolder.add_file, []
 
     def slow(*arguments):
         begun.append(1)
-        time.sleep(0.6)
+        time.sleep(seconds)
         add(*arguments)
 
     monkeypatch.setattr(OwnerFolder, "add_file", slow)
-    with batch_server(tmp_path, server={"extension_seconds": 0.4}) as server:
+    with batch_server(tmp_path, server={"extension_seconds": limit}) as server:
         client = client_of(server)
         upload(client, [line(0)])
         with sending(server, "alice", FORM, len(FORM)):
             wait_until(lambda: len(begun) > 1)
-        wait_until(lambda: len(client.files.list().data) > 1, 10)  # although its client is gone
+        wait_until(lambda: len(client.files.list().data) > 1)  # although its client is gone
         assert client.files.content(client.files.list().data[0].id).text == "{}"
         assert "faults" not in server.client.get("/health").json()
 
@@ -466,8 +476,7 @@ def test_a_slow_disk_has_its_time(tmp_path, monkeypatch):
 def test_a_batch_expires(tmp_path):
     with batch_server(tmp_path, window_seconds=1.0, concurrency=1) as server:
         client = client_of(server)
-        lines = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(60)]
-        batch = ended(client, begin(client, lines))
+        batch = ended(client, begin(client, map(endless, range(60))))
         assert batch.status == "expired"
         assert batch.expired_at >= batch.expires_at
         errors = lines_of(client, batch.error_file_id)
@@ -490,21 +499,21 @@ def test_a_line_that_is_larger_than_the_queue_fails(tmp_path):
 
 def test_a_batch_goes_on_after_a_restart_and_answers_each_line_once(tmp_path):
     model = write_model(tmp_path)
-    lengths = [5, *[200] * 39]  # so that it is not at its end when the first is
-    lines = [
-        line(n, prompt="loop", max_tokens=length, ignore_eos=True)
-        for n, length in enumerate(lengths)
-    ]
+    held = HeldSteps(tmp_path)  # so that it is not at its end when the first line is
+    loop = {"prompt": "loop", "max_tokens": 200, "ignore_eos": True}
+    lines = [line(n, **loop, plugin_args=held.slow(0.1)) for n in range(1, 40)]
+    lines.insert(0, line(0, **{**loop, "max_tokens": 5}))
     with batch_server(tmp_path, model, concurrency=1) as server:
         client = client_of(server)
         began = begin(client, lines)
-        wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 0, 20)
+        wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 0)
     (cut,) = (tmp_path / "batches").glob("*/batches/*.out")
     before = [json.loads(text)["id"] for text in cut.read_text().splitlines()]
     assert 0 < len(before) < 40
     with cut.open("a") as file:
         file.write('{"id": "half a li{"id": "a"}\n')  # as of a disk that was full
         file.write('{"id": "half a li')  # as of a machine that stopped
+    held.let_go()
     with batch_server(tmp_path, model) as server:
         client = client_of(server)
         batch = ended(client, began)
@@ -537,18 +546,25 @@ def test_no_line_is_read_in_the_event_loop(tmp_path, monkeypatch):
 def test_several_workers_and_a_kill(tmp_path):
     model = write_model(tmp_path / "model")
     settings = ["server.workers = 2", 'plugin.batch_routes.folder = "kept"']
-    lines = [line(n, prompt="loop", max_tokens=200, ignore_eos=True) for n in range(100)]
-    with serving(tmp_path, model, *settings) as program:
+    enabled = enabling('"support.plugins.slow:Slow"')
+    loop = {"prompt": "loop", "ignore_eos": True}
+    held = HeldSteps(tmp_path)
+    lines = [line(n, **loop, max_tokens=5) for n in range(5)]
+    slow = held.slow(0.1)
+    lines += [line(n, **loop, max_tokens=200, plugin_args=slow) for n in range(5, 100)]
+    with serving(tmp_path, model, *settings, **enabled) as program:
         client = client_of(program)
         began = begin(client, lines)
-        wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 3, 30)
-        for process in program.processes():
+        wait_until(lambda: client.batches.retrieve(began.id).request_counts.completed > 3)
+        killed = program.processes()
+        for process in killed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-    time.sleep(0.5)
-    with serving(tmp_path, model, *settings) as program:
+        psutil.wait_procs(killed, PATIENCE_S)
+    held.let_go()
+    with serving(tmp_path, model, *settings, **enabled) as program:
         client = client_of(program)
-        batch = ended(client, began, 60)
+        batch = ended(client, began)
         assert (batch.status, batch.request_counts.completed) == ("completed", 100)
         answers = lines_of(client, batch.output_file_id)
         assert sorted(one["custom_id"] for one in answers) == sorted(f"r{n}" for n in range(100))
@@ -568,10 +584,9 @@ def test_a_record_is_written_once_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(BatchPlace, "write", slow)
     monkeypatch.setattr(runner, "_KEPT_SECONDS", 0.0)
     monkeypatch.setattr(runner, "_CHECK_SECONDS", 0.01)
-    long = [line(n, prompt="loop", max_tokens=900, ignore_eos=True) for n in range(10, 40)]
     with batch_server(tmp_path) as server:
         client = client_of(server)
-        began = begin(client, [*(line(n) for n in range(6)), *long])
+        began = begin(client, [*map(line, range(6)), *map(endless, range(10, 40))])
         counts = ("in_progress", 1)
         wait_until(lambda: found.count(counts) > 1, what="a write of the counts")
         client.batches.cancel(began.id)
@@ -698,7 +713,7 @@ def test_files_expire(tmp_path):
     with batch_server(tmp_path, seconds=1.0) as server:
         client = client_of(server)
         made = client.files.create(file=("in.jsonl", io.BytesIO(b"{}")), purpose="batch")
-        wait_until(lambda: not client.files.list().data, 10)
+        wait_until(lambda: not client.files.list().data)
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(made.id)
         assert not [*(tmp_path / "batches").glob("*/files/*.jsonl")]

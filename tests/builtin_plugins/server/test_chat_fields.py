@@ -1,13 +1,14 @@
 """Chat completions: every field, answered by a real engine on the scripted model."""
 
+import dataclasses
 import json
-import time
 from itertools import chain
 
 import pytest
-from support.fake_engine import FakeEngine, configured
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
 from support.scripted_server import LENGTH, WEATHER, scripted_server, user
+from support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 USAGE = {"include_usage": True}
@@ -427,19 +428,31 @@ class Live:
         self.num_computed_tokens, self.external_id = computed, external_id
 
 
-class Computing(FakeEngine):
-    """Half computes the prompts of the completions that it is asked about."""
+@dataclasses.dataclass
+class Computing(HeldEngine):
+    """Half computes the prompts of the completions that it is asked about.
+
+    Attributes:
+        polls: how often it is asked before it answers.
+    """
+
+    polls: int = 2
 
     async def live_requests(self, external_ids=None):
         assert all(i.startswith("chatcmpl-p-") and len(i) > 12 for i in external_ids)
+        self.polls -= 1
+        if self.polls == 0:
+            self.go_on.set()
         return [Live(computed, i) for i in external_ids for computed in (32, 16)]
 
 
 def test_progress_of_the_prompt_comes_before_the_answer():
-    engine = Computing(delay=0.4, text="one", config=configured())
+    engine = Computing(text="one", config=configured())
     fields = {"stream": True, "request_id": "p"}
     with running(engine) as server:
         for asked in ({"return_progress": True}, {"stream_options": {"include_progress": True}}):
+            engine.polls = 2
+            engine.go_on.clear()
             events = server.events(CHAT, {"messages": user("x"), **fields, **asked})
             progress = events[0].pop("prompt_progress")
             assert progress.pop("time_ms") >= 200
@@ -454,14 +467,12 @@ def test_progress_of_the_prompt_comes_before_the_answer():
 
 
 def test_a_client_that_leaves_before_the_answer_ends_the_request():
-    engine = Computing(delay=5, config=configured())
+    engine = Computing(polls=0, config=configured())
     body = {"messages": user("x"), "stream": True, "return_progress": True, "request_id": "p"}
     with running(engine) as server:
         with server.client.stream("POST", CHAT, json=body) as response:
             next(response.iter_raw())
-        end = time.monotonic() + 4
-        while not engine.aborted and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: engine.aborted)
         assert (engine.aborted, engine.open) == (1, 0)
 
 

@@ -41,7 +41,7 @@ def counted(server):
     before = server.service.traffic.rejected["header_size"]
     yield
     assert server.service.traffic.rejected["header_size"] == before + 1
-    wait_until(lambda: server.service.load.open == 0, 5)
+    wait_until(lambda: server.service.load.open == 0)
 
 
 @pytest.mark.parametrize("frames", FRAMES.values(), ids=FRAMES)
@@ -61,7 +61,6 @@ def test_long_frames_after_the_answer_end_the_connection_without_another_one(ser
     with server.socket() as connection:
         connection.sendall(HEALTH)
         assert read_answer_of_many(connection) == 200
-        connection.settimeout(5)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for start in range(0, len(frames), 100):
                 connection.sendall(frames[start : start + 100])
@@ -96,11 +95,11 @@ class TestWithinTheLimit:
             for data in (HEALTH + b"0\r\nX-T: " + b"x" * 1000, post(), CHAT + b"5\r\nab", b"GET /"):
                 with server.socket() as connection:
                     connection.sendall(data)
-                    wait_until(lambda: connections(), 5)
+                    wait_until(lambda: connections())
                     alive = [weakref.ref(found) for found in connections()]
                     if data.endswith(b"x") or data == post():
                         read_answer_of_many(connection)
-                wait_until(lambda: all(ref() is None for ref in alive), 5)  # noqa: B023
+                wait_until(lambda: all(ref() is None for ref in alive))  # noqa: B023
         finally:
             gc.enable()
 
@@ -135,7 +134,7 @@ class TestWithinTheLimit:
             with server.socket() as connection, contextlib.suppress(ConnectionError):
                 connection.sendall((head + frames)[: chance.randrange(30_000)])
             if number % 1000 == 999:
-                wait_until(lambda: server.service.traffic.connections == 0, 20)
+                wait_until(lambda: server.service.traffic.connections == 0)
                 memory.append(psutil.Process().memory_info().rss >> 20)
         assert max(memory[2:]) - memory[1] < 16, memory
 

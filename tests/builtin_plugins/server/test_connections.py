@@ -6,11 +6,12 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
-from support.fake_engine import FakeEngine, configured
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_bytes import ASK, HEAD, post, read_all, read_answer, read_answer_of_many
-from support.http_server import running
-from support.waiting import wait_until
+from support.http_server import client_of, running
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server.operations.connections import Connection
 
@@ -25,11 +26,19 @@ def answer_of(server, data):
     return status, body["error"]
 
 
+LIMITS = {"header_bytes": 4000, "connections": 8}
+
+
 @pytest.fixture(scope="module")
 def server():
-    config = configured(
-        header_seconds=0.3, keep_alive_seconds=0.3, limits={"header_bytes": 4000, "connections": 8}
-    )
+    with running(FakeEngine(config=configured(limits=LIMITS))) as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    """A server that waits for requests for a third of a second only."""
+    config = configured(header_seconds=0.3, keep_alive_seconds=0.3, limits=LIMITS)
     with running(FakeEngine(config=config)) as running_server:
         yield running_server
 
@@ -38,8 +47,8 @@ def server():
 def alone(server):
     """Wait until the connections of other tests are gone; afterwards, the server must answer."""
     server.client.close()
-    server.client = type(server.client)(base_url=server.url, timeout=30)
-    wait_until(lambda: server.service.traffic.connections == 0, 10)
+    server.client = client_of(server.url)
+    wait_until(lambda: server.service.traffic.connections == 0)
     yield
     assert server.client.get("/health").status_code == 200
 
@@ -136,13 +145,13 @@ def read_answers(connection, count):
 
 
 def test_a_client_that_ends_its_sending_is_taken_for_gone():
-    engine = FakeEngine(delay=8, config=configured())
+    engine = HeldEngine(config=configured())
     with running(engine) as server, server.socket() as connection:
         connection.sendall(post(json.dumps({"prompt": "x"}).encode(), path=b"/v1/completions"))
-        wait_until(lambda: engine.open == 1, 5)
+        wait_until(lambda: engine.open == 1)
         connection.shutdown(socket.SHUT_WR)
         assert read_all(connection) == b""
-        wait_until(lambda: engine.aborted == 1, 1.5)
+        wait_until(lambda: engine.aborted == 1)
 
 
 def test_a_broken_body_ends_its_request(server):
@@ -181,33 +190,31 @@ def test_headers_below_the_limit_are_fine(server):
     assert server.client.get("/health", headers={"x-long": "x" * 3000}).status_code == 200
 
 
-def test_headers_that_do_not_end_are_answered_with_408(server):
+def test_headers_that_do_not_end_are_answered_with_408(hasty):
     began = time.monotonic()
-    status, error = answer_of(server, b"GET /health HTTP/1.1\r\nHost: local")
+    status, error = answer_of(hasty, b"GET /health HTTP/1.1\r\nHost: local")
     assert status == 408
     assert error["message"] == "headers: expected them within 0.3 s (server.header_seconds)"
-    assert 0.25 < time.monotonic() - began < 3
+    assert time.monotonic() - began > 0.25
 
 
-def test_a_slow_loris_is_disconnected_in_time_however_often_it_sends(server):
+def test_a_slow_loris_is_disconnected_in_time_however_often_it_sends(hasty):
     began = time.monotonic()
-    with server.socket() as connection:
+    with hasty.socket() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         connection.settimeout(0.02)
         answer = b""
-        while not answer and time.monotonic() - began < 5:
+        while not answer and time.monotonic() - began < PATIENCE_S:
             with contextlib.suppress(TimeoutError):
                 connection.sendall(b"a: b\r\n")
                 answer = connection.recv(100)
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n"])
-def test_a_connection_without_a_request_is_closed(server, data):
-    with server.socket() as connection:
+def test_a_connection_without_a_request_is_closed(hasty, data):
+    with hasty.socket() as connection:
         connection.sendall(data)
-        connection.settimeout(5)
         assert connection.recv(100)[:12] in (b"", b"HTTP/1.1 408")
 
 
@@ -218,17 +225,21 @@ def test_an_idle_connection_is_kept_for_a_while(server):
         time.sleep(0.1)
         connection.sendall(post())
         assert read_answer(connection)[0] == 200
+
+
+def test_an_idle_connection_is_closed_after_a_while(hasty):
+    with hasty.socket() as connection:
         began = time.monotonic()
-        assert connection.recv(100) == b""
-        assert 0.2 < time.monotonic() - began < 3
-
-
-def test_a_line_break_after_a_request_does_not_keep_the_connection(server):
-    with server.socket() as connection:
         connection.sendall(post())
         assert read_answer(connection)[0] == 200
-        connection.sendall(b"\r\n")
-        connection.settimeout(5)
+        assert connection.recv(100) == b""
+        assert time.monotonic() - began > 0.25
+
+
+def test_a_line_break_after_a_request_does_not_keep_the_connection(hasty):
+    with hasty.socket() as connection:
+        connection.sendall(post() + b"\r\n")
+        assert read_answer(connection)[0] == 200
         assert connection.recv(100)[:12] in (b"", b"HTTP/1.1 408")
 
 
@@ -249,7 +260,7 @@ def test_nonsense_after_a_request_does_not_cut_its_answer(server):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("waiting", [1, 5])
 def test_a_client_that_goes_ends_its_request_although_others_wait(caplog, stream, waiting):
-    engine = FakeEngine(text="w " * 200, delay=0.02 if stream else 8, config=configured())
+    engine = HeldEngine(at_once=2 if stream else 0, config=configured())
     with running(engine) as server:
         with server.socket() as connection:
             connection.sendall(
@@ -257,10 +268,10 @@ def test_a_client_that_goes_ends_its_request_although_others_wait(caplog, stream
                     json.dumps({"prompt": "x", "stream": stream}).encode(), path=b"/v1/completions"
                 )
             )
-            wait_until(lambda: engine.open == 1, 5)
+            wait_until(lambda: engine.open == 1)
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * waiting)
             time.sleep(0.1)
-        wait_until(lambda: engine.open == 0 and server.service.load.open == 0, 1.5)
+        wait_until(lambda: engine.open == 0 and server.service.load.open == 0)
         assert engine.aborted == 1
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -268,7 +279,6 @@ def test_a_client_that_goes_ends_its_request_although_others_wait(caplog, stream
 def test_requests_before_nonsense_are_all_answered(server):
     with server.socket() as connection:
         connection.sendall(post() + post() + post() + b"\x00\x01 nonsense\r\n\r\n")
-        connection.settimeout(5)
         assert [read_answer_of_many(connection) for _ in range(3)] == [200] * 3
         assert read_all(connection) == b""
 
@@ -321,25 +331,34 @@ def test_an_answer_before_the_end_of_a_body_arrives(server):
     assert "server.limits.body_bytes" in answer["error"]["message"]
 
 
-def test_a_body_that_goes_on_after_its_answer_ends_with_the_connection(server):
+def test_a_body_that_goes_on_after_its_answer_ends_with_the_connection(server, monkeypatch):
+    respond = Connection.on_response_complete
+
+    def respond_hastily(self):
+        self._settings = msgspec.structs.replace(self._settings, header_seconds=0.2)
+        respond(self)
+
+    monkeypatch.setattr(Connection, "on_response_complete", respond_hastily)
     with server.socket() as connection:
         data = post(b"x" * 100_000, path=b"/nowhere")
         connection.sendall(data[:5000])
         assert read_answer(connection)[0] == 404
-        began = time.monotonic()
-        while time.monotonic() - began < 5:
-            try:
-                connection.sendall(b"x" * 10)
-            except (BrokenPipeError, ConnectionResetError):
-                break
-            time.sleep(0.02)
-        assert time.monotonic() - began < 3
+        wait_until(lambda: fails(connection), what="the end of the connection")
+
+
+def fails(connection):
+    """Return whether a connection takes no more bytes."""
+    try:
+        connection.sendall(b"x" * 10)
+    except (BrokenPipeError, ConnectionResetError):
+        return True
+    return False
 
 
 def test_connections_beyond_the_limit_are_answered_with_503(server):
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(server.socket()) for _ in range(9)]
-        wait_until(lambda: server.service.traffic.connections == 9, 10)
+        wait_until(lambda: server.service.traffic.connections == 9)
         many[8].sendall(post())
         status, headers, body = read_answer(many[8])
         assert (status, headers["connection"]) == (503, "close")
@@ -354,7 +373,7 @@ def test_connections_beyond_the_limit_are_answered_with_503(server):
 def test_far_more_connections_than_the_limit_are_closed_at_once(server):
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(server.socket()) for _ in range(8 + 64 + 5)]
-        wait_until(lambda: server.service.traffic.connections == 8 + 64, 10)
+        wait_until(lambda: server.service.traffic.connections == 8 + 64)
         many[0].sendall(post())
         assert read_answer(many[0])[0] == 200
 
@@ -364,22 +383,22 @@ def test_administrators_reach_the_server_when_users_have_all_connections(tmp_pat
     with running(FakeEngine(config=config)) as server, contextlib.ExitStack() as stack:
         for _ in range(6):
             stack.enter_context(server.socket())
-        wait_until(lambda: server.service.traffic.connections == 6, 10)
+        wait_until(lambda: server.service.traffic.connections == 6)
         assert server.admin.get("/health").status_code == 200
 
 
-def test_what_is_refused_is_counted(server):
-    rejected = server.service.traffic.rejected
-    before = {name: rejected[name] for name in ("malformed", "header_size", "header_time")}
+def test_what_is_refused_is_counted(server, hasty):
+    def counted(one):
+        names = ("malformed", "header_size", "header_time")
+        return [one.service.traffic.rejected[name] for name in names]
+
+    before, before_hasty = counted(server), counted(hasty)
     answer_of(server, b"nonsense\r\n\r\n")
     answer_of(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 5000)
-    answer_of(server, b"GET / HT")
-    rejected = server.service.traffic.rejected
-    assert {name: rejected[name] - count for name, count in before.items()} == {
-        "malformed": 1,
-        "header_size": 1,
-        "header_time": 1,
-    }
+    answer_of(hasty, b"GET / HT")
+    grown = [after - count for after, count in zip(counted(server), before, strict=True)]
+    assert grown == [1, 1, 0]
+    assert counted(hasty)[2] == before_hasty[2] + 1
     assert 'hardpoint:http_rejected_total{reason="malformed"}' in server.client.get("/metrics").text
 
 
@@ -387,7 +406,7 @@ def slow_reader(server):
     """Return a connection that asks for a stream and does not read."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(30)
+    connection.settimeout(PATIENCE_S)
     connection.connect(("127.0.0.1", server.port))
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
     connection.sendall(post(body))
@@ -398,27 +417,39 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_ended():
     text = " ".join(["word" * 20_000] * 300)  # 24 MB, more than the kernel buffers
     engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.3))
     with running(engine) as server, slow_reader(server) as connection:
-        wait_until(lambda: server.engine.aborted == 1, 20)
+        wait_until(lambda: server.engine.aborted == 1)
         assert server.engine.open == 0
-        assert server.service.load.open == 0
-        wait_until(lambda: server.service.traffic.connections == 0, 5)
+        wait_until(lambda: server.service.load.open == 0)
+        wait_until(lambda: server.service.traffic.connections == 0)
         assert server.service.traffic.rejected["slow_reader"] == 1
         assert len(read_all(connection)) < len(text)
 
 
-def test_a_client_that_reads_slowly_gets_all():
+def test_a_client_that_reads_slowly_gets_all(monkeypatch):
     text = " ".join(["word" * 20_000] * 150)
-    engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.3))
+    engine = FakeEngine(text=text, delay=1e-4, config=configured(send_seconds=0.05))
+    check, checks, size, tail = vars(Connection)["_check_writing"], [], 0, b""
+
+    def check_after_reading(self):
+        """Let the client read a little before each of three checks; make no others."""
+        nonlocal size
+        if len(checks) == 3:
+            return
+        while self._unread() >= self._unsent:
+            size += len(connection.recv(2000))
+        check(self)
+        checks.append(self.transport.is_closing())
+
+    monkeypatch.setattr(Connection, "_check_writing", check_after_reading)
     with running(engine) as server:
         with slow_reader(server) as connection:
-            began, size, tail = time.monotonic(), 0, b""
-            while part := connection.recv(1 << 20 if time.monotonic() - began > 1 else 2000):
+            wait_until(lambda: len(checks) == 3)
+            while b"data: [DONE]" not in tail:
+                part = connection.recv(1 << 20)
+                assert part
                 size += len(part)
                 tail = (tail + part)[-100:]
-                if time.monotonic() - began < 1:
-                    time.sleep(0.01)
-                if b"data: [DONE]" in tail:
-                    break
+        assert checks == [False] * 3
         assert size > len(text)
         assert server.engine.aborted == 0
 

@@ -8,17 +8,19 @@ import re
 import time
 
 import pytest
-from support.fake_engine import FakeEngine, configured
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_bytes import read_answer_of_many
 from support.http_server import running
 from support.internals import open_conversations_of
 from support.scripted_server import server_config, write_model
+from support.waiting import PATIENCE_S, wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from hardpoint import AsyncLLM, EngineDeadError, RequestError
 from hardpoint.builtin_plugins.server.access.keys import KeyStore, installed
 from hardpoint.plugins.server import Middleware, Route, Transform
+from hardpoint.testing import ScriptedClock
 
 KEY = "a-key-of-many-characters"
 FILE = f"""
@@ -41,13 +43,22 @@ def server(tmp_path_factory):
     path.chmod(0o600)
     config = server_config(
         write_model(folder),
-        conversations={"lease_seconds": 1.0, "max_open": 3},
+        conversations={"lease_seconds": 600.0, "max_open": 3},
         plugins={"enable": ["support.plugins.slow:Slow"]},
     )
-    keys = installed(KeyStore(str(path)))
+    clock = ScriptedClock()
+    keys = installed(KeyStore(str(path), clock=clock))
     with running(AsyncLLM(config=config), authenticators=[keys]) as one:
-        one.keys = path
+        one.keys, one.clock = path, clock
         yield one
+
+
+@pytest.fixture(autouse=True)
+def alone(request):
+    """Wait until the conversations of other tests have ended; the shared server may have few."""
+    if "server" in request.fixturenames:
+        engine = request.getfixturevalue("server").engine
+        wait_until(lambda: not len(open_conversations_of(engine)))
 
 
 class Talk:
@@ -60,7 +71,7 @@ class Talk:
         self.socket.send(json.dumps({"type": kind, **fields}))
 
     def next(self):
-        return json.loads(self.socket.recv(20))
+        return json.loads(self.socket.recv(PATIENCE_S))
 
     def turn(self):
         """Return the text of a turn, and its end."""
@@ -77,7 +88,7 @@ class Talk:
     def closed(self):
         """Return the code and the reason that the server closes with."""
         with pytest.raises(ConnectionClosed) as info:
-            self.socket.recv(20)
+            self.socket.recv(PATIENCE_S)
         return info.value.rcvd.code, info.value.rcvd.reason
 
 
@@ -199,15 +210,16 @@ def test_a_part_too_long_names_the_numbers(server):
         assert talk.next()["error"]["message"].startswith("text: expected at most 32768 characters")
 
 
-def test_the_lease_runs_out(server):
-    with talking(server) as talk:
-        talk.send("input.append", text="say abc")
+def test_the_lease_runs_out(tmp_path):
+    config = server_config(write_model(tmp_path), conversations={"lease_seconds": 0.5})
+    with running(AsyncLLM(config=config)) as server:
         began = time.monotonic()
-        event = talk.next()
-        assert event["error"]["code"] == "conversation_ended"
-        assert "its lease of 1 s has run out" in event["error"]["message"]
-        assert time.monotonic() - began > 0.8
-        assert talk.closed()[0] == 1008
+        with talking(server, headers={}) as talk:
+            event = talk.next()
+            assert event["error"]["code"] == "conversation_ended"
+            assert "its lease of 0.5 s has run out" in event["error"]["message"]
+            assert time.monotonic() - began > 0.4
+            assert talk.closed()[0] == 1008
 
 
 def test_no_more_are_opened_than_may_be(server):
@@ -225,10 +237,9 @@ def test_the_client_goes_in_the_middle_of_a_turn(server):
         talk.send("input.append", text="say abc")
         talk.send("input.commit", max_tokens=900, **slow)
         assert talk.next()["type"] == "response.delta"
-    deadline = time.monotonic() + 20
-    while server.service.load.open or len(open_conversations_of(server.engine)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(
+        lambda: not server.service.load.open and not len(open_conversations_of(server.engine))
+    )
     stats = server.call(server.engine.scheduler_stats)
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
@@ -276,18 +287,12 @@ class TestAccess:
             assert talk.ask("a", max_tokens=1)[1]["turn"] == 0
             server.keys.write_text(FILE.replace(KEY, "x" * 30))
             try:
-                talk.send("input.append", text="a")
-                deadline = time.monotonic() + 5
-                while time.monotonic() < deadline:  # files are looked at once a second
-                    talk.send("input.append", text="a")
-                    talk.send("input.commit", max_tokens=1)
-                    if (event := talk.turn()[1])["type"] == "error":
-                        break
-                assert event["error"]["code"] == "invalid_api_key"
+                server.clock.advance(1.0)  # files are looked at once a second
+                assert talk.ask("a", max_tokens=1)[1]["error"]["code"] == "invalid_api_key"
                 assert talk.closed()[0] == 1008
             finally:
                 server.keys.write_text(FILE)
-                time.sleep(1.1)
+                server.clock.advance(1.0)
                 refused(server, headers={})  # has the file read again
 
 
@@ -343,17 +348,19 @@ class TestConversationsOfAKey:
 @contextlib.contextmanager
 def opened_in_time(server):
     """Open a conversation once the server has heard that another one has ended."""
-    deadline = time.monotonic() + 20
     with contextlib.ExitStack() as stack:
-        talk = None
-        while talk is None:
+        opened = []
+
+        def opens():
             try:
-                talk = stack.enter_context(talking(server))
+                opened.append(stack.enter_context(talking(server)))
             except InvalidStatus as error:
-                if error.response.status_code != 429 or time.monotonic() > deadline:
+                if error.response.status_code != 429:
                     raise
-                time.sleep(0.01)
-        yield talk
+            return opened
+
+        wait_until(opens)
+        yield opened[0]
 
 
 def test_what_is_no_handshake_is_told(server):
@@ -407,7 +414,7 @@ class TestRoutesOfPlugins:
     def test_one_may_be_a_websocket(self, echoing):
         with talking(echoing, path="/acme/echo", headers={}) as talk:
             talk.socket.send("hello")
-            assert talk.socket.recv(5) == "anybody: hello"
+            assert talk.socket.recv(PATIENCE_S) == "anybody: hello"
             talk.socket.send("end")
             assert talk.closed() == (1000, "")
         with talking(echoing, path="/acme/echo", headers={}) as talk:
@@ -479,14 +486,13 @@ class TestEnds:
             assert talk.closed()[0] == 1012
 
     def test_a_turn_is_told_that_the_server_ends(self):
-        engine = FakeEngine(config=configured(), delay=5.0)
+        engine = HeldEngine(config=configured())
         with contextlib.ExitStack() as stack:
             with running(engine) as server:
                 talk = stack.enter_context(talking(server, headers={}))
                 talk.send("input.append", text="hello")
                 talk.send("input.commit")
-                while not server.service.load.open:
-                    time.sleep(0.01)
+                wait_until(lambda: server.service.load.open)
             event = talk.next()
             assert event["error"]["code"] == "draining"
             assert talk.closed()[0] == 1012

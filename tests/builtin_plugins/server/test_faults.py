@@ -6,6 +6,7 @@ import threading
 import pytest
 from support.fault_cases import DENSE_MESSAGES, SPARSE_MESSAGES
 from support.http_server import running
+from support.waiting import PATIENCE_S
 
 from hardpoint import AsyncLLM
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -60,7 +61,7 @@ def test_a_fault_is_its_own(server, expected, plugin, how, message):
     with server.client.stream("POST", COMPLETIONS, json=asking(plugin, how, stream=True)) as s:
         streamed = s.read()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     error = answer.json()["error"]
     assert answer.status_code == 500
     assert answer.headers["x-should-retry"] == "false"

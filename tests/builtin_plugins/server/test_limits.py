@@ -6,8 +6,9 @@ import time
 import httpx
 import msgspec
 import pytest
-from support.fake_engine import FakeEngine, configured
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.builtin_plugins.server import bodies, service
 from hardpoint.builtin_plugins.server.config import ServerLimits
@@ -262,7 +263,7 @@ def test_the_bytes_of_all_bodies_together():
         for connection in stopped:
             start = (head + f"content-length: {size}\r\n\r\n").encode()
             connection.sendall(start + b" " * (size - 1))
-        assert wait_until(lambda: receiver.held == 2 * size - 2)
+        wait_until(lambda: receiver.held == 2 * size - 2)
         response = server.client.post(CHAT, content=body_of(size), headers=JSON)
         assert response.status_code == 503
         assert "(server.limits.buffered_bytes); try again" in response.json()["error"]["message"]
@@ -270,18 +271,12 @@ def test_the_bytes_of_all_bodies_together():
         assert server.client.post(CHAT, content=body_of(60_000), headers=JSON).status_code == 200
         for connection in stopped:
             connection.close()
-        assert wait_until(lambda: receiver.held == 0)
+        wait_until(lambda: receiver.held == 0)
         assert server.client.post(CHAT, content=body_of(size), headers=JSON).status_code == 200
         assert receiver.held == 0
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
-
-
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("path", "start", "part", "end"),
     [
@@ -314,7 +309,7 @@ class Sending(threading.Thread):
         self.start()
 
     def run(self):
-        with httpx.Client(base_url=self.server.url, timeout=60) as client:
+        with httpx.Client(base_url=self.server.url, timeout=PATIENCE_S) as client:
             self.response = client.post(self.path, content=self.body, headers=JSON)
 
 
@@ -389,16 +384,14 @@ def test_many_brackets_are_not_deep(server):
 
 def test_requests_at_once():
     """One more is 429, and is answered when there is room again."""
-    engine = FakeEngine(config=configured(limits={"requests": 3}), delay=1.0)
+    engine = HeldEngine(config=configured(limits={"requests": 3}))
     with running(engine) as server:
         streams = [threading.Thread(target=send, args=(server, CHAT, {})) for _ in range(3)]
         for stream in streams:
             stream.start()
-        deadline = time.monotonic() + 20
-        while server.service.load.open < 3 and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: server.service.load.open == 3)
         response = send(server, CHAT, {})
-        server.engine.delay = 0.0
+        engine.go_on.set()
         for stream in streams:
             stream.join()
         assert response.status_code == 429

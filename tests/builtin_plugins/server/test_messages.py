@@ -9,8 +9,8 @@ import pytest
 from anthropic import types as sdk
 from anthropic.types import message_create_params
 from support.async_requests import config
-from support.delta_engine import DeltaEngine, answering, call, typed_events
-from support.fake_engine import FakeEngine, configured
+from support.delta_engine import DeltaEngine, answering, call, typed_events, typed_events_of
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
 
 from hardpoint import AsyncLLM
@@ -282,9 +282,10 @@ def test_an_error_inside_a_stream_ends_the_block(server):
 
 
 def test_a_stream_that_waits_sends_pings():
-    engine = FakeEngine(text="Hello", delay=0.3, config=configured(heartbeat_seconds=0.1))
+    engine = HeldEngine(text="Hello", config=configured(heartbeat_seconds=0.1))
     with running(engine) as server:
-        events = typed_events(server, PATH, body(stream=True))
+        _, text = server.held_stream(PATH, body(stream=True), '{"type":"ping"}')
+    events = typed_events_of(text)
     assert events[0] == {"type": "ping"}
     blocks, _ = check_stream([event for event in events if event["type"] != "ping"])
     assert blocks == [{"type": "text", "text": "Hello"}]

@@ -287,7 +287,7 @@ def fuzz(server, document, examples):
 
 
 def test_drawn_requests_get_answers_of_the_document(server, document):
-    fuzz(server, document, 20)
+    fuzz(server, document, 8)
 
 
 @pytest.mark.nightly

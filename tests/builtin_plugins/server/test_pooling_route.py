@@ -11,6 +11,7 @@ from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.plugins.io_processors import GO_ON, WAITING, Harmful, Measurements, Nearest
 from support.scripted_server import server_config, write_model
+from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, AsyncLLM, PoolingParams
 from hardpoint.errors import PluginFaultError, RequestEndedError
@@ -101,12 +102,12 @@ def test_one_that_is_slow_delays_no_other_request(server):
     thread = threading.Thread(target=lambda: found.append(post(server, **body)))
     thread.start()
     try:
-        assert WAITING.wait(20)
+        assert WAITING.wait(PATIENCE_S)
         assert post(server, data=ROWS, io_processor="nearest")["data"]["names"]
         assert not found
     finally:
         GO_ON.set()
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert found[0]["data"] == "done"
 
 

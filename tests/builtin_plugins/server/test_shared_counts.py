@@ -1,11 +1,11 @@
 """Counts of several processes: exact sums, limits, rates and notes; what the dead held."""
 
 import os
-import subprocess
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.process.forked_python import forked_python
 from support.processes import ROOT
 
 from hardpoint.builtin_plugins.server.access import counts as counts_module
@@ -98,9 +98,9 @@ def test_long_names_are_told_apart(pair):
 
 
 CHILD = """
-import sys
+import os, sys
 from hardpoint.builtin_plugins.server.access.counts import SharedCounts
-counts = SharedCounts(int(sys.argv[1]), int(sys.argv[2]), 4)
+counts = SharedCounts(os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2]), 4)
 taken = sum(counts.add_below("a", 1000) for _ in range(500))
 for _ in range(500):
     counts.add("b")
@@ -110,16 +110,14 @@ print(taken)
 
 def test_processes_at_the_same_time():
     memory = SharedCounts.create(4)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(memory), str(column)],
-            pass_fds=[memory],
-            stdout=subprocess.PIPE,
-            cwd=ROOT.parent,
-        )
-        for column in range(4)
-    ]
-    taken = [int(child.communicate(timeout=60)[0]) for child in children]
+    path = f"/proc/{os.getpid()}/fd/{memory}"
+
+    def count(column):
+        arguments = ["-c", CHILD, path, str(column)]
+        return int(forked_python().run(arguments, ROOT.parent, dict(os.environ)).stdout)
+
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(count, range(4)))
     counts = SharedCounts(memory, 0, 4)
     assert sum(taken) == counts.total("a") == 1000
     assert counts.total("b") == 2000

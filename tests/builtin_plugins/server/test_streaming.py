@@ -6,8 +6,9 @@ import json
 import time
 
 import pytest
-from support.fake_engine import FakeEngine, configured
+from support.fake_engine import FakeEngine, HeldEngine, configured
 from support.http_server import running
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.errors import EngineDeadError, PluginFaultError
 from hardpoint.plugins import EngineConfig, OverloadedError, RequestError
@@ -17,13 +18,6 @@ ENDED = "the engine is being restarted; send the request again"
 """The message to clients about an engine that died; the log has the details."""
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-
-
-def wait_until(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
 
 
 def lines_of(server, body=CHAT, path="/v1/chat/completions"):
@@ -67,39 +61,42 @@ def test_an_error_inside_a_stream_is_an_event_before_the_end_marker():
 
 
 def test_comments_fill_the_time_without_events():
-    engine = FakeEngine(delay=0.25, text="a b", config=configured(heartbeat_seconds=0.05))
+    engine = HeldEngine(text="a b", config=configured(heartbeat_seconds=0.05))
     with running(engine) as server:
-        code, text = lines_of(server)
+        code, text = server.held_stream("/v1/chat/completions", CHAT, count=4)
     assert code == 200
     assert text.startswith(": waiting\n\n")
     assert text.count(": waiting\n\n") >= 4
     assert text.endswith("data: [DONE]\n\n")
 
 
-def starts_late(app):
-    """Return a middleware that passes the start of an answer on after a while."""
+def starting_late(engine):
+    """Return a middleware that passes the start of an answer on after the engine's first output."""
 
-    async def middleware(scope, receive, send):
-        async def late(message):
-            if message["type"] == "http.response.start":
-                await asyncio.sleep(0.3)
-            await send(message)
+    def wrap(app):
+        async def middleware(scope, receive, send):
+            async def late(message):
+                if message["type"] == "http.response.start":
+                    engine.go_on.set()
+                    await asyncio.sleep(0.1)
+                await send(message)
 
-        await app(scope, receive, late)
+            await app(scope, receive, late)
 
-    return middleware
+        return middleware
+
+    return Middleware(wrap=wrap)
 
 
 @pytest.mark.parametrize("error", [None, EngineDeadError("it died")])
 def test_no_body_overtakes_a_start_that_a_middleware_delays(error):
-    engine = FakeEngine(
-        delay=0.1,
+    engine = HeldEngine(
         text="a b c",
         error=error,
         fails_after=1,
         config=configured(heartbeat_seconds=0.05),
-        extensions=(("acme", Middleware(wrap=starts_late)),),
     )
+    engine.extensions = (("acme", starting_late(engine)),)
     with running(engine) as server:
         code, text = lines_of(server)
         assert server.service.faults.counts == {}
@@ -122,7 +119,7 @@ def test_an_answer_that_the_end_of_the_server_cuts_leaves_no_traceback(caplog):
         wait_until(lambda: engine.open == 1)
         time.sleep(0.2)
         server.call(server.serving.stop)
-        server.thread.join(10)
+        server.thread.join(PATIENCE_S)
         connection.close()
     assert engine.aborted == 1
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
@@ -136,16 +133,17 @@ def test_no_comment_without_heartbeats():
 
 
 def test_an_error_after_a_comment_is_an_event():
-    engine = FakeEngine(config=configured(heartbeat_seconds=0.02))
+    engine = HeldEngine(config=configured(heartbeat_seconds=0.02))
 
     async def late(*_, **__):
-        await asyncio.sleep(0.2)
+        while not engine.go_on.is_set():
+            await asyncio.sleep(0.005)
         raise OverloadedError("too many requests wait: 5")
         yield
 
     engine.chat = late
     with running(engine) as server:
-        code, text = lines_of(server)
+        code, text = server.held_stream("/v1/chat/completions", CHAT)
     assert code == 200
     assert '"message":"too many requests wait: 5"' in text
     assert text.endswith("data: [DONE]\n\n")
@@ -153,9 +151,7 @@ def test_an_error_after_a_comment_is_an_event():
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_ends_the_request(stream):
-    engine = FakeEngine(text="word " * 200, delay=0.02, config=configured())
-    if not stream:
-        engine.delay = 3.0
+    engine = HeldEngine(at_once=int(stream), config=configured())
     with running(engine) as server:
         connection = server.socket()
         body = json.dumps({**CHAT, "stream": stream}).encode()
@@ -167,9 +163,9 @@ def test_a_disconnect_ends_the_request(stream):
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         connection.close()
-        wait_until(lambda: engine.open == 0, seconds=1.0)
+        wait_until(lambda: engine.open == 0)
         assert engine.aborted == 1
-        wait_until(lambda: server.service.load.open == 0, seconds=1.0)
+        wait_until(lambda: server.service.load.open == 0)
 
 
 def test_a_disconnect_before_the_body_is_whole_asks_the_engine_nothing():
@@ -205,7 +201,7 @@ def test_a_body_that_drips_is_answered_408():
         )
         connection.settimeout(0.1)
         answer = b""
-        for _ in range(50):
+        for _ in range(600):
             with contextlib.suppress(TimeoutError):
                 answer = connection.recv(1000)
                 break
@@ -214,7 +210,7 @@ def test_a_body_that_drips_is_answered_408():
 
 
 def test_more_requests_than_the_limit_are_answered_429():
-    engine = FakeEngine(delay=0.5, text="a", config=configured(limits={"requests": 1}))
+    engine = HeldEngine(config=configured(limits={"requests": 1}))
     with running(engine) as server:
         first = server.socket()
         body = json.dumps({**CHAT, "stream": False}).encode()
@@ -224,6 +220,7 @@ def test_more_requests_than_the_limit_are_answered_429():
         )
         wait_until(lambda: engine.open == 1)
         second = server.post("/v1/chat/completions", CHAT)
+        engine.go_on.set()
         assert first.recv(12) == b"HTTP/1.1 200"
     assert second.status_code == 429
     assert int(second.headers["retry-after"]) >= 1

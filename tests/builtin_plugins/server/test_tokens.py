@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-import time
 from itertools import chain
 
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import LENGTH, WEATHER, scripted_server, user
+from support.waiting import PATIENCE_S, wait_until
 
 GENERATE = "/inference/v1/generate"
 
@@ -183,15 +183,8 @@ class Slow(FakeEngine):
             self.busy -= 1
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
-
-
 def test_tokenising_is_counted_limited_and_ended_with_its_client():
-    engine = Slow(delay=20, config=configured(limits={"requests": 1}))
+    engine = Slow(delay=3600, config=configured(limits={"requests": 1}))
     with running(engine) as server:
         body = b'{"prompt":"x"}'
         client = server.socket()
@@ -199,25 +192,25 @@ def test_tokenising_is_counted_limited_and_ended_with_its_client():
             b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
-        assert wait_until(lambda: engine.busy == server.service.load.open == 1)
+        wait_until(lambda: engine.busy == server.service.load.open == 1)
         for path, fields in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [65]})):
             assert server.post(path, fields).status_code == 429
         client.close()
-        assert wait_until(lambda: engine.busy == server.service.load.open == 0)
+        wait_until(lambda: engine.busy == server.service.load.open == 0)
         assert server.post("/detokenize", {"tokens": [65]}).json() == {"prompt": "A"}
 
 
 def test_a_server_that_ends_waits_for_tokens(tmp_path):
-    engine = Slow(delay=0.5, config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=5))
+    engine = Slow(delay=0.5, config=configured(admin=f"unix:{tmp_path}/a", drain_seconds=60))
     answers = []
     with running(engine) as server:
         asking = threading.Thread(
             target=lambda: answers.append(server.post("/tokenize", {"prompt": "abc"}))
         )
         asking.start()
-        assert wait_until(lambda: engine.busy)
+        wait_until(lambda: engine.busy)
         assert server.admin.post("/drain", json={}).status_code == 200
-        asking.join(10)
+        asking.join(PATIENCE_S)
     assert answers[0].json()["tokens"] == [3, True]
 
 

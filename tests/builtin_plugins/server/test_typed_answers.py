@@ -2,12 +2,12 @@
 
 import json
 import math
-import time
 
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import scripted_server, server_config, write_model
+from support.waiting import wait_until
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins import typed_answers
@@ -120,6 +120,7 @@ def test_a_question_has_the_answer_that_it_has_alone(server):
         assert alone["usage"]["cached_tokens"] < alone["usage"]["input_tokens"]
 
 
+@pytest.mark.nightly
 def test_the_same_on_a_real_model():
     try:
         cpu.load()
@@ -301,24 +302,17 @@ def test_requests_are_within_the_bounds_of_their_key():
         assert len(server.engine.asked) == 1
 
 
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_call_counts_as_one_request_and_ends_with_its_client():
-    with fake(delay=30.0, server={"limits": {"requests": 1}}) as server:
+    with fake(delay=3600.0, server={"limits": {"requests": 1}}) as server:
         body = json.dumps({"state": "s", "questions": {"a": LEVEL, "b": SPAM}})
         connection = server.socket()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        until(lambda: server.engine.open == 5)
+        wait_until(lambda: server.engine.open == 5)
         assert server.service.load.open == 1
         assert refused(server, 429)["code"] == "overloaded"
         connection.close()
-        until(lambda: server.engine.open == server.service.load.open == 0)
+        wait_until(lambda: server.engine.open == server.service.load.open == 0)
         assert server.engine.aborted == 5
 
 

@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 from support.scripted_server import REPLIES, TAGS
-from support.serve_program import serving
-from support.waiting import wait_until
+from support.serve_program import TESTS, enabling, serving
+from support.waiting import PATIENCE_S, HeldSteps, wait_until
 from websockets.sync.client import connect
 
 from hardpoint.testing import write_scripted_model
@@ -58,7 +58,7 @@ class Sized(LogitsProcessor):
     def dump_state(self):
         return {"size": self.options.size}
 """
-WORKERS = 4
+WORKERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +87,11 @@ def server(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     keys = write_keys(folder, "slow", "alice", "bob")
     (folder / "broken_plugin.py").write_text(BROKEN)
-    enabled = [
-        '{use="hardpoint.testing:ScriptedModel",name="ScriptedForCausalLM"}',
+    enabled = enabling(
         '{use="broken_plugin:Broken",name="broken"}',
         '{use="broken_plugin:Sized",name="sized"}',
-    ]
+        '"support.plugins.slow:Slow"',
+    )
     with serving(
         folder,
         model,
@@ -102,10 +102,10 @@ def server(model, tmp_path_factory):
         "server.keep_alive_seconds = 60",
         options=(
             *("--set", 'stats.sinks=["prometheus"]'),
-            *("--set", f"plugins.enable=[{','.join(enabled)}]"),
+            *enabled["options"],
             *("--set", 'plugins.live=["sized","priority"]'),
         ),
-        environment={"PYTHONPATH": str(folder)},
+        environment={"PYTHONPATH": os.pathsep.join((str(folder), TESTS))},
     ) as running:
         running.folder = folder
         yield running
@@ -117,13 +117,13 @@ def headers(name="alice"):
 
 def ask(server, path=COMPLETIONS, key="alice", **body):
     """Ask over a connection of its own, which any worker may accept."""
-    with httpx.Client(base_url=server.url, timeout=30, headers=headers(key)) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=headers(key)) as client:
         return client.post(path, json={**SAY, **body}) if path == COMPLETIONS else client.get(path)
 
 
 def admin(server, method, path, **body):
     transport = httpx.HTTPTransport(uds=str(server.folder / "admin"))
-    with httpx.Client(transport=transport, base_url="http://admin", timeout=30) as client:
+    with httpx.Client(transport=transport, base_url="http://admin", timeout=PATIENCE_S) as client:
         return client.request(method, path, json=body or None)
 
 
@@ -135,14 +135,15 @@ def workers_of(server):
     }
 
 
-def with_connections(server):
-    """Return how many connections each worker has, by its name."""
+def ports_of(server):
+    """Return the ports of the clients that each worker has connections with, by its name."""
     port = int(server.url.rpartition(":")[2])
     return {
-        name: sum(
-            one.status == "ESTABLISHED" and one.laddr.port == port
+        name: {
+            one.raddr.port
             for one in process.net_connections()
-        )
+            if one.status == "ESTABLISHED" and one.laddr.port == port
+        }
         for name, process in workers_of(server).items()
     }
 
@@ -158,7 +159,7 @@ class Stream:
     def __init__(self, server, key="alice", **body):
         self.text, self.failure, self.done = "", None, False
         self.network = None  # of httpcore
-        self.client = httpx.Client(base_url=server.url, timeout=60, headers=headers(key))
+        self.client = httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=headers(key))
         self._body = {**LONG, **body, "stream": True}
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -179,11 +180,11 @@ class Stream:
             self.failure = error
 
     def begun(self):
-        wait_until(lambda: self.text or self.failure, 30)
+        wait_until(lambda: self.text or self.failure)
         return self
 
     def end(self):
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self
 
@@ -198,14 +199,40 @@ def metric(server, name, path="/metrics"):
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def test_all_workers_answer_with_the_same_tokens(server):
-    assert len(workers_of(server)) == WORKERS
-    streams = [Stream(server) for _ in range(32)]
+def spread(server, count, **body):
+    """Return streams that several workers answer: at least so many, all of which have begun."""
+    streams = [Stream(server, **body) for _ in range(count)]
     for stream in streams:
         stream.begun()
-    counts = with_connections(server)
-    assert sum(counts.values()) >= 32
-    assert sum(count > 0 for count in counts.values()) > 1, counts
+
+    def is_spread():
+        ports = {stream.port for stream in streams}
+        if sum(bool(ports & connected) for connected in ports_of(server).values()) > 1:
+            return True
+        streams.append(Stream(server, **body).begun())
+        return False
+
+    wait_until(is_spread)
+    return streams
+
+
+def settled(server, name):
+    """Return a metric once it has not grown for a while."""
+    readings = []
+
+    def is_settled():
+        readings.append(metric(server, name))
+        time.sleep(0.1)
+        return len(readings) >= 5 and len(set(readings[-5:])) == 1
+
+    wait_until(is_settled)
+    return readings[-1]
+
+
+def test_all_workers_answer_with_the_same_tokens(server):
+    assert len(workers_of(server)) == WORKERS
+    streams = spread(server, 32)
+    assert sum(map(len, ports_of(server).values())) >= 32
     texts = {stream.end().text for stream in streams}
     assert len(texts) == 1
     assert all(stream.done for stream in streams)
@@ -233,8 +260,8 @@ def test_conversations_of_a_key_are_counted_in_all_workers(server):
                 connect(url, additional_headers=headers())
         with connect(url, additional_headers=headers("bob")) as other:
             other.send(json.dumps({"type": "prompt", "prompt": "say abc", "max_tokens": 20}))
-            assert json.loads(other.recv(30))
-    wait_until(lambda: _can_connect(url), 10)
+            assert json.loads(other.recv(PATIENCE_S))
+    wait_until(lambda: _can_connect(url))
 
 
 def _can_connect(url):
@@ -249,24 +276,24 @@ def _can_connect(url):
 def test_metrics_are_those_of_all_workers(server):
     name, tokens = "hardpoint:http_requests_total", "hardpoint:generation_tokens_total"
     route = f'{name}{{route="{COMPLETIONS}",status="200"}}'
-    before = metric(server, route), metric(server, tokens)
+    before = metric(server, route), settled(server, tokens)
     for _ in range(12):
         assert text_of(ask(server)) == TEXT
     assert {metric(server, route) for _ in range(8)} == {before[0] + 12}
     grown = 12 * (len(TEXT) + 1)
-    wait_until(lambda: metric(server, tokens) == before[1] + grown, 10)
+    wait_until(lambda: metric(server, tokens) == before[1] + grown)
     assert {metric(server, tokens) for _ in range(8)} == {before[1] + grown}
     admins = admin(server, "GET", "/metrics").text
     assert f"{route} {before[0] + 12}" in admins
     assert 'hardpoint:num_requests_running{engine="0"' in admins
-    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 10)
+    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1)
 
 
 def test_a_client_that_goes_ends_its_request(server):
     stream = Stream(server, n=3).begun()
-    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) == 3, 10)
+    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) == 3)
     stream.network.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [])
     stream.end()
 
 
@@ -305,7 +332,7 @@ def test_live_changes_reach_all_workers(server):
     def all_refuse():
         return {ask(server, **use).status_code for _ in range(8)} == {400}
 
-    wait_until(all_refuse, 10)  # a worker switches once it has read the notice
+    wait_until(all_refuse)  # a worker switches once it has read the notice
     assert "'sized' was switched off" in ask(server, **use).json()["error"]["message"]
     listed = {admin(server, "GET", "/settings").json()["generation"] for _ in range(4)}
     assert listed == {before["generation"] + 2}
@@ -321,14 +348,14 @@ def test_administrators_end_requests_of_any_worker(server):
     assert set(aborted) <= set(ids)  # one may have ended since it was listed
     for stream in streams:
         stream.end()
-    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [])
 
 
 def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):
     use = {"plugin_args": {"broken": {}}}
     failed = [ask(server, **use) for _ in range(3)]
     assert {one.status_code for one in failed} == {500}
-    wait_until(lambda: all(ask(server, **use).status_code == 400 for _ in range(8)), 10)
+    wait_until(lambda: all(ask(server, **use).status_code == 400 for _ in range(8)))
     refused = ask(server, **use).json()["error"]["message"]
     assert refused.startswith(
         "plugin_args.broken: the plugin is quarantined, for it ended 3 requests"
@@ -337,32 +364,29 @@ def test_a_plugin_that_keeps_failing_is_quarantined_in_all_workers(server):
     assert {one["faults"]["broken"] for one in health} == {3}
 
 
-def test_a_worker_that_dies_ends_no_one_else(server):
-    streams = [Stream(server, max_tokens=900) for _ in range(24)]
-    for stream in streams:
-        stream.begun()
+def test_a_worker_that_dies_ends_no_one_else(server, tmp_path):
+    held = HeldSteps(tmp_path)
+    streams = spread(server, 24, max_tokens=900, plugin_args=held.slow(0.1))
     assert admin(server, "POST", "/pause", mode="keep").status_code == 200
-    ports = {stream: stream.port for stream in streams if not stream.done}
+    held.let_go()
+    ports = {stream: stream.port for stream in streams}
     own = set(ports.values())
-    of_worker = {
-        name: own & {one.raddr.port for one in process.net_connections() if one.raddr}
-        for name, process in workers_of(server).items()
-    }
+    of_worker = {name: own & connected for name, connected in ports_of(server).items()}
     name = max(of_worker, key=lambda name: len(of_worker[name]))
     victim, lost = workers_of(server)[name], of_worker[name]
     assert 0 < len(lost) < len(own)
     victim.kill()
     replaced = f"{name.lower().replace('_', ' ')} ended, and is replaced"
-    wait_until(lambda: replaced in server.output, 10)
-    wait_until(lambda: workers_of(server).get(name, victim).pid != victim.pid, 30)
+    wait_until(lambda: replaced in server.output)
+    wait_until(lambda: workers_of(server).get(name, victim).pid != victim.pid)
     left = len(streams) - len(lost)
-    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) <= left, 10)
+    wait_until(lambda: len(admin(server, "GET", "/requests").json()["requests"]) <= left)
     assert admin(server, "POST", "/resume").status_code == 200
     for stream, port in ports.items():
         stream.end()
         assert stream.done == (port not in lost), stream.failure
-    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [], 10)
-    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1, 30)
+    wait_until(lambda: admin(server, "GET", "/requests").json()["requests"] == [])
+    wait_until(lambda: metric(server, "hardpoint:http_requests_open") == 1)
     assert {text_of(ask(server)) for _ in range(8)} == {TEXT}
 
 
@@ -378,7 +402,7 @@ def test_keys_are_read_again_in_all_workers(server):
     assert ask(server, key="carol").status_code == 401
     write_keys(server.folder, "slow", "alice", "carol")
     server.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: all(ask(server, key="carol").status_code == 200 for _ in range(8)), 10)
+    wait_until(lambda: all(ask(server, key="carol").status_code == 200 for _ in range(8)))
     assert {ask(server, key="bob").status_code for _ in range(8)} == {401}
 
 
@@ -397,7 +421,7 @@ def test_an_engine_that_dies_is_restarted_for_all(server):
     def restarts():
         return {ask(server, "/health").json().get("restarts") for _ in range(8)}
 
-    wait_until(lambda: restarts() == {1}, 30)
+    wait_until(lambda: restarts() == {1})
 
 
 def test_a_drain_lets_requests_finish_and_serves_administrators_until_then(server):
@@ -407,11 +431,11 @@ def test_a_drain_lets_requests_finish_and_serves_administrators_until_then(serve
         stream.begun()
     assert admin(server, "POST", "/pause", mode="keep").status_code == 200
     assert admin(server, "POST", "/drain").status_code == 200
-    time.sleep(1)  # in which nothing may end
+    time.sleep(0.3)  # in which nothing may end
     assert admin(server, "POST", "/resume").status_code == 200
     assert [stream.end().failure for stream in streams] == [None] * 4
     assert all(stream.done for stream in streams)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(PATIENCE_S) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.url)
 
@@ -422,15 +446,15 @@ def test_workers_end_with_the_process_that_started_them(model, tmp_path):
         below = server.processes()[1:]
         assert len(below) == 3
         os.kill(server.process.pid, signal.SIGKILL)
-        psutil.wait_procs(below, 20)
+        psutil.wait_procs(below, PATIENCE_S)
         assert not [one for one in below if one.is_running() and one.status() != "zombie"]
 
 
 @pytest.mark.nightly
 def test_a_dead_engine_that_is_not_restarted_ends_the_server(model, tmp_path):
     with serving(tmp_path, model, "server.workers = 2", 'server.restart = "never"') as server:
-        assert httpx.post(server.url + COMPLETIONS, json=SAY, timeout=30).status_code == 200
+        assert httpx.post(server.url + COMPLETIONS, json=SAY, timeout=PATIENCE_S).status_code == 200
         (engine,) = [one for one in server.processes() if one.name() == "EngineCore"]
         engine.kill()
-        assert server.process.wait(30) == 3
+        assert server.process.wait(PATIENCE_S) == 3
         assert "the engine has ended, and so does the server" in server.output

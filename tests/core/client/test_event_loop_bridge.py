@@ -7,6 +7,7 @@ import gc
 import threading
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from hardpoint.core.client import event_loop as module
 from hardpoint.core.client.event_loop import EventLoopBridge
@@ -50,7 +51,7 @@ def in_thread(call) -> None:
     """Run something in another thread, while the loop of this one stands still."""
     thread = threading.Thread(target=call)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
 
 
 def connected() -> tuple[EventLoopBridge, Taker]:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 from support.core.engine_harness import LoopRig, ScriptedExecutor, expected, request
 from support.internals import client_of, engine_of
+from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from hardpoint.core.client.base import InprocClient
@@ -148,7 +149,7 @@ def test_a_program_that_steps_gets_all_it_would(scripted):
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             starved(engine_of(llm))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < PATIENCE_S
 
 
 def starved(engine) -> None:
@@ -181,11 +182,11 @@ def test_a_task_is_woken_by_its_own_outputs_only(scripted):
                 await asyncio.sleep(0.3)
             assert not task.done()
             await llm.resume()
-            assert (await asyncio.wait_for(task, 20)).outputs[0].token_ids
+            assert (await asyncio.wait_for(task, PATIENCE_S)).outputs[0].token_ids
         finally:
             llm.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 4 * PATIENCE_S))
 
 
 def tokens(outputs) -> list[int]:

@@ -271,7 +271,7 @@ def test_all_who_wait_are_told_of_its_death(scripted, tmp_path):
             )
         with pytest.raises(EngineDeadError, match=words):
             llm.generate("x", GREEDY)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PATIENCE_S / 2
         client.abort_requests(["r"])  # it has ended them all
 
 

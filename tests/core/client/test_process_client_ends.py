@@ -73,10 +73,10 @@ def test_a_failure_is_told_though_the_outputs_do_not_end(connected, monkeypatch)
 
 
 def test_closing_does_not_wait_for_outputs_of_an_engine_that_fails(connected, monkeypatch):
-    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(process_client, "_LAST_OUTPUTS_TIMEOUT_S", 600.0)
     client, sink, played = connected
     played.fail(EngineDeadError("no memory"))
     began = time.monotonic()
     client.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_S
     assert sink.took == []

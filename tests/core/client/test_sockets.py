@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 import zmq
 from support.core.fake_engine import READY, Engine
-from support.waiting import PATIENCE_S, wait_until
+from support.searching import searches_long
+from support.waiting import PATIENCE_S, others_sleep, wait_until
 
 from hardpoint import (
     ConfigError,
@@ -56,8 +56,9 @@ def bound():
 
 
 @pytest.fixture
-def stuck(line):
+def stuck(line, monkeypatch):
     """The same as `line`; the engine reads nothing, until it takes no more."""
+    monkeypatch.setattr(engine_sockets, "SEND_TIMEOUT_S", PATIENCE_S)
     sockets, _, _, _ = line
     fill(sockets)
     return line
@@ -72,21 +73,11 @@ def fill(sockets) -> int:
         while sockets.attempt(RequestType.ABORT, ["x" * 4000])():
             count, refused = count + 1, 0
             assert count < 5000
-        refused += all_others_sleep()
+        refused += others_sleep()
         return refused == 20
 
     wait_until(is_full)
     return count
-
-
-def all_others_sleep() -> bool:
-    """Whether no other thread has anything to do, ZMQ's own among them, where that can be told."""
-    states = set()
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        if stat.parent.name != str(threading.get_native_id()):
-            with contextlib.suppress(OSError):  # it has just ended
-                states.add(stat.read_text().rpartition(")")[2].split()[0])
-    return states <= {"S"}
 
 
 def heard_up_to(engine, kind) -> list:
@@ -281,7 +272,7 @@ def test_closing_does_not_wait_for_what_is_not_read():
     wait_until(lambda: taken)
     began = time.monotonic()
     sockets.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
     count = len(taken)
     assert count < 500
     time.sleep(0.1)
@@ -294,7 +285,7 @@ def test_calls_answered_while_all_are_failed():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(30):
+        for _ in range(30 if searches_long() else 8):
             answered_while_failed()
     finally:
         sys.setswitchinterval(interval)
@@ -342,7 +333,7 @@ def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
     sockets.post(RequestType.ABORT, ["late"])
     given_up, waited_for = (sockets.call("plugin_meters") for _ in range(2))
     assert not sockets.attempt(RequestType.ADD, "a request")()
-    assert time.monotonic() - began < engine_sockets.SEND_TIMEOUT_S / 2
+    assert time.monotonic() - began < PATIENCE_S / 2
     assert given_up.cancel()
     read = heard_up_to(engine, RequestType.UTILITY)[-2:]  # before them, what filled the pipe
     assert [message[0] for message in read] == [RequestType.ABORT, RequestType.UTILITY]
@@ -394,7 +385,7 @@ def test_whoever_can_wait_is_told_in_the_end(stuck, monkeypatch):
     began = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="^the engine took no message for 0.2 s$"):
         sockets.send(RequestType.ADD, "a request")
-    assert 0.2 <= time.monotonic() - began < 5
+    assert 0.2 <= time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_whoever_waits_to_send_is_told_of_the_death(stuck):
@@ -403,7 +394,7 @@ def test_whoever_waits_to_send_is_told_of_the_death(stuck):
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="^it was killed$"):
         sockets.send(RequestType.ADD, "a request")
-    assert time.monotonic() - began < engine_sockets.SEND_TIMEOUT_S / 2
+    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_whoever_waits_to_send_goes_on_when_the_engine_does(stuck):
@@ -420,7 +411,7 @@ def test_whoever_waits_to_send_goes_on_when_the_engine_does(stuck):
     reader.start()
     began = time.monotonic()
     sockets.send(RequestType.ABORT, ["a"])
-    assert time.monotonic() - began < engine_sockets.SEND_TIMEOUT_S / 2
+    assert time.monotonic() - began < PATIENCE_S / 2
     assert reads.is_set()
     sent.set()
     reader.join(PATIENCE_S)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.waiting import HeldSteps
+from support.waiting import PATIENCE_S, HeldSteps
 
 from hardpoint import (
     LLM,
@@ -176,7 +176,7 @@ class TestTheRest:
             llm.reset_encoder_cache()
 
     def test_workers(self, llm):
-        (meters,) = llm.collective_rpc("plugin_meters", timeout=30)
+        (meters,) = llm.collective_rpc("plugin_meters", timeout=PATIENCE_S)
         assert "temperature" in meters
         with pytest.raises(RequestError, match="timeout: expected a number > 0, got -1"):
             llm.collective_rpc("plugin_meters", timeout=-1)
@@ -213,12 +213,12 @@ def test_on_an_event_loop(scripted, tmp_path):
             await asyncio.sleep(0.1)
             assert not waiting.done()  # another task may resume, so it waits
             await llm.resume()
-            assert await asyncio.wait_for(waiting, 20) == before
+            assert await asyncio.wait_for(waiting, PATIENCE_S) == before
             running = asyncio.create_task(whole())
             await asyncio.sleep(0)
             await llm.pause("wait")
             await llm.resume()
-            assert await asyncio.wait_for(running, 20) == before
+            assert await asyncio.wait_for(running, PATIENCE_S) == before
             await llm.sleep(2)
             assert await llm.is_sleeping()
             with pytest.raises(HardpointError, match="the engine sleeps already"):

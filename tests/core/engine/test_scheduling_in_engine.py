@@ -474,6 +474,7 @@ def first_token_steps(scripted, policy) -> dict[str, list[int]]:
     return waits
 
 
+@pytest.mark.nightly
 def test_a_small_tenant_is_served_soon_beside_a_big_one(scripted):
     """p95 of the time to the first token under `fair` is at most a fifth of that under `fcfs`."""
     unfair, fair = first_token_steps(scripted, "fcfs"), first_token_steps(scripted, "fair")

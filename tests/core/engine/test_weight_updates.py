@@ -216,7 +216,7 @@ def test_earlier_weights_are_released(folders):
         llm.update_weights(second)
         results(llm)
         count = len(models())
-        assert count == len(earlier)
+        assert count <= len(earlier)
         assert None in [model() for model in earlier]
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 
 import pytest
+from support.core.launch_harness import LIMIT_S
 
 from hardpoint.boundary.activity import Activity, PluginCalls
 from hardpoint.core.engine_process.process import EngineProcess
@@ -23,7 +24,7 @@ def running():
 
     def start(method: str = "apply") -> EngineProcess:
         ours, _theirs = socket.socketpair()
-        popen = subprocess.Popen(["sleep", "60"])
+        popen = subprocess.Popen(["sleep", "600"])
         process = EngineProcess(popen, ours)
         process.activity = Activity()
         calls = PluginCalls(process.activity, "logits_processors", SOURCE)
@@ -42,7 +43,7 @@ def running():
 def test_a_signal_that_others_send_is_nobodys_fault(running, number):
     process = running()
     os.kill(process.pid, number)
-    process.wait(10)
+    process.wait(LIMIT_S)
     assert process.description == (
         f"the engine process (pid {process.pid}) was killed by signal {int(number)} "
         f"({number.name}), which others send, while apply() of plugin 'slow' ({SOURCE.value}) ran"
@@ -54,7 +55,7 @@ def test_a_signal_that_others_send_is_nobodys_fault(running, number):
 def test_a_crash_is_in_the_method_that_ran(running, number):
     process = running()
     os.kill(process.pid, number)
-    process.wait(10)
+    process.wait(LIMIT_S)
     assert process.description == (
         f"the engine process (pid {process.pid}) was killed by signal {int(number)} "
         f"({number.name}), in apply() of plugin 'slow' ({SOURCE.value})"
@@ -66,5 +67,5 @@ def test_a_signal_while_no_plugin_runs(running):
     process = running("")
     assert process.description.endswith(" is running")
     process.kill()
-    process.wait(10)
+    process.wait(LIMIT_S)
     assert process.description.endswith(" was killed by signal 9 (SIGKILL)")

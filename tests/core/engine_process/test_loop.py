@@ -251,7 +251,7 @@ class TestShutdown:
             began = time.monotonic()
             rig.loop.request_shutdown()
             rig.join()
-            assert 0.1 <= time.monotonic() - began < 10
+            assert 0.1 <= time.monotonic() - began < PATIENCE_S / 2
         assert rig.ends == {"a": "abort"}
 
     def test_a_second_signal_ends_at_once(self):
@@ -397,7 +397,7 @@ from support.waiting import wait_until
 from hardpoint.core.engine_process.loop import LoopOptions
 
 report = Path(sys.argv[1])
-rig = LoopRig(options=LoopOptions(watchdog_seconds=0.2, watchdog_exits={exits}))
+rig = LoopRig(options=LoopOptions(watchdog_seconds=0.5, watchdog_exits={exits}))
 step = rig.core.step
 def hang_here(late_aborts):
     rig.core.step = step
@@ -421,7 +421,7 @@ def test_a_step_that_hangs_is_reported_with_all_stacks(exits, tmp_path):
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
     report = (tmp_path / "stderr").read_text()

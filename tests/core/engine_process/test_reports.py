@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.core.engine_harness import LoopRig, MidStep, ScriptedExecutor, request
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_until
 
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.core.engine import cache_changes as log_of_changes
@@ -47,6 +47,22 @@ def index_of(rig, client=0):
     for one in changes(rig, client):
         assert index.apply(0, one)
     return index
+
+
+def names_of_steps(rig):
+    """The ids of all requests that took part in a step."""
+    plans = [plan for plan, _ in list(rig.executor.sampled.values())]
+    return {name for plan in plans for name in plan.num_scheduled_tokens}
+
+
+def is_idle(rig, client=0):
+    """Whether the last load of a client is that of an engine that has run four steps and ended."""
+    last = loads(rig, client)[-1:]
+    return any(
+        (load.num_running, load.num_waiting, load.kv_cache_usage) == (0, 0, 0)
+        and load.num_steps >= 4
+        for load in last
+    )
 
 
 class Clock:
@@ -128,17 +144,8 @@ class TestLoad:
         rig = LoopRig(clients=2, options=LOAD)
         rig.send(request("a"), request("b", client_index=1), request("c", client_index=1))
         with rig:
-            rig.until(
-                lambda: (
-                    len(rig.ends) == 3
-                    and all(loads(rig, client)[-1].num_steps >= 4 for client in (0, 1))
-                )
-            )
-        for client, last in enumerate(["a", "c"]):
-            final = loads(rig, client)[-1]
-            assert (final.last_request, final.num_running, final.num_waiting) == (last, 0, 0)
-            assert final.num_steps >= 4
-            assert final.kv_cache_usage == 0
+            rig.until(lambda: len(rig.ends) == 3 and is_idle(rig) and is_idle(rig, 1))
+        assert [loads(rig, client)[-1].last_request for client in (0, 1)] == ["a", "c"]
 
     def test_waiting_requests_are_reported_without_any_output(self):
         executor = ScriptedExecutor()
@@ -164,11 +171,15 @@ class TestLoad:
         rig = LoopRig(options=LOAD)
         rig.send(request("a"))
         with rig:
-            rig.until(lambda: loads(rig) and loads(rig)[-1].num_steps >= 4)
-            count = len(rig.messages)
-            time.sleep(0.3)
-            rig.collect()
-            assert len(rig.messages) == count
+            rig.until(lambda: is_idle(rig))
+
+            def sends_nothing():
+                count = len(rig.messages)
+                time.sleep(0.3)
+                rig.collect()
+                return len(rig.messages) == count
+
+            wait_until(sends_nothing)
 
 
 class TestCache:
@@ -206,10 +217,8 @@ class TestCache:
         with rig:
             for number, prompt in enumerate(prompts):
                 rig.send(request(str(number), prompt=prompt, max_tokens=1))
-            deadline = time.monotonic() + PATIENCE_S
-            while rig.core.num_unfinished_requests() or not rig.queues.input.empty():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
+            wait_until(lambda: len(names_of_steps(rig)) == 5)
+            wait_until(lambda: not rig.core.num_unfinished_requests())
             rig.send(UtilityCall(0, 1, "is_paused"))  # answered after all that came before
             while not hasattr(rig.queues.output.pop(lambda client: client == 0)[1], "call_id"):
                 pass

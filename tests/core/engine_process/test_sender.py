@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from support.searching import examples
+from support.waiting import PATIENCE_S
 
 from hardpoint.core.engine_process.sender import ClientSendQueues
 from hardpoint.core.protocol import UtilityOutput
@@ -176,7 +177,7 @@ class TestWaiting:
         time.sleep(0.05)
         assert got == []
         queues.put(0, UtilityOutput.succeeded(1, None))
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert got == [(0, UtilityOutput.succeeded(1, None))]
 
     def test_a_client_that_can_take_nothing_holds_up_nobody(self):
@@ -205,7 +206,7 @@ class TestWaiting:
         began = time.monotonic()
         queues.end(0.1)
         assert queues.pop(lambda _: False) is None
-        assert 0.1 <= time.monotonic() - began < 10
+        assert 0.1 <= time.monotonic() - began < PATIENCE_S
 
 
 @examples(200)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import threading
 import time
 
@@ -82,13 +82,13 @@ class TestBadInput:
     def test_the_loop_lives_through_rubbish(self, serve):
         served = serve()
         (client,) = served.clients
-        cut = Encoder().encode(request("cut"))
+        cut, noise = Encoder().encode(request("cut")), random.Random(0).randbytes
         client.raw(b"")
-        client.raw(os.urandom(50), os.urandom(50))
+        client.raw(noise(50), noise(50))
         client.raw(bytes(RequestType.ADD))
-        client.raw(bytes(RequestType.ADD), os.urandom(100))
+        client.raw(bytes(RequestType.ADD), noise(100))
         client.raw(bytes(RequestType.ADD), bytes(cut[0])[:20])
-        client.raw(bytes(RequestType.ADD), os.urandom(8 << 20))
+        client.raw(bytes(RequestType.ADD), noise(8 << 20))
         client.raw(bytes(RequestType.ADD), b"\xdd\xff\xff\xff\xff")
         client.raw(bytes(RequestType.ABORT), b"\x01")
         client.raw(bytes(RequestType.UTILITY), b"\x93\x00")
@@ -193,7 +193,7 @@ class TestTheEnd:
             held.put(0, UtilityOutput.succeeded(number, LARGE))
         began = time.monotonic()
         served.close(failed=True)
-        assert 0.3 <= time.monotonic() - began < 10
+        assert 0.3 <= time.monotonic() - began < PATIENCE_S / 2
 
     def test_nobody_left_to_hear_means_no_waiting(self, serve, patient):
         served = serve(receive_at_most=1)
@@ -201,7 +201,7 @@ class TestTheEnd:
             served.rig.queues.output.put(0, UtilityOutput.succeeded(number, LARGE))
         began = time.monotonic()
         served.close(has_clients=False)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PATIENCE_S / 2
 
     def test_a_sender_that_hangs_is_waited_for_5_s_and_no_longer(self, serve, monkeypatch, caplog):
         served, hangs, go_on = serve(), threading.Event(), threading.Event()

@@ -9,14 +9,14 @@ import threading
 from concurrent.futures import Future
 
 import pytest
+from support.async_requests import GREEDY, collect
 from support.internals import client_of, send_queue_of
 from support.waiting import PATIENCE_S, until, wait_until
 
-from hardpoint import AsyncLLM, SamplingParams
+from hardpoint import AsyncLLM
 from hardpoint.plugins import StatSink
 from hardpoint.testing import scripted_config
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 LONG = "y" * 3000
 
 
@@ -43,11 +43,7 @@ def shared(scripted):
 @pytest.fixture
 def run(shared):
     runner, llm = shared
-    return lambda main: runner.run(asyncio.wait_for(main(llm), 60))
-
-
-async def collect(outputs) -> list:
-    return [output async for output in outputs]
+    return lambda main: runner.run(asyncio.wait_for(main(llm), 4 * PATIENCE_S))
 
 
 def test_a_tokenizer_is_asked_for_one_text_at_a_time(run, monkeypatch):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from support.waiting import PATIENCE_S
 
 from hardpoint.core.frontend.requests.input_processor import AsyncTokenizer
 from hardpoint.errors import EngineClosedError
@@ -23,7 +24,7 @@ class Waits:
         del add_special_tokens
         self.begun.set()
         if text == LONG:
-            assert self.may_end.wait(20)
+            assert self.may_end.wait(PATIENCE_S)
         return [len(text)]
 
 
@@ -33,7 +34,7 @@ def test_what_is_begun_ends_and_no_more_begins_once_it_is_closed():
         tokenizer = AsyncTokenizer(waits)
         assert await tokenizer.encode("short") == [5]
         one = asyncio.create_task(tokenizer.encode(LONG))
-        await asyncio.to_thread(waits.begun.wait, 20)
+        await asyncio.to_thread(waits.begun.wait, PATIENCE_S)
         await asyncio.to_thread(tokenizer.close)
         waits.may_end.set()
         assert await one == [3000]

@@ -228,6 +228,7 @@ def test_white_space_next_to_calls_is_no_content(events, content, places, piecew
     assert (found or None, list(before.values())) == (content, places)
 
 
+@pytest.mark.timing
 def test_white_space_that_waits_takes_no_more_time_than_content():
     def seconds(text):
         parts = CompletionParts(delta=True)

@@ -133,7 +133,7 @@ def test_one_without_a_seed_gets_one(engine):
 
 
 def test_one_without_an_arrival_time_arrives_now(engine):
-    assert len(tokens_of(engine, ready(timeout=30.0))) == 4
+    assert len(tokens_of(engine, ready(timeout=600.0))) == 4
 
 
 def test_what_nobody_honours_is_refused(engine, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from support.async_requests import GREEDY, collect
 from support.waiting import PATIENCE_S, until, wait_until
 
 from hardpoint import (
@@ -23,7 +24,6 @@ from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.testing import scripted_config
 
 LIMIT = r"not restarted: 1 restart within a minute \(engine\.max_restarts_per_minute\)"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 ENDLESS = SamplingParams(
     temperature=0.0,
     max_tokens=400,
@@ -35,10 +35,6 @@ ENDLESS = SamplingParams(
 
 def pid_of(llm) -> int:
     return llm.engine_pid
-
-
-async def collect(outputs) -> list:
-    return [output async for output in outputs]
 
 
 async def kill(llm) -> None:
@@ -71,14 +67,14 @@ def test_requests_in_flight_fail_and_the_next_are_served(scripted):
             os.kill(first, signal.SIGKILL)
             began = time.monotonic()
             failures = await asyncio.gather(*tasks, return_exceptions=True)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < PATIENCE_S / 2
             for failure in failures:
                 assert type(failure) is EngineDeadError
                 # Between two steps it may, and in one it was.
                 ends = ("the request may be sent again", "was in the step in which it died")
                 assert "(SIGKILL)" in str(failure)
                 assert str(failure).endswith(ends)
-            assert (llm.is_running, llm.errored) == (False, False)
+            assert not llm.errored
 
             # sent again while the new engine starts, they wait for it
             assert all(await asyncio.gather(*(serves(llm) for _ in range(4))))
@@ -161,7 +157,7 @@ def test_closing_while_it_is_restarted(scripted):
         await asyncio.sleep(0.05)
         began = time.monotonic()
         await llm.aclose()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PATIENCE_S / 2
         with pytest.raises(EngineClosedError):
             await waiting
 

@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,7 +15,8 @@ import msgspec
 import pytest
 from support.core.engine_harness import Rig, ScriptedExecutor
 from support.internals import engine_of
-from support.waiting import until
+from support.process.forked_python import forked_python
+from support.waiting import PATIENCE_S, until
 
 from hardpoint import (
     LLM,
@@ -150,8 +150,8 @@ def test_figures_of_a_run(scripted, where):
     assert (metrics.num_prompt_tokens, metrics.num_cached_tokens) == (7, 0)
     assert metrics.num_generation_tokens == len(first.outputs[0].token_ids) == 13
     durations = (metrics.queue_seconds, metrics.prefill_seconds, metrics.decode_seconds)
-    assert all(0 <= each < 20 for each in durations)
-    assert 0 < metrics.time_to_first_token <= metrics.e2e_seconds < 20
+    assert all(0 <= each < PATIENCE_S for each in durations)
+    assert 0 < metrics.time_to_first_token <= metrics.e2e_seconds < PATIENCE_S
     seen = Recorder.seen
     assert sum(each.num_prompt_tokens for each in seen) == 7 + 4
     assert sum(each.num_generation_tokens for each in seen) == 13 + 5
@@ -363,7 +363,7 @@ def test_an_engine_that_was_dropped_is_not_kept_by_its_reports(scripted):
         dropped = weakref.ref(engine_of(llm))
         del llm
         gc.collect()
-        assert dropped() is None
+        await until(lambda: dropped() is None, "threads that still use it")
         assert Recorder.calls[-1] == "close"
         calls = len(Recorder.calls)
         await asyncio.sleep(0.1)
@@ -430,6 +430,23 @@ def test_closing_in_another_thread_closes_the_sinks_once(scripted):
     asyncio.run(main())
 
 
+def test_a_sink_of_main_is_not_sent_to_the_engine_process(scripted, monkeypatch):
+    class Script(StatSink):
+        contract = 1
+
+        def record(self, stats, lock=threading.Lock()):  # noqa: B008 - it cannot be pickled
+            with lock:
+                Recorder.seen.append(stats)
+
+    Script.__module__, Script.__qualname__ = "__main__", "Script"
+    monkeypatch.setattr(sys.modules["__main__"], "Script", Script, raising=False)
+    extra = {"engine": OWN, "stats": {"sinks": ["__main__:Script"]}}
+    with LLM(config=scripted_config(scripted, extra)) as llm:
+        llm.generate("say abc", GREEDY)
+    assert sum(each.num_generation_tokens for each in Recorder.seen) == 13
+
+
+@pytest.mark.nightly
 def test_a_sink_of_the_users_script_stays_in_its_process(scripted, tmp_path):
     """It need not be such that it could travel to the engine's."""
     config = scripted_config(scripted, {"engine": OWN, "stats": {"sinks": ["__main__:Script"]}})
@@ -454,7 +471,5 @@ with LLM(config={config!r}) as llm:
 print(sum(TOKENS))
 """
     )
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=180
-    )
+    done = forked_python().run([str(program)], tmp_path, dict(os.environ))
     assert done.stdout == "13\n", done.stderr

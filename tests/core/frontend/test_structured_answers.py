@@ -121,10 +121,23 @@ def test_reasoning_does_not_end_the_output(tmp_path):
     assert output.finish_reason == "length"
 
 
+MAY_THINK = {"ernie45", "granite", "hunyuan_a13b"}
+"""Parsers whose texts may begin with thinking, which a model can go on with up to its limit."""
+ALWAYS_RUN = {"hermes", "qwen3_coder"}
 ONE = [(parser, calls) for parser, calls, _ in USUAL if "," not in parser]
 
 
-@pytest.mark.parametrize(("parser", "calls"), ONE, ids=[parser for parser, _ in ONE])
+def one_of_many(parser, calls, always_run):
+    """Return the parameters of a test for each parser; most of them run with --all."""
+    marks = () if parser in always_run else pytest.mark.nightly
+    return pytest.param(parser, calls, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("parser", "calls"),
+    [one_of_many(*one, MAY_THINK | ALWAYS_RUN) for one in ONE],
+    ids=[parser for parser, _ in ONE],
+)
 @pytest.mark.parametrize("strict", [[], ["order_food", "now"]])
 def test_calls_that_are_required(tmp_path, parser, calls, strict):
     reasoning = parser if parser in REASONING else "think_tags"
@@ -139,10 +152,6 @@ def test_calls_that_are_required(tmp_path, parser, calls, strict):
     found = [(call.name, json.loads(call.arguments)) for call in output.tool_calls]
     assert found == [("now", {}), ("order_food", FOOD)]
     assert output.warning is output.error is None
-
-
-MAY_THINK = {"ernie45", "granite", "hunyuan_a13b"}
-"""Parsers whose texts may begin with thinking, which a model can go on with up to its limit."""
 
 
 @pytest.mark.parametrize("parser", sorted({parser for parser, _ in ONE} - MAY_THINK))
@@ -173,7 +182,11 @@ def test_harmony_calls_after_its_reasoning(tmp_path):
     assert [json.loads(call.arguments) for call in output.tool_calls] == [FOOD]
 
 
-@pytest.mark.parametrize(("parser", "calls"), ONE, ids=[parser for parser, _ in ONE])
+@pytest.mark.parametrize(
+    ("parser", "calls"),
+    [one_of_many(*one, ALWAYS_RUN) for one in ONE],
+    ids=[parser for parser, _ in ONE],
+)
 def test_strict_tools_leave_free_text_free(tmp_path, parser, calls):
     extras = RequestExtras(tools=TOOLS["two"], calls=CallRules(strict=["order_food"]))
     config = {"reasoning": {"parser": "none"}, "tools": {"parser": parser}}

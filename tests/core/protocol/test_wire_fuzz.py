@@ -122,6 +122,7 @@ def mutated_frames(rng, frames):
     return frames
 
 
+@pytest.mark.nightly
 def test_a_hundred_thousand_mutated_messages():
     rng = random.Random(20)
     subjects = []
@@ -135,7 +136,7 @@ def test_a_hundred_thousand_mutated_messages():
         frames, decoder = subjects[number % len(subjects)]
         kept += attempt(decoder.decode, mutated_frames(rng, frames))
     assert 0.02 * MUTATED < kept < 0.6 * MUTATED  # both happen, or nothing was tried
-    assert time.process_time() - began < 60
+    assert time.process_time() - began < 600
     assert all(
         attempt(decoder.decode, frames) for frames, decoder in subjects
     )  # no state stays behind

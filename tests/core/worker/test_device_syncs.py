@@ -237,7 +237,7 @@ GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 STACKS = {
-    "defaults": ({}, {}, 10),
+    "defaults": ({}, {}, 5),
     "chunks-of-sliding-windows": (GEMMA, {"scheduler": {"max_num_batched_tokens": 16}}, 0),
     "processed": ({}, {"sampler": {"logprobs": "processed"}}, 0),
 }

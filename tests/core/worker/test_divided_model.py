@@ -348,7 +348,7 @@ def test_sizes_that_would_do_are_those_of_the_whole_model(loader, changes, size,
 
 def test_only_sizes_that_can_fit_are_tried_and_only_for_a_while(monkeypatch):
     clock, tried = itertools.count(0.0, 0.3), []
-    monkeypatch.setattr(shares.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(shares, "time", mock.Mock(monotonic=lambda: next(clock)))
 
     def create(share):
         tried.append(share.tensor.size)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 from support.driving import FINAL, alone, drafting, run, summary, varied_jobs
 from support.internals import core_of
+from support.searching import searches_long
 
 from hardpoint import SamplingParams
 from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.testing import ScriptedClock, history_hash, scripted_engine
 
+COUNT = 40 if searches_long() else 20
+
 
 @pytest.fixture(scope="module")
 def expected(scripted):
     engine = scripted_engine(scripted)
-    yield alone(engine, varied_jobs())
+    yield alone(engine, varied_jobs(COUNT))
     engine.close()
 
 
@@ -45,7 +48,7 @@ STACKS = {
 @pytest.mark.parametrize("per_step", [None, 2])
 def test_batched_equals_alone(scripted, expected, extra, per_step):
     engine = scripted_engine(scripted, extra)
-    assert run(engine, varied_jobs(), per_step) == expected
+    assert run(engine, varied_jobs(COUNT), per_step) == expected
     engine.close()
 
 
@@ -54,17 +57,17 @@ def test_batched_equals_alone(scripted, expected, extra, per_step):
     ["defaults", "chunks-of-16", "whole-prompts", "long-prefill-threshold", "three-at-once"],
 )
 def test_drafts_change_nothing(scripted, expected, stack):
-    jobs = varied_jobs()
+    jobs = varied_jobs(COUNT)
     engine = scripted_engine(scripted, {**STACKS[stack], **drafting(jobs, expected)})
     assert run(engine, jobs, 2) == expected
     stats = engine.call_utility("scheduler_stats")
-    assert stats.num_accepted_drafts > 0.4 * stats.num_drafts > 200
+    assert stats.num_accepted_drafts > 0.4 * stats.num_drafts > 5 * COUNT
     assert stats.kv_cache_usage == 0
     engine.close()
 
 
 def test_alone_with_drafts(scripted, expected):
-    jobs = varied_jobs()
+    jobs = varied_jobs(COUNT)
     engine = scripted_engine(scripted, drafting(jobs, expected, made_in="worker", right=0.5))
     assert alone(engine, jobs) == expected
     engine.close()
@@ -96,15 +99,15 @@ def test_drafts_change_no_log_probability_of_a_prompt(scripted):
 def test_prompts_that_begin_alike_share_blocks_and_tokens_stay(scripted, expected):
     """The second round finds the prompts of the first; a third one is salted."""
     engine = scripted_engine(scripted, {"kv_cache": {"block_size": 4}})
-    run(engine, varied_jobs())
+    run(engine, varied_jobs(COUNT))
     first = engine.call_utility("scheduler_stats").prefix_cache
-    assert run(engine, varied_jobs(), 3) == expected
+    assert run(engine, varied_jobs(COUNT), 3) == expected
     second = engine.call_utility("scheduler_stats").prefix_cache
     assert second.hit_tokens - first.hit_tokens > 0.7 * (second.queried_tokens / 2)
-    for request_id, prompt, params in varied_jobs():
+    for request_id, prompt, params in varied_jobs(COUNT):
         engine.add_request(request_id, prompt, params, RequestExtras(cache_salt=request_id))
     engine.step()
-    own = sum(len(prompt) // 4 * 4 * 2 for _, prompt, params in varied_jobs() if params.n == 3)
+    own = sum(len(prompt) // 4 * 4 * 2 for _, prompt, params in varied_jobs(COUNT) if params.n == 3)
     assert engine.call_utility("scheduler_stats").prefix_cache.hit_tokens - second.hit_tokens <= own
     engine.close()
 

@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
+from support.cases import nightly_but
 
 from hardpoint import LLM, LoRARequest, RequestError, SamplingParams
 from hardpoint.plugins import EngineCoreRequest
@@ -55,7 +56,7 @@ def logprobs_of(output):
     return found.token_ids, [{t: e.logprob for t, e in at.items()} for at in found.logprobs]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nightly_but(FORMS, "plain", "drafts"))
 def test_scales_share_a_slot_and_are_as_each_alone(folders, form):
     base, adapter, merged = folders
     jobs = [(PROMPT[: 3 + index % 5] * 5, SCALES[index % 5]) for index in range(10)]

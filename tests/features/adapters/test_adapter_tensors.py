@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
+from support.cases import nightly_but
 
 from hardpoint import LLM, AsyncLLM, ModelError, RequestError, SamplingParams
 
@@ -52,7 +53,7 @@ def check(llm, name, given):
     assert difference(output, PROMPT, given.merged) < NEAR
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nightly_but(FORMS, "plain", "process"))
 def test_tensors_are_found_again_and_freed(base, form):
     """After others took their place in CPU memory, and after both levels of sleep."""
     model, (first, second, third) = base

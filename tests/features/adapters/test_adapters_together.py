@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
+from support.cases import nightly_but
 
 from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
 from hardpoint.plugins.structured import StructuredOutputs
@@ -77,7 +78,7 @@ def contents(outputs):
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nightly_but(FORMS, "few slots", "tensor ranks"))
 def test_adapters_of_a_batch_are_as_each_alone(folders, form):
     model, base, merged = folders
     prompts, params, chosen = jobs_of(merged)

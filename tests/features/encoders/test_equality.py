@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import nightly_but
 from support.gemma_images import SOFT_TOKENS, distance, prompt, reference, write_model
 
 from hardpoint import LLM, SamplingParams
@@ -53,7 +54,7 @@ def results(output) -> tuple[list[int], list[dict[int, float]]]:
     return completion.token_ids, values
 
 
-@pytest.mark.parametrize("attention", ["torch", "native_cpu"])
+@pytest.mark.parametrize("attention", nightly_but(["torch", "native_cpu"], "native_cpu"))
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder, attention):
     params = SamplingParams(
         max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=120, detokenize=False
@@ -80,9 +81,12 @@ def test_each_image_changes_what_follows(folder):
     [
         {"scheduler": {"max_num_batched_tokens": 24}},
         {"scheduler": {"max_num_batched_tokens": SOFT_TOKENS}},
-        {"scheduler": {"long_prefill_token_threshold": 5}},
-        {"scheduler": {"max_num_seqs": 8}},
-        {"scheduler": {"chunked_prefill": False, "max_num_batched_tokens": 256}},
+        pytest.param({"scheduler": {"long_prefill_token_threshold": 5}}, marks=pytest.mark.nightly),
+        pytest.param({"scheduler": {"max_num_seqs": 8}}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"scheduler": {"chunked_prefill": False, "max_num_batched_tokens": 256}},
+            marks=pytest.mark.nightly,
+        ),
         {"plugin": {"encoders": {"budget_tokens": SOFT_TOKENS}}},
         {"speculation": {"use": ["ngram"]}},
         {"scheduler": {"asynchronous": True}},

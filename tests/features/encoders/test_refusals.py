@@ -98,12 +98,17 @@ def test_media_stand_in_texts_and_token_ids_alone(folder):
             llm.generate([{"text": "a", "text_pair": "b"}], GREEDY)
 
 
+@pytest.fixture(scope="module")
+def of_three_images(folder):
+    with LLM(str(folder), config=settings(images={"max_items": 3})) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(folder, name):
+def test_refused_by_name(of_three_images, name):
     given, words = REFUSED[name]
-    config = settings(images={"max_items": 3})
-    with LLM(str(folder), config=config) as llm, pytest.raises(RequestError, match=words):
-        llm.generate([given], GREEDY)
+    with pytest.raises(RequestError, match=words):
+        of_three_images.generate([given], GREEDY)
 
 
 def test_a_refused_prompt_disturbs_no_other(llm):

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from support.builtins.split import DECODE, Split
+from support.cases import nightly_but
 from support.gemma_images import prompt, write_model
+from support.waiting import wait_until
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.builtin_plugins.models.gemma.images import Gemma3WithImages
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)
-PATIENT = {"timeout_seconds": 20.0}
+PATIENT = {"timeout_seconds": 60.0}
 MEMORY = {"memory": {"size_bytes": 1 << 22}}
 TEXT = "1234567"  # two tokens follow it before those of the image, which begin in the second block
 
@@ -25,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def open_llm(folder: Path, stores: list[str], **plugin: Any) -> LLM:
-    connector = {"kv_connector": {"stores": stores}} if stores else {}
+    connector = {"kv_connector": {"stores": stores, "load_seconds": 120.0}} if stores else {}
     tables = {"stores": PATIENT, **plugin} if stores else plugin
     config = {"dtype": "float32", "max_model_len": 256, **connector, "plugin": tables}
     cache = {"block_size": 8, "window_groups": False}
@@ -44,7 +46,7 @@ def asked(llm: LLM, given: Any, expected: int) -> Any:
 
     Blocks are stored in threads: it is asked again until the stores have this many of its tokens.
     """
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         llm.reset_prefix_cache()
         llm.reset_encoder_cache()
@@ -82,7 +84,7 @@ def alone(folder) -> dict[str, Any]:
     return dict(zip(names, found, strict=True))
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("name", nightly_but(PROMPTS, "two"))
 def test_another_image_at_the_same_placeholders_shares_no_block(folder, alone, name):
     begin = {"one": 8, "two": 32, "twice": 40}[name]  # whole blocks before the other image
     with open_llm(folder, ["memory"], **MEMORY) as llm:
@@ -98,7 +100,8 @@ def test_another_image_at_the_same_placeholders_shares_no_block(folder, alone, n
 
 
 @pytest.mark.parametrize(
-    "stores", [["memory"], ["disk"], ["memory", "disk"]], ids=lambda names: " and ".join(names)
+    "stores",
+    nightly_but([["memory"], ["disk"], ["memory", "disk"]], ["memory", "disk"], name=" and ".join),
 )
 def test_stored_blocks_of_images_are_found_again(folder, alone, tmp_path, monkeypatch, stores):
     encoded = []
@@ -136,18 +139,33 @@ def test_the_tokens_of_an_image_without_it_share_no_block(folder):
         assert asked(llm, first.prompt_token_ids, 8).num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in the step"])
+@pytest.mark.parametrize(
+    "in_step",
+    nightly_but(
+        [False, True], False, name=lambda is_in: "in the step" if is_in else "between steps"
+    ),
+)
 def test_another_engine_goes_on_with_the_same_images_alone(folder, alone, tmp_path, in_step):
     cache = {"block_size": 8, "window_groups": False}
     base = {"dtype": "float32", "max_model_len": 256, "kv_cache": cache}
     split = Split(folder, tmp_path, base)
-    split.both(load_in_step=in_step, p2p={"wait_seconds": 1.0})
-    try:
+    split.both(
+        load_in_step=in_step,
+        timeout_seconds=60.0,
+        p2p={"wait_seconds": 1.0, "connect_seconds": 60.0},
+        kv_connector={"load_seconds": 120.0},
+    )
+
+    def has_all_blocks():
+        """Go on; the blocks of another engine are waited for a second, and computed otherwise."""
         transfer = split.compute(PROMPTS["two"])
         output = split.go_on(PROMPTS["two"], transfer, max_tokens=6, logprobs=3)
         assert results(output) == alone["two"]
-        assert output.num_cached_tokens == whole_blocks(output)
         split.engines[DECODE].reset_prefix_cache()
+        return output.num_cached_tokens == whole_blocks(output)
+
+    try:
+        wait_until(has_all_blocks, what="the blocks of the other engine")
         transfer = split.compute(PROMPTS["two"])
         other = split.go_on(OTHERS["two"], transfer, max_tokens=6, logprobs=3)
         assert results(other) == alone["other two"]

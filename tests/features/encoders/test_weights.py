@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.builtins.checkpoint_harness import write_gguf
+from support.cases import nightly_but
 from support.gemma_images import config, image, prompt, reference, write_model
 from support.triton import kernel_device
 
@@ -75,9 +76,9 @@ def test_names_of_earlier_checkpoints_are_read(folder, tmp_path):
 @pytest.mark.parametrize(
     "tables",
     [
-        {"quantization": {"use": "int8"}},
+        pytest.param({"quantization": {"use": "int8"}}, marks=pytest.mark.nightly),
         {"kv_cache": {"block_size": 8, "dtype": "int8"}},
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.nightly),
     ],
     ids=["int8 weights", "int8 cache", "bfloat16"],
 )
@@ -104,7 +105,7 @@ def test_other_weights_encode_images_again(folder, tmp_path):
     assert after != before
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", nightly_but([1, 2], 2))
 def test_images_after_a_sleep_are_those_before_it(folder, level):
     with open_llm(folder) as llm:
         before = results(llm.generate(PROMPTS, GREEDY))

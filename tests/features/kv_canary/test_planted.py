@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.cases import nightly_but
 from support.core.scripted_connector import Script, use
 from support.driving import FINAL
 from support.internals import core_of
@@ -185,10 +186,10 @@ PROCESSES = {
 }
 
 
-@pytest.mark.parametrize("where", PROCESSES.values(), ids=PROCESSES)
+@pytest.mark.parametrize("where", nightly_but(PROCESSES, "here", "its own", "stages"))
 def test_it_is_found_in_any_process(scripted, where):
     shifts = {"plugins": {"enable": ["support.plugins.corrupting:ShiftsSlots"]}}
-    with LLM(config=scripted_config(scripted, CANARY | shifts | where)) as llm:
+    with LLM(config=scripted_config(scripted, CANARY | shifts | PROCESSES[where])) as llm:
         (output,) = llm.generate([ONE], PARAMS)
     assert output.outputs[0].finish_reason == "error"
     assert re.search(r"at position 21 that are none: they were never", output.outputs[0].error)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from support.core.scripted_connector import Script, use
 from support.driving import FINAL, run
@@ -12,7 +10,7 @@ from support.internals import core_of, scheduler_of
 from hardpoint import SamplingParams
 from hardpoint.boundary.faults import StepFaults
 from hardpoint.plugins.stats import KVTierStats
-from hardpoint.testing import scripted_engine
+from hardpoint.testing import ScriptedClock, scripted_engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, **FINAL)
 PROMPT = [7] * 3 + list(range(30))
@@ -150,7 +148,7 @@ def cases(faults):
 def lasting(scripted):
     """An engine that outlives the faults of many tests, and its script."""
     script = Script()
-    engine = started(scripted, script, clock=time.monotonic, load_seconds=0.04)
+    engine = started(scripted, script, clock=ScriptedClock(tick=0.01), load_seconds=1.0)
     yield engine, script
     engine.close()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
+from support.cases import nightly_but
 from support.encoders import FAMILIES, LIMIT, PROMPTS, TABLE, write_encoder
 
 from hardpoint import LLM, ConfigError, ModelError, PoolingParams, RequestError
@@ -33,8 +35,14 @@ def hidden_states(model, prompt):
         return model(torch.tensor([prompt])).last_hidden_state[0].numpy()
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    nightly_but(
+        itertools.product(FAMILIES, ("auto", "torch")),
+        *((family, "auto") for family in FAMILIES),
+        ("ModernBert", "torch"),
+    ),
+)
 def test_hidden_states_are_those_of_transformers(models, family, backend):
     folder, model = models[family]
     with opened(folder, backend=backend) as llm:

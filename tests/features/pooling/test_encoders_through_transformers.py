@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.adapters import lora, write_adapter
+from support.cases import nightly_but
 from support.encoders import LIMIT, PROMPTS, SIZES, TABLE, write_encoder
 from support.pairs import PAIRS, write_cross_encoder
 
@@ -58,7 +59,7 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, atol=1e-5 * max(1.0, largest), rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", nightly_but(FAMILIES, "Electra", "Esm", "MobileBert"))
 def test_hidden_states_are_those_of_transformers_alone_and_in_batches(tmp_path, family):
     model = write(tmp_path, family)
     with opened(tmp_path, use_of(family)) as llm, torch.inference_mode():
@@ -73,7 +74,7 @@ def test_hidden_states_are_those_of_transformers_alone_and_in_batches(tmp_path, 
             same(vector.outputs, tokens.outputs[0])  # "cls", by default
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", nightly_but(FAMILIES, "DistilBert", "ModernBert"))
 def test_classes_are_those_of_transformers_alone_and_in_batches(tmp_path, family):
     model = write(tmp_path, family, "ForSequenceClassification", **CLASSES)
     raw = PoolingParams(task="classify", use_activation=False)

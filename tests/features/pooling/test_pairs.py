@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
+from support.cases import nightly_but
 from support.encoders import LIMIT, TABLE, write_encoder
 from support.pairs import PAIRS, TOO_LONG, change, write_classifier, write_cross_encoder
 
@@ -39,7 +41,7 @@ def bert(tmp_path_factory):
     return folder / "model", write_cross_encoder(folder, "Bert")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", nightly_but(FAMILIES, "XLMRoberta", "ModernBert"))
 def test_scores_are_those_of_sentence_transformers(tmp_path, family):
     oracle = write_cross_encoder(tmp_path, family)
     firsts, seconds = zip(*PAIRS, strict=True)
@@ -138,8 +140,12 @@ def test_prompts_are_put_before_the_first_text(tmp_path):
         same(output.outputs, oracle.predict(("rank: ab", "ba"), prompt=""))
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
-@pytest.mark.parametrize("limit", [-1, LIMIT - 1, 9, 6])
+@pytest.mark.parametrize(
+    ("limit", "family"),
+    nightly_but(
+        itertools.product((-1, LIMIT - 1, 9, 6), ("Bert", "Roberta")), (-1, "Bert"), (9, "Roberta")
+    ),
+)
 def test_long_pairs_are_cut_as_sentence_transformers_does(tmp_path, family, limit):
     oracle = write_cross_encoder(tmp_path, family)
     oracle.tokenizer.model_max_length = LIMIT if limit == -1 else limit

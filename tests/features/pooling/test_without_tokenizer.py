@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.encoders import PROMPTS, TABLE, write_encoder
+from support.http_server import running
 
-from hardpoint import LLM, RequestError, SamplingParams
-from hardpoint.testing import scripted_config, serve, write_scripted_model
+from hardpoint import LLM, AsyncLLM, RequestError, SamplingParams
+from hardpoint.testing import scripted_config, write_scripted_model
 
 NONE = {"tokenizer": {"use": "none"}}
 WHY = r'for the engine has no tokenizer \(tokenizer.use = "none"\)'
@@ -68,13 +69,14 @@ def test_a_folder_without_a_tokenizer_is_an_error_of_the_default_one(folder):
         LLM(config=scripted_config(folder, table))
 
 
-def test_over_http():
-    with serve(NONE) as server:
+def test_over_http(folder):
+    table = NONE | {"stats": {"sinks": []}, "server": {"port": 0, "access_log": "off"}}
+    with running(AsyncLLM(config=scripted_config(folder, table))) as server:
         body = {"input": [[5, 6], [7]], "encoding_format": "float"}
-        answer = server.ask("/v1/embeddings", body).json()
+        answer = server.post("/v1/embeddings", body).json()
         assert answer["usage"]["prompt_tokens"] == 3
-        refused = server.ask("/v1/embeddings", {"input": [[5, 6], "a text"]})
-        assert refused.status == 400
+        refused = server.post("/v1/embeddings", {"input": [[5, 6], "a text"]})
+        assert refused.status_code == 400
         assert (
             "input[1]: expected token ids, for the engine has no tokeni"
             in refused.json()["error"]["message"]

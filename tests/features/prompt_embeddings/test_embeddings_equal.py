@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from support.cases import nightly_but
 from support.embedded import EmbeddedModel, prompt_of
 
 from hardpoint import LLM, AsyncLLM, SamplingParams
@@ -65,7 +66,9 @@ def expected(embedded):
         yield {tuple(ids): results(llm.generate([ids], GREEDY))[0] for ids in PROMPTS}
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation", nightly_but(SITUATIONS, "chunks", "preemptions", "stores", "drafts", "two stages")
+)
 def test_tokens_are_those_of_ids(embedded, expected, situation):
     asked = [(ids, form) for ids in PROMPTS for form in forms(embedded, ids)]
     with LLM(config=embedded.settings(SITUATIONS[situation])) as llm:
@@ -92,7 +95,9 @@ def test_embeddings_enter_where_inputs_embeds_of_transformers_do(tmp_path, famil
     more = {"residual_multiplier": 0.5} if family == "Granite" else {}
     own = EmbeddedModel(tmp_path, family, tie_word_embeddings=True, **fields[family], **more)
     ids, params = PROMPTS[3], SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1)
-    rows = own.table[ids] + torch.randn(len(ids), own.table.shape[1]) * own.table.std()
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(len(ids), own.table.shape[1], generator=generator)
+    rows = own.table[ids] + noise * own.table.std()
     with torch.inference_mode():
         logits = own.model(inputs_embeds=rows.unsqueeze(0)).logits[0, -1]
     expected = logits.log_softmax(-1).numpy()

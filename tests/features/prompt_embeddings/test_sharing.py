@@ -14,8 +14,12 @@ from hardpoint.plugins import EngineCoreRequest
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 STORES = {
-    "kv_connector": {"stores": ["memory"]},
-    "plugin": {"memory": {"size_bytes": 1 << 20}, "prompt_embeddings": {"enabled": True}},
+    "kv_connector": {"stores": ["memory"], "load_seconds": 120.0},
+    "plugin": {
+        "memory": {"size_bytes": 1 << 20},
+        "prompt_embeddings": {"enabled": True},
+        "stores": {"timeout_seconds": 60.0},
+    },
 }
 
 
@@ -34,7 +38,7 @@ def test_equal_prompts_share_and_others_do_not(embedded, stores):
 
         def shared(prompt, expected, **options):
             """Return how many tokens are shared; blocks are stored in a thread, so try again."""
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while True:
                 if stores:  # what the engine itself has is forgotten
                     llm.reset_prefix_cache()

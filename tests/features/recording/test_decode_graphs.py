@@ -8,10 +8,12 @@ import json
 import logging
 import math
 import re
+import shutil
 import weakref
 
 import pytest
 import torch
+from support.cases import nightly_but
 from support.core import graphs
 from support.core.graphs import GraphedOps, RoundingOps, graphed_script
 from support.driving import alone, run, varied_jobs
@@ -136,8 +138,19 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize(("model", "extra"), STACKS.values(), ids=STACKS)
-def test_recorded_steps_give_the_same(generate, caplog, monkeypatch, model, extra):
+@pytest.mark.parametrize(
+    "stack",
+    nightly_but(
+        STACKS,
+        "preempting",
+        "more-than-the-largest-size",
+        "shared-experts",
+        "window-groups",
+        "steps-under-way",
+    ),
+)
+def test_recorded_steps_give_the_same(generate, caplog, monkeypatch, stack):
+    model, extra = STACKS[stack]
     if extra.get("scheduler", {}).get("max_num_seqs"):
         monkeypatch.setattr(GraphedOps, "sizes", (2,))
     eager = extra | {"executor": extra.get("executor", {}) | EAGER["executor"]}
@@ -174,12 +187,13 @@ def test_on_a_cpu_a_mixture_runs_python_after_one_attempt(generate, monkeypatch)
     assert results == [None]
 
 
-def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(tmp_path):
-    folder = write_scripted_model(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    reference = scripted_engine(folder)
-    expected = alone(reference, varied_jobs(25))
+def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(scripted, expected, tmp_path):
+    jobs = varied_jobs(25)
+    reference = scripted_engine(scripted)
+    expected = expected | alone(reference, jobs[len(expected) :])
     reference.close()
+    folder = shutil.copytree(scripted, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Replayable"]}))
     enable = [{"use": f"{graphs.__name__}:ReplayableScript", "name": "Replayable"}]
     small = {"block_size": 8, "num_blocks": 40}
@@ -187,8 +201,8 @@ def test_the_scripted_model_gives_the_same_tokens_bit_for_bit(tmp_path):
         folder,
         graphed_script({"plugins": {"enable": enable}, "kv_cache": small, "max_model_len": 128}),
     )
-    assert run(engine, varied_jobs(25), 2) == expected
-    assert run(engine, varied_jobs(25)) == expected
+    assert run(engine, jobs, 2) == expected
+    assert run(engine, jobs) == expected
     assert {1, 4, 8} <= set(GraphedOps.recorded)
     assert GraphedOps.replays > 30
     engine.close()
@@ -268,7 +282,7 @@ DRAFTS = {"speculation": {"use": ["ngram"], "num_draft_tokens": 3}}
 
 
 @pytest.mark.parametrize("extra", [{}, DRAFTS], ids=["", "drafts"])
-@pytest.mark.parametrize("ops", ["GraphedOps", "RepeatingOps"])
+@pytest.mark.parametrize("ops", nightly_but(["GraphedOps", "RepeatingOps"], "RepeatingOps"))
 def test_level_2_of_sleep_releases_all_at_once(generate, monkeypatch, ops, extra):
     """No cycle of references keeps weights and caches until Python's collector finds it."""
     kept, of_graphs = [], []

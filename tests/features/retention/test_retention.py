@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
+from support.waiting import wait_until
 
 from hardpoint import LLM, RequestError, SamplingParams
 from hardpoint.testing import scripted_config, write_scripted_model
@@ -91,9 +91,7 @@ def test_what_two_sessions_share_stays_for_the_other(folder):
 def test_time_ends_it(folder):
     with opened(folder) as llm:
         ask(llm, session="a", retain_seconds=0.01)
-        deadline = time.monotonic() + 30
-        while llm.scheduler_stats().num_retained_blocks:
-            assert time.monotonic() < deadline
+        wait_until(lambda: not llm.scheduler_stats().num_retained_blocks)
         fill(llm)
         assert ask(llm).num_cached_tokens == 0
         assert llm.release_session("a") == "missing"

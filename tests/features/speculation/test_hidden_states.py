@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from support.cases import nightly_but
 from support.driving import FINAL, run
 from support.parallel import write_random_model
 from support.plugins import heads
@@ -33,8 +36,15 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("head", ["Head", "ExactHead"])
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    ("situation", "head"),
+    nightly_but(
+        itertools.product(SITUATIONS, ("Head", "ExactHead")),
+        ("few drafts", "Head"),
+        ("few drafts", "ExactHead"),
+        ("preemptions of chunks", "ExactHead"),
+    ),
+)
 def test_tokens_are_those_without_a_head(scripted, jobs, expected, situation, head):
     engine = scripted_engine(scripted, settings(head, **SITUATIONS[situation]))
     for _ in range(2):  # the second time with cached prefixes

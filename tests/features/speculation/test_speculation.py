@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 from msgspec.structs import replace
 from support.adapters import write_model
+from support.cases import nightly_but
 from support.driving import FINAL, alone, run
 from support.internals import engine_of
 from support.parallel import write_random_model
@@ -38,14 +40,14 @@ def replaying(jobs, expected, **options):
     return {"scripted_speculator": {"right": 0.7, "replies": replies} | options}
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", nightly_but(BUILT_IN, "ngram"))
 def test_tokens_are_those_without_a_speculator(scripted, jobs, expected, name):
     engine = scripted_engine(scripted, speculating_with(name))
     assert run(engine, jobs, per_step=3) == expected
     engine.close()
 
 
-@pytest.mark.parametrize("blocks", [None, 24])
+@pytest.mark.parametrize("blocks", nightly_but([None, 24], 24))
 def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks):
     options = replaying(jobs, expected)
     config = speculating_with("hardpoint.testing:ScriptedSpeculator", options=options)
@@ -60,8 +62,13 @@ def test_right_and_wrong_drafts_change_no_token(scripted, jobs, expected, blocks
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype"),
+    nightly_but(
+        itertools.product(("auto", "int8", "fp8"), ("bfloat16", "float32")),
+        ("int8", "float32"),
+    ),
+)
 def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, cache_dtype, dtype):
     """So tokens and log-probabilities of a real model are those without drafts, bit for bit."""
     try:
@@ -84,7 +91,7 @@ def test_drafts_read_keys_and_values_as_the_cache_stores_them(tmp_path, jobs, ca
     engine.close()
 
 
-@pytest.mark.parametrize("use", ["uniproc", "multiproc"])
+@pytest.mark.parametrize("use", nightly_but(["uniproc", "multiproc"], "uniproc"))
 def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs, expected, use):
     config = speculating_with(
         "hardpoint.testing:ScriptedSpeculator", options=replaying(jobs, expected)
@@ -101,7 +108,7 @@ def test_steps_of_requests_without_a_speculator_are_planned_ahead(scripted, jobs
     engine.close()
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", nightly_but([True, False], True))
 def test_a_text_that_repeats_itself_takes_fewer_steps(scripted, in_process):
     config = scripted_config(scripted, {"engine": {"in_process": in_process}})
     text = "say abc"
@@ -116,6 +123,15 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(scripted, in_process):
     assert stats.num_accepted_drafts >= 6
 
 
+@pytest.fixture(scope="module")
+def without_drafts(scripted):
+    """Three jobs, and what each comes to."""
+    jobs = [(f"r{n}", [n, n + 1], GREEDY) for n in range(3)]
+    engine = scripted_engine(scripted)
+    yield jobs, run(engine, jobs)
+    engine.close()
+
+
 FAULTS = {
     "start": r"start\(\) of request 'r.*' failed: AssertionError",
     "propose": r"propose\(\) failed: ValueError: no drafts today",
@@ -128,11 +144,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("fails_in", "message"), FAULTS.items(), ids=FAULTS)
-def test_a_fault_costs_the_drafts_of_its_requests(scripted, fails_in, message):
-    jobs = [(f"r{n}", [n, n + 1], GREEDY) for n in range(3)]
-    engine = scripted_engine(scripted)
-    expected = run(engine, jobs)
-    engine.close()
+def test_a_fault_costs_the_drafts_of_its_requests(scripted, without_drafts, fails_in, message):
+    jobs, expected = without_drafts
     config = speculating_with(f"{HERE}:Failing", options={"failing": {"fails_in": fails_in}})
     engine = scripted_engine(scripted, config)
     assert run(engine, jobs) == expected

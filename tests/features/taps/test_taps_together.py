@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.adapters import all_logprobs, difference, lora, write_adapter, write_model
+from support.cases import nightly_but
 from support.http_server import running
 from support.plugins.tapping import TAPS
 
@@ -82,7 +83,7 @@ def hidden_states(reference, ids):
     return [states[0] for states in found.hidden_states]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", nightly_but(FORMS, "chunks", "preemption", "drafts"))
 def test_taps_of_a_batch_are_as_each_alone(folder, reference, form):
     prompts, params = jobs_of()
     with LLM(str(folder), config=settings_of(form), max_model_len=64) as llm:

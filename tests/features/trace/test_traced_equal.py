@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.cases import nightly_but
 from support.driving import drafting, run, summary
 
 from hardpoint.testing import scripted_engine
@@ -73,7 +74,7 @@ def check_whole(output):
         assert sum(step.num_tokens for step in completion.steps) >= len(ids)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", nightly_but(LEVELS, "few blocks", "drafts"))
 def test_tokens_are_those_without_traces(scripted, jobs, expected, level):
     settings = LEVELS[level]
     if level == "drafts":

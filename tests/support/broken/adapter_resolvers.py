@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hardpoint import plugins
 from hardpoint.plugins import AdapterResolver, LoRARequest
+from support.samples import Sample
 
 KNOWN = ("sql", "chat.v2")
 
@@ -17,10 +18,8 @@ def provide(suite, folder):
     return {"path": str(folder)}
 
 
-class Table(AdapterResolver):
+class Table(Sample, AdapterResolver, contract=1):
     """Right: looks names up in a list that was made at the start."""
-
-    contract = 1
 
     class Options(plugins.Options):
         path: str
@@ -37,50 +36,38 @@ class Table(AdapterResolver):
 class Requests(Table):
     """Right: gives requests."""
 
-    contract = 1
-
     def resolve(self, name):
         found = super().resolve(name)
         return found and LoRARequest(name=name, id=7, path=str(found))
 
 
-class NoContract(Table):
+class NoContract(Table, contract=None):
     pass
 
 
 class Strings(Table):
-    contract = 1
-
     def resolve(self, name):
         found = super().resolve(name)
         return found and str(found)
 
 
 class Relative(Table):
-    contract = 1
-
     def resolve(self, name):
         return super().resolve(name) and Path(name)
 
 
 class OfAnotherName(Requests):
-    contract = 1
-
     def resolve(self, name):
         found = super().resolve(name)
         return found and LoRARequest(name=found.name.upper(), id=7, path=found.path)
 
 
 class Once(Table):
-    contract = 1
-
     def resolve(self, name):
         return self.names.pop(name, None)
 
 
 class Joins(Table):
-    contract = 1
-
     def resolve(self, name):
         try:
             folder = self.root / name
@@ -92,47 +79,35 @@ class Joins(Table):
 class Flattens(Joins):
     """Leaves separators out, and follows links."""
 
-    contract = 1
-
     def resolve(self, name):
         return None if set(name) & set("/.") and name not in KNOWN else super().resolve(name)
 
 
 class Demands(Table):
-    contract = 1
-
     def resolve(self, name):
         return self.names[name]
 
 
 class AnyName(Table):
-    contract = 1
-
     def resolve(self, name):
         return self.names.get(name) or self.root / "absent"
 
 
 class Waits(Table):
-    contract = 1
-
     def resolve(self, name):
         if name not in self.names:
-            time.sleep(1.2)
+            time.sleep(0.3)
         return super().resolve(name)
 
 
 class RemembersTheLast(Table):
-    contract = 1
-
     def resolve(self, name):
         self.last = name
-        time.sleep(0.0002)
+        time.sleep(0.002)
         return self.names.get(self.last)
 
 
 class Indexes(Table):
-    contract = 1
-
     def resolve(self, name):
         (self.root / "index.json").write_text("{}")
         return super().resolve(name)

@@ -8,12 +8,12 @@ import torch
 
 from hardpoint.plugins import AttentionBackend
 from hardpoint.toolkit.kv_codes import CODE_DTYPES, dequantize_heads, quantize_heads, rotate_heads
+from support.samples import Sample
 
 
-class Plain(AttentionBackend):
+class Plain(Sample, AttentionBackend, contract=1):
     """Right: a loop over sequences, with a mask."""
 
-    contract = 1
     devices = ("cpu",)
     softcaps = True
     has_sinks = True
@@ -87,7 +87,6 @@ class Plain(AttentionBackend):
 class KeysAlone(Plain):
     """Right: values that are part of the keys are stored once."""
 
-    contract = 1
     shares_values = True
 
     def bytes_per_block(self, spec):
@@ -111,80 +110,59 @@ class KeysAlone(Plain):
 
 
 class FirstElements(KeysAlone):
-    contract = 1
-
     def values(self, out, size):
         return out[..., :size]
 
 
 class WholeHeads(KeysAlone):
-    contract = 1
-
     def values(self, out, size):
         return out
 
 
-class NoContract(Plain):
+class NoContract(Plain, contract=None):
     pass
 
 
 class NoDevices(Plain):
-    contract = 1
     devices = "cpu"
 
 
 class OneBytePerBlock(Plain):
-    contract = 1
-
     def bytes_per_block(self, spec):
         return 1
 
 
 class CountsKeysOnly(Plain):
-    contract = 1
-
     def bytes_per_block(self, spec):
         return super().bytes_per_block(spec) // 2
 
 
 class Garbage(Plain):
-    contract = 1
-
     def allocate(self, spec, num_blocks):
         return super().allocate(spec, num_blocks) + 1
 
 
 class Reversed(Plain):
-    contract = 1
-
     def attend(self, *arguments):
         return super().attend(*arguments).flip(0)
 
 
 class ReversedHeads(Plain):
-    contract = 1
-
     def attend(self, *arguments):
         return super().attend(*arguments).flip(1)
 
 
 class NotCausal(Plain):
-    contract = 1
-
     def mask(self, spec, length, queries):
         return torch.ones(queries, length, dtype=torch.bool)
 
 
 class SeesNothingAhead(Plain):
-    contract = 1
-
     def ahead(self, spec, length, sees):
         return torch.zeros(len(sees), length, dtype=torch.bool)
 
 
 class MovesWindow(Plain):
-    contract = 1
-
     def attend(self, spec, cache, plan, q, k, v):
         self.sees = plan.sees
         return super().attend(spec, cache, plan, q, k, v)
@@ -198,50 +176,36 @@ class MovesWindow(Plain):
 
 
 class IgnoresScale(Plain):
-    contract = 1
-
     def softmax(self, spec, q, keys, values, mask):
         return super().softmax(spec, q * spec.head_size**-0.5 / spec.scale, keys, values, mask)
 
 
 class Transposed(Plain):
-    contract = 1
-
     def attend(self, *arguments):
         return super().attend(*arguments).transpose(0, 1)
 
 
 class Double(Plain):
-    contract = 1
-
     def attend(self, *arguments):
         return super().attend(*arguments).double()
 
 
 class TilesHeads(Plain):
-    contract = 1
-
     def spread(self, spec, side):
         return side.repeat(1, spec.num_heads // spec.num_kv_heads, 1)
 
 
 class FirstHeadOnly(Plain):
-    contract = 1
-
     def spread(self, spec, side):
         return side[:, :1].expand(-1, spec.num_heads, -1)
 
 
 class IgnoresWindow(Plain):
-    contract = 1
-
     def mask(self, spec, length, queries):
         return torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
 
 
 class WiderWindow(Plain):
-    contract = 1
-
     def mask(self, spec, length, queries):
         key, query = torch.arange(length), torch.arange(length - queries, length)[:, None]
         window = length if spec.window is None else spec.window
@@ -249,36 +213,26 @@ class WiderWindow(Plain):
 
 
 class IgnoresSoftcap(Plain):
-    contract = 1
-
     def cap(self, spec, scores):
         return scores
 
 
 class CapsBeforeScaling(Plain):
-    contract = 1
-
     def cap(self, spec, scores):
         return super().cap(spec, scores / spec.scale) * spec.scale
 
 
 class ClampsScores(Plain):
-    contract = 1
-
     def cap(self, spec, scores):
         return scores if spec.softcap is None else scores.clamp(-spec.softcap, spec.softcap)
 
 
 class IgnoresSinks(Plain):
-    contract = 1
-
     def sink(self, spec, scores):
         return scores
 
 
 class ScalesSinks(Plain):
-    contract = 1
-
     def sink(self, spec, scores):
         scaled = None if spec.sinks is None else spec.sinks * spec.scale
         return super().sink(dataclasses.replace(spec, sinks=scaled), scores)
@@ -286,8 +240,6 @@ class ScalesSinks(Plain):
 
 class CopiesSinks(Plain):
     """Reads the sinks once, before they have changed."""
-
-    contract = 1
 
     def allocate(self, spec, num_blocks):
         self.sinks = None if spec.sinks is None else spec.sinks.clone()
@@ -298,23 +250,17 @@ class CopiesSinks(Plain):
 
 
 class WritesNothing(Plain):
-    contract = 1
-
     def attend(self, spec, cache, plan, q, k, v):
         cache = cache.clone()
         return super().attend(spec, cache, plan, q, k, v)
 
 
 class StepOnly(Plain):
-    contract = 1
-
     def mask(self, spec, length, queries):
         return super().mask(spec, length, queries) & (torch.arange(length) >= length - queries)
 
 
 class ReadsByPosition(Plain):
-    contract = 1
-
     def slots(self, plan, index, length):
         return torch.arange(length)
 
@@ -328,16 +274,12 @@ class ReadsByPosition(Plain):
 class FirstBlockOnwards(Plain):
     """Takes a sequence's blocks for consecutive ones."""
 
-    contract = 1
-
     def slots(self, plan, index, length):
         return plan.block_table[index, 0] * plan.block_size + torch.arange(length)
 
 
 class ReadsWholeBlocks(Plain):
     """Sees what an earlier sequence has left in the last block."""
-
-    contract = 1
 
     def slots(self, plan, index, length):
         return super().slots(plan, index, -(-length // plan.block_size) * plan.block_size)
@@ -349,8 +291,6 @@ class ReadsWholeBlocks(Plain):
 
 
 class MixesSequences(Plain):
-    contract = 1
-
     def attend(self, spec, cache, plan, q, k, v):
         self.write(cache, plan, k, v)
         mask = self.mask(spec, len(q), len(q))
@@ -358,8 +298,6 @@ class MixesSequences(Plain):
 
 
 class TableOfTheFirst(Plain):
-    contract = 1
-
     def slots(self, plan, index, length):
         width = plan.block_table.shape[1] * plan.block_size
         return super().slots(plan, 0, min(length, width))
@@ -367,8 +305,6 @@ class TableOfTheFirst(Plain):
 
 class KeepsTheLastPlan(Plain):
     """Attends with the plan that it made last, whichever it gets."""
-
-    contract = 1
 
     def plan(self, step):
         self.step = step
@@ -380,8 +316,6 @@ class KeepsTheLastPlan(Plain):
 
 class CachesTheMask(Plain):
     """Computes the mask of a step's shape once, whatever the window."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -397,8 +331,6 @@ class CachesTheMask(Plain):
 class InFloat8(Plain):
     """Loses the precision of bfloat16."""
 
-    contract = 1
-
     def softmax(self, spec, q, keys, values, mask):
         if self.context.dtype is torch.bfloat16:
             values = values.to(torch.float8_e5m2).float()
@@ -406,16 +338,12 @@ class InFloat8(Plain):
 
 
 class ScalesInPlace(Plain):
-    contract = 1
-
     def attend(self, spec, cache, plan, q, k, v):
         q *= 2.0
         return super().attend(spec, cache, plan, q / 2.0, k, v)
 
 
 class RotatesKeys(Plain):
-    contract = 1
-
     def attend(self, spec, cache, plan, q, k, v):
         out = super().attend(spec, cache, plan, q, k, v)
         k.zero_()
@@ -423,8 +351,6 @@ class RotatesKeys(Plain):
 
 
 class Hoards(Plain):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.plans = []
@@ -437,59 +363,44 @@ class Hoards(Plain):
 class Viewed(Plain):
     """Right, with views of its blocks."""
 
-    contract = 1
-
     def block_views(self, cache):
         size = self.context.block_size
         return [side.view(len(side) // size, -1).view(torch.uint8) for side in cache]
 
 
 class ViewsOfKeys(Viewed):
-    contract = 1
-
     def block_views(self, cache):
         return super().block_views(cache)[:1]
 
 
 class CopiesTheBlocks(Viewed):
-    contract = 1
-
     def block_views(self, cache):
         return [view.clone() for view in super().block_views(cache)]
 
 
 class ViewsByToken(Viewed):
-    contract = 1
-
     def block_views(self, cache):
         return [side.flatten(1).view(torch.uint8) for side in cache]
 
 
 class ViewsInItsDtype(Viewed):
-    contract = 1
-
     def block_views(self, cache):
         size = self.context.block_size
         return [side.view(len(side) // size, -1) for side in cache]
 
 
 class KeysTwice(Viewed):
-    contract = 1
-
     def block_views(self, cache):
         keys, _ = super().block_views(cache)
         return [keys, keys]
 
 
 class OneView(Viewed):
-    contract = 1
-
     def block_views(self, cache):
         return torch.cat(super().block_views(cache), 1)
 
 
 class RotatesQueriesOnly(Plain):
-    contract = 1
     rotates = True
 
     def rotate_and_attend(self, spec, cache, plan, q, k, v, angles):
@@ -499,7 +410,6 @@ class RotatesQueriesOnly(Plain):
 class RotatesPairs(Plain):
     """Rotates neighbours, not halves."""
 
-    contract = 1
     rotates = True
 
     def rotate_and_attend(self, spec, cache, plan, q, k, v, angles):
@@ -518,7 +428,6 @@ def rotated(x, angles):
 class Padded(Plain):
     """Right: reads the tensors of a step when it runs."""
 
-    contract = 1
     replayable = True
     pads = True
 
@@ -532,30 +441,22 @@ class Padded(Plain):
 
 
 class WritesPadding(Padded):
-    contract = 1
-
     def write(self, cache, plan, k, v):
         Plain.write(self, cache, plan, k, v)
 
 
 class PlansLengths(Padded):
-    contract = 1
-
     def plan(self, step):
         return dataclasses.replace(step, on_device=(step.starts.clone(), step.lens.clone()))
 
 
 class ReadsBounds(Padded):
-    contract = 1
-
     def attend(self, spec, cache, plan, q, k, v):
         return Plain.attend(self, spec, cache, plan, q, k, v)
 
 
 class MarksBlocks(Viewed):
     """Remembers outside the cache which slots were written."""
-
-    contract = 1
 
     def allocate(self, spec, num_blocks):
         cache = super().allocate(spec, num_blocks)
@@ -571,7 +472,6 @@ class MarksBlocks(Viewed):
 class Coded(Viewed):
     """Right, with codes of 8 bits."""
 
-    contract = 1
     cache_dtypes = ("auto", *CODE_DTYPES)
 
     @property
@@ -625,8 +525,6 @@ class Coded(Viewed):
 class ScalesTokens(Coded):
     """One scale for all heads of a token."""
 
-    contract = 1
-
     def quantize(self, x):
         codes, scales = quantize_heads(x.flatten(1)[:, None], self.context.cache_dtype)
         return codes.view(x.shape), scales.expand(x.shape[:2])
@@ -634,8 +532,6 @@ class ScalesTokens(Coded):
 
 class OwnUncoded(Coded):
     """Attends to the tokens of the step as they are."""
-
-    contract = 1
 
     def write(self, cache, plan, k, v):
         super().write(cache, plan, k, v)
@@ -651,23 +547,17 @@ class OwnUncoded(Coded):
 class KeepsScales(Coded):
     """Leaves the scales that an earlier token of the slot has written."""
 
-    contract = 1
-
     def write_scales(self, to, slots, scales):
         to[slots] = torch.where(to[slots] == 0, scales, to[slots])
 
 
 class ScalesOfValues(Coded):
-    contract = 1
-
     def read_scales(self, scales, slots):
         return scales[1:, slots].expand(2, -1, -1)
 
 
 class RowByRow(Plain):
     """Right, and each row has the same bits in any step: attends one query after the other."""
-
-    contract = 1
 
     def softmax(self, spec, q, keys, values, mask):
         rows = zip(q, mask, strict=True)
@@ -681,7 +571,6 @@ class RowByRow(Plain):
 class SplitsByRows(RowByRow):
     """Sums the keys in as many parts as the sequence has rows."""
 
-    contract = 1
     has_sinks = False
 
     def softmax(self, spec, q, keys, values, mask):
@@ -699,8 +588,6 @@ class SplitsByRows(RowByRow):
 
 class OwnUnrounded(RowByRow):
     """Stores keys and values without their last 6 bits; attends to the step's as they are."""
-
-    contract = 1
 
     def write(self, cache, plan, k, v):
         own = torch.stack((k, v))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 from hardpoint.plugins import LoadBalancer
+from support.samples import Sample
 
 
-class Fewest(LoadBalancer):
+class Fewest(Sample, LoadBalancer, contract=1):
     """Right: the fewest requests in flight, then the session's engine, then the next in turn."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -26,55 +25,41 @@ class Fewest(LoadBalancer):
         return engine.in_flight, not engine.has_session(request), late
 
 
-class NoContract(Fewest):
+class NoContract(Fewest, contract=None):
     pass
 
 
 class ReturnsRanks(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         return engines[super().choose(request, engines)].rank
 
 
 class ReturnsNothing(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         super().choose(request, engines)
 
 
 class ReturnsEngines(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         return engines[super().choose(request, engines)]
 
 
 class ReturnsBool(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         return engines[1].in_flight < engines[0].in_flight
 
 
 class CountsBackwards(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         return super().choose(request, engines) - len(engines)
 
 
 class NeedsTags(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         return hash(request.tags["shard"]) % len(engines)
 
 
 class WritesRequest(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         place = super().choose(request, engines)
         request.data_parallel_rank = engines[place].rank
@@ -82,8 +67,6 @@ class WritesRequest(Fewest):
 
 
 class CountsForItself(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         place = super().choose(request, engines)
         engines[place].in_flight += 1
@@ -91,23 +74,18 @@ class CountsForItself(Fewest):
 
 
 class Sorts(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         engines.sort(key=lambda engine: engine.in_flight)
         return 0
 
 
 class FillsTheFirst(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         has_room = (place for place, engine in enumerate(engines) if engine.in_flight < 40)
         return next(has_room, 0)
 
 
 class LovesPrefixes(Fewest):
-    contract = 1
     uses_cached_prefixes = True
 
     def cost(self, request, engines, place):
@@ -116,15 +94,11 @@ class LovesPrefixes(Fewest):
 
 
 class UsesTwo(Fewest):
-    contract = 1
-
     def cost(self, request, engines, place):
         return place > 1, *super().cost(request, engines, place)
 
 
 class TrustsStatistics(Fewest):
-    contract = 1
-
     def cost(self, request, engines, place):
         engine = engines[place]
         waiting = 4 * engine.num_waiting + engine.num_running
@@ -132,16 +106,12 @@ class TrustsStatistics(Fewest):
 
 
 class TakesTurns(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         self.turn += 1
         return self.turn % len(engines)
 
 
 class RemembersPlaces(Fewest):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.places = {}
@@ -154,15 +124,12 @@ class RemembersPlaces(Fewest):
 
 
 class CountsOnce(Fewest):
-    contract = 1
-
     def choose(self, request, engines):
         self.turn += 1
         return self.turn % self.context.num_engines
 
 
 class KnowsTheFirst(Fewest):
-    contract = 1
     known = None
 
     def choose(self, request, engines):
@@ -175,14 +142,11 @@ class KnowsTheFirst(Fewest):
 
 
 class Draws(Fewest):
-    contract = 1
-
     def cost(self, request, engines, place):
         return engines[place].in_flight, random.random()
 
 
 class SharesTurns(Fewest):
-    contract = 1
     turns = [0]
 
     def choose(self, request, engines):
@@ -191,8 +155,6 @@ class SharesTurns(Fewest):
 
 
 class RemembersSessions(Fewest):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.ranks = {}
@@ -205,7 +167,5 @@ class RemembersSessions(Fewest):
 
 
 class Slow(Fewest):
-    contract = 1
-
     def cost(self, request, engines, place):
         return sum(engine.in_flight for engine in list(engines) * 5), place

@@ -9,6 +9,7 @@ import torch
 
 from hardpoint.errors import CommunicationAbortedError, ModelError
 from hardpoint.testing.model.rank_threads import ThreadCommunicator, ThreadExchange
+from support.samples import Sample, leave_thread
 
 _met = threading.Condition()
 _exchanges: dict[object, tuple[ThreadExchange, set[int]]] = {}
@@ -28,29 +29,23 @@ def exchange_of(context, group):
     return exchange
 
 
-class Right(ThreadCommunicator):
+class Right(Sample, ThreadCommunicator, contract=1):
     """Makes no mistake."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context, exchange_of(context, context.group))
 
 
-class NoContract(Right):
+class NoContract(Right, contract=None):
     pass
 
 
 class Mute(Right):
-    contract = 1
-
     def describe(self):
         return ""
 
 
 class RoundsEachTime(Right):
-    contract = 1
-
     def all_reduce(self, x):
         parts = self.all_gather(x)
         total = parts[0].clone()
@@ -62,8 +57,6 @@ class RoundsEachTime(Right):
 class SumsFromItself(Right):
     """Begins with its own x, so that the ranks get different sums."""
 
-    contract = 1
-
     def all_reduce(self, x):
         parts = self.all_gather(x).float()
         total = parts[self.rank].clone()
@@ -73,8 +66,6 @@ class SumsFromItself(Right):
 
 
 class SumsBackwards(Right):
-    contract = 1
-
     def all_reduce(self, x):
         return super().all_reduce(x) if not x.is_floating_point() else self._sum(x)
 
@@ -86,8 +77,6 @@ class SumsBackwards(Right):
 
 
 class Flattens(Right):
-    contract = 1
-
     def all_gather(self, x):
         return super().all_gather(x).flatten()
 
@@ -95,23 +84,17 @@ class Flattens(Right):
 class Transposes(Right):
     """Sends row i of the wrong rank."""
 
-    contract = 1
-
     def all_to_all(self, x):
         return self.all_gather(x)[self.rank]
 
 
 class Widens(Right):
-    contract = 1
-
     def broadcast(self, x, source):
         return super().broadcast(x, source).double()
 
 
 class NoCopy(Right):
     """Keeps x itself until it is received."""
-
-    contract = 1
 
     def send(self, x, destination):
         self._check_rank("destination", destination, is_other=True)
@@ -129,8 +112,6 @@ _kept: dict[tuple[int, int, int], torch.Tensor] = {}
 
 class Rendezvous(Right):
     """Waits in send until x has been received."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -151,8 +132,6 @@ class Rendezvous(Right):
 
 
 class NewestFirst(Right):
-    contract = 1
-
     def recv(self, x, source):
         self._check_rank("source", source, is_other=True)
         sent = self._exchange.sent[source, self.rank]
@@ -163,8 +142,6 @@ class NewestFirst(Right):
 
 class Mixes(Right):
     """Messages of any rank count as those of the one that is asked."""
-
-    contract = 1
 
     def send(self, x, destination):
         self._check_rank("destination", destination, is_other=True)
@@ -178,15 +155,11 @@ class Mixes(Right):
 class OneForAll(Right):
     """Takes all groups for one."""
 
-    contract = 1
-
     def __init__(self, context):
         ThreadCommunicator.__init__(self, context, exchange_of(context, ""))
 
 
 class AbortsLate(Right):
-    contract = 1
-
     def abort(self, reason):
         if self._exchange.failure is None:
             time.sleep(0.25)
@@ -195,8 +168,6 @@ class AbortsLate(Right):
 
 class ForgetsAbort(Right):
     """Lets calls that wait fail, and later ones succeed."""
-
-    contract = 1
 
     def send(self, x, destination):
         try:
@@ -208,8 +179,6 @@ class ForgetsAbort(Right):
 class HidesAborts(Right):
     """Raises an error of its own library."""
 
-    contract = 1
-
     def recv(self, x, source):
         try:
             return super().recv(x, source)
@@ -218,23 +187,17 @@ class HidesAborts(Right):
 
 
 class TakesAnyRank(Right):
-    contract = 1
-
     def broadcast(self, x, source):
         return super().broadcast(x, source % self.size)
 
 
 class TakesItself(Right):
-    contract = 1
-
     def send(self, x, destination):
         if destination != self.rank:
             super().send(x, destination)
 
 
 class RaisesAnother(Right):
-    contract = 1
-
     def all_to_all(self, x):
         if len(x) != self.size:
             raise IndexError("too many rows")
@@ -244,16 +207,12 @@ class RaisesAnother(Right):
 class NeverWakes(Right):
     """Does not wake ranks that wait already."""
 
-    contract = 1
-
     def abort(self, reason):
         self._exchange.failure = self._exchange.failure or reason
 
 
 class NeverWaits(Right):
     """Begins without the others."""
-
-    contract = 1
 
     def __init__(self, context):
         try:
@@ -263,8 +222,6 @@ class NeverWaits(Right):
 
 
 class NamesNobody(Right):
-    contract = 1
-
     def __init__(self, context):
         try:
             super().__init__(context)
@@ -273,26 +230,21 @@ class NamesNobody(Right):
 
 
 class WaitsLonger(Right):
-    contract = 1
-
     def __init__(self, context):
         try:
             super().__init__(context)
         except ModelError:
-            time.sleep(0.3)
+            time.sleep(0.6)
             raise
 
 
 class LeaksThread(Right):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
-        threading.Timer(0.6, print).start()
+        leave_thread()
 
 
 class LeaksFile(Right):
-    contract = 1
     files: list[object] = []
 
     def __init__(self, context):
@@ -301,14 +253,10 @@ class LeaksFile(Right):
 
 
 class CloseFails(Right):
-    contract = 1
-
     def close(self):
         raise OSError("closed already")
 
 
 class NoTensor(Right):
-    contract = 1
-
     def all_reduce(self, x):
         super().all_reduce(x)

@@ -11,24 +11,21 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from hardpoint.plugins import ConfigError, Executor, HardpointError, ModelRunnerOutput, Wrapper
 from hardpoint.plugins.executor import open_worker
 from hardpoint.toolkit.workers.joining import are_out_of_step, first_error_or, results_of
+from support.samples import Sample, leave_thread
 
 
-class Kept(Wrapper[Executor], Executor):
+class Kept(Sample, Wrapper[Executor], Executor, contract=1):
     """Keeps all of uniproc."""
-
-    contract = 1
 
     class Options(Wrapper.Options):
         wraps: str = "uniproc"
 
 
-class NoContract(Kept):
+class NoContract(Kept, contract=None):
     pass
 
 
 class Changed(Kept):
-    contract = 1
-
     def sample_tokens(self, plan, bitmask=None):
         result = self.wrapped.sample_tokens(plan, bitmask).result()
         self.change(result.sampled_token_ids)
@@ -41,52 +38,38 @@ class Changed(Kept):
 
 
 class Drops(Changed):
-    contract = 1
-
     def change(self, tokens):
         tokens.popitem()
 
 
 class Doubles(Changed):
-    contract = 1
-
     def change(self, tokens):
         for ids in tokens.values():
             ids *= 2
 
 
 class OffByOne(Changed):
-    contract = 1
-
     def change(self, tokens):
         for ids in tokens.values():
             ids[0] = (ids[0] + 1) % 257
 
 
 class NoFuture(Kept):
-    contract = 1
-
     def execute_model(self, plan):
         return self.wrapped.execute_model(plan).result()
 
 
 class IgnoresGrammars(Kept):
-    contract = 1
-
     def sample_tokens(self, plan, bitmask=None):
         return self.wrapped.sample_tokens(plan)
 
 
 class NeverEnds(Kept):
-    contract = 1
-
     def sample_tokens(self, plan, bitmask=None):
         return Future()
 
 
 class RunsTwice(Kept):
-    contract = 1
-
     def execute_model(self, plan):
         self.wrapped.execute_model(plan)
         return self.wrapped.execute_model(plan)
@@ -95,7 +78,6 @@ class RunsTwice(Kept):
 class Late(Kept):
     """Runs each step when the next one comes."""
 
-    contract = 1
     last = None
 
     def execute_model(self, plan):
@@ -108,23 +90,17 @@ class Late(Kept):
 
 
 class NoResults(Kept):
-    contract = 1
-
     def collective_rpc(self, method, args=(), timeout=None):
         self.wrapped.collective_rpc(method, args, timeout)
         return []
 
 
 class CallsTwice(Kept):
-    contract = 1
-
     def collective_rpc(self, method, args=(), timeout=None):
         return self.wrapped.collective_rpc(method, args, timeout) * 2
 
 
 class SwallowsErrors(Kept):
-    contract = 1
-
     def execute_model(self, plan):
         future = self.wrapped.execute_model(plan)
         if future.exception() is None:
@@ -135,8 +111,6 @@ class SwallowsErrors(Kept):
 
 
 class RenamesErrors(Kept):
-    contract = 1
-
     def collective_rpc(self, method, args=(), timeout=None):
         try:
             return self.wrapped.collective_rpc(method, args, timeout)
@@ -145,8 +119,6 @@ class RenamesErrors(Kept):
 
 
 class NeverSleeps(Kept):
-    contract = 1
-
     def collective_rpc(self, method, args=(), timeout=None):
         if method in ("sleep", "wake_up"):
             return [None]
@@ -154,47 +126,41 @@ class NeverSleeps(Kept):
 
 
 class ClaimsTwo(Kept):
-    contract = 1
     max_concurrent_batches = 2
 
 
 class ClaimsNone(Kept):
-    contract = 1
     max_concurrent_batches = 0
 
 
 class LeaksThread(Kept):
-    contract = 1
-
     def start(self):
-        self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(20,), daemon=True).start()
+        leave_thread()
         return self.wrapped.start()
 
 
 class LeaksProcess(Kept):
     """Leaves a process of another thread."""
 
-    contract = 1
+    started = []
 
     def start(self):
         def run():
-            subprocess.run(["sleep", "2"], check=True)
+            self.started.append(subprocess.Popen(["sleep", "60"]))
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
         return self.wrapped.start()
 
 
 class LeaksFile(Kept):
-    contract = 1
-
     def start(self):
         self.descriptors = os.pipe()
         return self.wrapped.start()
 
 
 class ClosesOnce(Kept):
-    contract = 1
     closed = False
 
     def close(self):
@@ -205,15 +171,11 @@ class ClosesOnce(Kept):
 
 
 class KeepsWorkers(Kept):
-    contract = 1
-
     def close(self):
         pass
 
 
 class ReportsClose(Kept):
-    contract = 1
-
     def on_failure(self, callback):
         self.callback = callback
 
@@ -223,10 +185,8 @@ class ReportsClose(Kept):
             self.callback(RuntimeError("lost"))
 
 
-class Threaded(Executor):
+class Threaded(Sample, Executor, contract=1):
     """Correct: a thread per rank; `lose` stands for the loss of one."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -330,8 +290,6 @@ def end(future, result=None, error=None):
 
 
 class RefusesInRiddles(Threaded):
-    contract = 1
-
     def __init__(self, context):
         if context.parallel.pipeline > 1:
             raise ConfigError("this cannot be")
@@ -339,8 +297,6 @@ class RefusesInRiddles(Threaded):
 
 
 class RefusesAll(Threaded):
-    contract = 1
-
     def __init__(self, context):
         raise ConfigError("parallel: no size is right")
 
@@ -348,22 +304,16 @@ class RefusesAll(Threaded):
 class OneInfo(Threaded):
     """Returns what one worker is enough for."""
 
-    contract = 1
-
     def start(self):
         return super().start()[:1]
 
 
 class Backwards(Threaded):
-    contract = 1
-
     def start(self):
         return super().start()[::-1]
 
 
 class LoadsOneByOne(Threaded):
-    contract = 1
-
     def start(self):
         results_of([self.submit(rank, self.open, rank) for rank in self.ranks])
         return [self.workers[rank].load_model() for rank in self.ranks]
@@ -371,8 +321,6 @@ class LoadsOneByOne(Threaded):
 
 class LoadsEarly(Threaded):
     """Loads the models when it is built."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -385,16 +333,12 @@ class LoadsEarly(Threaded):
 class WaitsForAll(Threaded):
     """Looks at the ranks one after the other, though one waits for another that has failed."""
 
-    contract = 1
-
     def collective_rpc(self, method, args=(), timeout=None):
         return [future.result(timeout) for future in self.call(method, *args)]
 
 
 class FirstRankOnly(Threaded):
     """Takes the result of rank 0 for that of all."""
-
-    contract = 1
 
     def output(self, futures):
         return futures[0]
@@ -403,8 +347,6 @@ class FirstRankOnly(Threaded):
 class OutputRankOnly(Threaded):
     """Looks at nothing but the output rank."""
 
-    contract = 1
-
     def output(self, futures):
         return futures[self.context.parallel.output_rank]
 
@@ -412,16 +354,12 @@ class OutputRankOnly(Threaded):
 class SkipsOthers(Threaded):
     """Lets the output rank alone sample."""
 
-    contract = 1
-
     def sample_tokens(self, plan, bitmask=None):
         rank = self.context.parallel.output_rank
         return self.submit(rank, self.workers[rank].sample_tokens, plan, bitmask)
 
 
 class IgnoresTimeouts(Threaded):
-    contract = 1
-
     def collective_rpc(self, method, args=(), timeout=None):
         return super().collective_rpc(method, args)
 
@@ -429,7 +367,6 @@ class IgnoresTimeouts(Threaded):
 class MixesUp(Threaded):
     """Gives a late result to the next call."""
 
-    contract = 1
     late = None
 
     def collective_rpc(self, method, args=(), timeout=None):
@@ -443,15 +380,11 @@ class MixesUp(Threaded):
 
 
 class Silent(Threaded):
-    contract = 1
-
     def on_failure(self, callback):
         pass
 
 
 class Repeats(Threaded):
-    contract = 1
-
     def lose(self, rank):
         super().lose(rank)
         self.callback(self.error)
@@ -459,8 +392,6 @@ class Repeats(Threaded):
 
 class KeepsWaiting(Threaded):
     """Reports the loss of a worker, but not to calls that wait for it."""
-
-    contract = 1
 
     def lose(self, rank):
         self.waiting = []
@@ -470,16 +401,12 @@ class KeepsWaiting(Threaded):
 class Vague(Threaded):
     """Does not report which rank was lost."""
 
-    contract = 1
-
     def lose(self, rank):
         self.fail(HardpointError("a worker was lost"))
 
 
 class Forgets(Threaded):
     """Raises another error in calls after a loss."""
-
-    contract = 1
 
     def call(self, method, *args):
         if self.error is not None:
@@ -490,8 +417,6 @@ class Forgets(Threaded):
 class GoesOn(Threaded):
     """Raises an error that one rank has raised in a joint call, and no more."""
 
-    contract = 1
-
     def out_of_step(self, error):
         pass
 
@@ -499,16 +424,12 @@ class GoesOn(Threaded):
 class LeavesWaiting(Threaded):
     """Reports ranks that are out of step, and lets them wait."""
 
-    contract = 1
-
     def out_of_step(self, error):
         self.fail(error)
 
 
 class NeverAborts(Threaded):
     """Leaves workers that wait for others."""
-
-    contract = 1
 
     def close(self):
         for thread in self.threads:

@@ -9,12 +9,12 @@ import numpy as np
 
 from hardpoint.plugins import GrammarBackend
 from hardpoint.testing.text.grammar_samples import KEYWORDS
+from support.samples import Sample
 
 
-class Finite(GrammarBackend):
+class Finite(Sample, GrammarBackend, contract=1):
     """A correct one: of `choice`, and of JSON schemas that are an enum of texts."""
 
-    contract = 1
     formats = ("choice", "json")
 
     def __init__(self, context):
@@ -80,54 +80,42 @@ class State:
 
 
 def with_state(state):
-    """Return a decorator that makes `state` the class of a backend's states."""
+    """Return a backend with a class of states, named as it is."""
 
-    def decorate(cls):
-        cls.compile = lambda self, structured: state(self, [self.language(structured)])
-        return cls
+    def compiled(self, structured):
+        return state(self, [self.language(structured)])
 
-    return decorate
+    return type(state.__name__, (Finite,), {"compile": compiled, "__module__": __name__})
 
 
-class WithoutContract(Finite):
+class WithoutContract(Finite, contract=None):
     pass
 
 
-class FirstBytes(State):
+@with_state
+class TooWide(State):
     def allowed(self):
         """Compare the first byte of tokens alone."""
         first = {rest[:1] for rest in self.rests[-1] if rest}
         return [t for t, text in enumerate(self.grammar.texts) if text and text[:1] in first]
 
 
-@with_state(FirstBytes)
-class TooWide(Finite):
-    contract = 1
-
-
-class OneByte(State):
+@with_state
+class TooNarrow(State):
     def allowed(self):
         """Allow no token of several bytes."""
         return [t for t in super().allowed() if len(self.grammar.texts[t]) == 1]
 
 
-@with_state(OneByte)
-class TooNarrow(Finite):
-    contract = 1
-
-
-class FirstIds(State):
+@with_state
+class OneIdPerText(State):
     def allowed(self):
         """Allow one of two tokens with the same bytes."""
         return [self.grammar.ids[self.grammar.texts[t]][0] for t in super().allowed()]
 
 
-@with_state(FirstIds)
-class OneIdPerText(Finite):
-    contract = 1
-
-
-class Decoded(State):
+@with_state
+class WholeCharacters(State):
     def allowed(self):
         """Allow whole characters only."""
         for token in super().allowed():
@@ -138,15 +126,8 @@ class Decoded(State):
             yield token
 
 
-@with_state(Decoded)
-class WholeCharacters(Finite):
-    contract = 1
-
-
 class Specials(Finite):
     """Takes special tokens for their texts."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -156,61 +137,42 @@ class Specials(Finite):
             self.ids.setdefault(text, []).append(token)
 
 
-class AllBits(State):
+@with_state
+class Beyond(State):
     def fill_bitmask(self, row):
         can_end = super().fill_bitmask(row)
         row[-1] = -1
         return can_end
 
 
-@with_state(AllBits)
-class Beyond(Finite):
-    contract = 1
-
-
-class EmptyTokens(State):
+@with_state
+class AllowsEmpty(State):
     def allowed(self):
         yield from super().allowed()
         yield 0
 
 
-@with_state(EmptyTokens)
-class AllowsEmpty(Finite):
-    contract = 1
-
-
-class EndsOnlyAlone(State):
+@with_state
+class EndsTooLate(State):
     def fill_bitmask(self, row):
         return super().fill_bitmask(row) and self.rests[-1] == [b""]
 
 
-@with_state(EndsOnlyAlone)
-class EndsTooLate(Finite):
-    contract = 1
-
-
-class EndsAnywhere(State):
+@with_state
+class EndsTooEarly(State):
     def fill_bitmask(self, row):
         super().fill_bitmask(row)
         return len(self.rests) > 1
 
 
-@with_state(EndsAnywhere)
-class EndsTooEarly(Finite):
-    contract = 1
-
-
-class EndsWithNothing(State):
+@with_state
+class ReturnsNone(State):
     def fill_bitmask(self, row):
         super().fill_bitmask(row)
 
 
-@with_state(EndsWithNothing)
-class ReturnsNone(Finite):
-    contract = 1
-
-
-class AdvancesWidely(State):
+@with_state
+class Disagrees(State):
     def advance(self, token_id):
         """Accept a token whose first byte is right."""
         text = self.grammar.texts[token_id][:1]
@@ -221,58 +183,38 @@ class AdvancesWidely(State):
         return bool(left)
 
 
-@with_state(AdvancesWidely)
-class Disagrees(Finite):
-    contract = 1
-
-
-class RaisesForRefused(State):
+@with_state
+class RaisesInAdvance(State):
     def advance(self, token_id):
         if not super().advance(token_id):
             raise ValueError("the token is not allowed")
         return True
 
 
-@with_state(RaisesForRefused)
-class RaisesInAdvance(Finite):
-    contract = 1
-
-
-class KeepsRefused(State):
+@with_state
+class RefusedChanges(State):
     def advance(self, token_id):
         left = self.left(token_id)
         self.rests.append(left)
         return bool(left)
 
 
-@with_state(KeepsRefused)
-class RefusedChanges(Finite):
-    contract = 1
-
-
-class CountsRefused(State):
+@with_state
+class RefusedIsUndone(State):
     def advance(self, token_id):
         left = self.left(token_id)
         self.rests.append(left or self.rests[-1])
         return bool(left)
 
 
-@with_state(CountsRefused)
-class RefusedIsUndone(Finite):
-    contract = 1
-
-
-class OneTooFew(State):
+@with_state
+class RollbackOffByOne(State):
     def rollback(self, count):
         del self.rests[max(1, len(self.rests) - count + 1) :]
 
 
-@with_state(OneTooFew)
-class RollbackOffByOne(Finite):
-    contract = 1
-
-
-class RefilledStack(State):
+@with_state
+class RollbackForgets(State):
     def rollback(self, count):
         """Undo tokens of one byte only."""
         for _ in range(count):
@@ -281,12 +223,8 @@ class RefilledStack(State):
                 self.rests.append(left)
 
 
-@with_state(RefilledStack)
-class RollbackForgets(Finite):
-    contract = 1
-
-
-class PendingRollback(State):
+@with_state
+class RollbackOnce(State):
     pending = 0
 
     def rollback(self, count):
@@ -311,22 +249,14 @@ class PendingRollback(State):
         return super().fork()
 
 
-@with_state(PendingRollback)
-class RollbackOnce(Finite):
-    contract = 1
-
-
-class SharedStack(State):
+@with_state
+class ForkShares(State):
     def fork(self):
         return type(self)(self.grammar, self.rests)
 
 
-@with_state(SharedStack)
-class ForkShares(Finite):
-    contract = 1
-
-
-class SharedForks(State):
+@with_state
+class ForksAreOne(State):
     """Forks at the same place are one."""
 
     one = None
@@ -337,12 +267,8 @@ class SharedForks(State):
         return self.one
 
 
-@with_state(SharedForks)
-class ForksAreOne(Finite):
-    contract = 1
-
-
-class Fills(State):
+@with_state
+class FillChanges(State):
     filled = 0
 
     def fill_bitmask(self, row):
@@ -353,23 +279,17 @@ class Fills(State):
         return can_end
 
 
-@with_state(Fills)
-class FillChanges(Finite):
-    contract = 1
-
-
 class OneCurrent(Finite):
     """Keeps the grammar that is compiled in the backend."""
 
-    contract = 1
-
     def compile(self, structured):
         self.current = self.language(structured)
-        time.sleep(0.002)
+        time.sleep(0.01)
         return State(self, [self.current])
 
 
-class OwnThread(State):
+@with_state
+class OneThread(State):
     def __init__(self, grammar, rests):
         super().__init__(grammar, rests)
         self.thread = threading.get_ident()
@@ -379,14 +299,7 @@ class OwnThread(State):
         return super().fill_bitmask(row)
 
 
-@with_state(OwnThread)
-class OneThread(Finite):
-    contract = 1
-
-
 class RaisesTypeError(Finite):
-    contract = 1
-
     def language(self, structured):
         if isinstance(structured.json, dict) and {}.get(structured.json.get("anyOf")):
             raise ValueError("json.anyOf: expected an enum")
@@ -394,8 +307,6 @@ class RaisesTypeError(Finite):
 
 
 class RefusesWithoutReason(Finite):
-    contract = 1
-
     def language(self, structured):
         try:
             return super().language(structured)
@@ -404,8 +315,6 @@ class RefusesWithoutReason(Finite):
 
 
 class AcceptsAnything(Finite):
-    contract = 1
-
     def language(self, structured):
         if structured.json is not None and list(structured.json) != ["enum"]:
             return [b"null"]
@@ -413,8 +322,6 @@ class AcceptsAnything(Finite):
 
 
 class AcceptsOtherFormats(Finite):
-    contract = 1
-
     def language(self, structured):
         if structured.regex is not None:
             return [structured.regex.encode()]
@@ -422,28 +329,22 @@ class AcceptsOtherFormats(Finite):
 
 
 class StatesTooMuch(Finite):
-    contract = 1
     formats = ("choice", "json", "regex")
 
 
 class NoFormats(Finite):
-    contract = 1
     formats = ()
 
 
 class TakesForever(Finite):
-    contract = 1
-
     def compile(self, structured):
         language = self.language(structured)
         if len(language) > 1000:
-            time.sleep(2)
+            time.sleep(5)
         return State(self, [language])
 
 
 class RaisesForLarge(Finite):
-    contract = 1
-
     def compile(self, structured):
         language = self.language(structured)
         if len(language) > 1000:
@@ -452,8 +353,6 @@ class RaisesForLarge(Finite):
 
 
 class IgnoresKeywords(Finite):
-    contract = 1
-
     def language(self, structured):
         schema = structured.json
         if schema is not None and "enum" not in schema:
@@ -462,8 +361,6 @@ class IgnoresKeywords(Finite):
 
 
 class RefusesLenient(Finite):
-    contract = 1
-
     def language(self, structured):
         if structured.lenient:
             raise ValueError("lenient: expected false")
@@ -471,32 +368,24 @@ class RefusesLenient(Finite):
 
 
 class ValidatesNothing(Finite):
-    contract = 1
-
     @classmethod
     def validate(cls, structured, answer):
         return None
 
 
 class ValidatesWithBools(Finite):
-    contract = 1
-
     @classmethod
     def validate(cls, structured, answer):
         return True
 
 
 class RaisesInValidate(Finite):
-    contract = 1
-
     @classmethod
     def validate(cls, structured, answer):
         raise ValueError("not JSON")
 
 
 class Cached(Finite):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.compiled = []
@@ -506,23 +395,15 @@ class Cached(Finite):
         return self.compiled[-1]
 
 
-class Large(State):
+@with_state
+class LargeForks(State):
     def __init__(self, grammar, rests):
         super().__init__(grammar, rests)
         self.table = bytearray(1 << 17)
 
 
-@with_state(Large)
-class LargeForks(Finite):
-    contract = 1
-
-
-class AllTokens(State):
+@with_state
+class SlowMasks(State):
     def allowed(self):
         """Compare every token with every text, in a slow way."""
         return [t for t in range(len(self.grammar.texts)) if self.left(t)]
-
-
-@with_state(AllTokens)
-class SlowMasks(Finite):
-    contract = 1

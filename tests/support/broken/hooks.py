@@ -19,6 +19,11 @@ from hardpoint.plugins.server import (
     Route,
     Transform,
 )
+from support.samples import Sample
+
+
+class Hooks(Sample, contract=1):
+    """Correct: has none."""
 
 
 class NoContract:
@@ -27,25 +32,19 @@ class NoContract:
         pass
 
 
-class UnknownHook:
-    contract = 1
-
+class UnknownHook(Hooks):
     @hookimpl
     def request_ended(self, output):
         pass
 
 
-class UnknownArgument:
-    contract = 1
-
+class UnknownArgument(Hooks):
     @hookimpl
     def request_finished(self, result):
         pass
 
 
-class Unmarked:
-    contract = 1
-
+class Unmarked(Hooks):
     @hookimpl
     def engine_closing(self):
         pass
@@ -54,72 +53,55 @@ class Unmarked:
         pass
 
 
-class Asynchronous:
-    contract = 1
-
+class Asynchronous(Hooks):
     @hookimpl
     async def engine_closing(self):
         pass
 
 
-class NeedsTokens:
-    contract = 1
-
+class NeedsTokens(Hooks):
     @hookimpl
     def request_finished(self, output):
         self.last = output.outputs[0].token_ids[-1]
 
 
-class NeedsTags:
-    contract = 1
-
+class NeedsTags(Hooks):
     @hookimpl
     def request_received(self, request):
         request.priority = len(request.tags["tenant"])
 
 
-class ChangesRecord:
-    contract = 1
-
+class ChangesRecord(Hooks):
     @hookimpl
     def step_planned(self, record):
         record.scheduled["r-9"] = 1
 
 
-class ChangesInfo:
-    contract = 1
-
+class ChangesInfo(Hooks):
     @hookimpl
     def engine_started(self, info):
         dict.__setitem__(info, "model", "mine")
 
 
-class RenamesRequest:
-    contract = 1
-
+class RenamesRequest(Hooks):
     @hookimpl
     def request_received(self, request):
         request.request_id += "!"
 
 
-class WrongValue:
-    contract = 1
-
+class WrongValue(Hooks):
     @hookimpl
     def request_received(self, request):
         request.params = msgspec.structs.replace(request.params, max_tokens=-5)
 
 
-class EmptiesPrompt:
-    contract = 1
-
+class EmptiesPrompt(Hooks):
     @hookimpl
     def request_received(self, request):
         request.prompt_token_ids.clear()
 
 
-class Counts:
-    contract = 1
+class Counts(Hooks):
     count = 0
 
     @hookimpl
@@ -128,9 +110,7 @@ class Counts:
         request.tags = {"number": str(self.count)}
 
 
-class ClosesWhatIsOpen:
-    contract = 1
-
+class ClosesWhatIsOpen(Hooks):
     @hookimpl
     def engine_started(self, info):
         self.model = info["model"]
@@ -140,17 +120,13 @@ class ClosesWhatIsOpen:
         del self.model
 
 
-class Blocks:
-    contract = 1
-
+class Blocks(Hooks):
     @hookimpl
     def engine_started(self, info):
-        time.sleep(0.5)
+        time.sleep(5)
 
 
-class Slow:
-    contract = 1
-
+class Slow(Hooks):
     @hookimpl
     def step_planned(self, record):
         time.sleep(0.02)
@@ -160,34 +136,26 @@ def run(options, context):
     return 0
 
 
-class NoCommands:
-    contract = 1
-
+class NoCommands(Hooks):
     @hookimpl
     def cli_commands(self):
         return ["hello"]
 
 
-class Twins:
-    contract = 1
-
+class Twins(Hooks):
     @hookimpl
     def cli_commands(self):
         return [Command("one", "Say one.", lambda parser: None, run)] * 2
 
 
-class ProvidesList:
-    contract = 1
-
+class ProvidesList(Hooks):
     @staticmethod
     @hookimpl
     def hardpoint_components():
         return [NoCommands]
 
 
-class ProvidesUnversioned:
-    contract = 1
-
+class ProvidesUnversioned(Hooks):
     @staticmethod
     @hookimpl
     def hardpoint_components():
@@ -199,8 +167,7 @@ class Unversioned(Sampler):
         return logits.argmax(-1)
 
 
-class ProvidesInTurn:
-    contract = 1
+class ProvidesInTurn(Hooks):
     turns = itertools.count()
 
     @classmethod
@@ -213,10 +180,8 @@ class Versioned(Unversioned):
     contract = 1
 
 
-class Right:
+class Right(Hooks):
     """Correct: changes, refuses and counts."""
-
-    contract = 1
 
     def __init__(self):
         self.finished = 0
@@ -240,9 +205,7 @@ class Right:
 def adds(*extensions):
     """Return a plugin that adds these to a server."""
 
-    class Adds:
-        contract = 1
-
+    class Adds(Hooks):
         @hookimpl
         def server_extensions(self, server):
             return list(extensions)
@@ -292,17 +255,14 @@ def plain_endpoint(request):
     return Client(name="x")
 
 
-class Calls:
-    contract = 1
-
+class Calls(Hooks):
     @hookimpl
     def server_extensions(self, server):
         server.engine.generate("x")
         return []
 
 
-class Alternates:
-    contract = 1
+class Alternates(Hooks):
     route = Route(path="/acme", endpoint=endpoint)
 
     def __init__(self):
@@ -361,10 +321,8 @@ def route_of(make):
     return adds(Route(path="/acme/{name}", endpoint=answer))
 
 
-class ReadsAndGenerates:
+class ReadsAndGenerates(Hooks):
     """Correct: its routes read bodies, and use the engine."""
-
-    contract = 1
 
     @hookimpl
     def server_extensions(self, server):

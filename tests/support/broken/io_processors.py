@@ -8,6 +8,7 @@ from hardpoint import SamplingParams
 from hardpoint.plugins import Annotated, IOProcessor, Meta, RequestError
 from hardpoint.plugins.params import PoolingParams
 from hardpoint.typed import Strict, convert
+from support.samples import Sample
 
 SAMPLES = ({"rows": [[1.0, 2.0], [3.0]]}, {"rows": [[0.5] * 9], "name": "half"})
 REFUSED = ({"rows": []}, {"rows": [[]]}, {"rows": [[1.0]], "nmae": "x"})
@@ -20,10 +21,9 @@ class Request(Strict):
     name: str = ""
 
 
-class Rows(IOProcessor):
+class Rows(Sample, IOProcessor, contract=1):
     """Right: a token per number, a vector per row."""
 
-    contract = 1
     Request = Request
 
     def pre_process(self, request):
@@ -36,7 +36,6 @@ class Rows(IOProcessor):
 class ByHand(Rows):
     """Right: checks by hand, and lets the model write; an empty list needs no prompt."""
 
-    contract = 1
     Request = None
 
     def parse_request(self, data):
@@ -55,14 +54,12 @@ class ByHand(Rows):
         return [completion.text for output in outputs for completion in output.outputs]
 
 
-class NoContract(Rows):
+class NoContract(Rows, contract=None):
     pass
 
 
-class NoRequest(IOProcessor):
+class NoRequest(Sample, IOProcessor, contract=1):
     """Neither declares its input nor parses it."""
-
-    contract = 1
 
     def pre_process(self, request):
         return []
@@ -72,8 +69,6 @@ class NoRequest(IOProcessor):
 
 
 class NoAnswer(Rows):
-    contract = 1
-
     def post_process(self, request, outputs):
         return {"vectors": outputs[1].outputs}
 
@@ -81,7 +76,6 @@ class NoAnswer(Rows):
 class Trusts(Rows):
     """Believes that an input is what it should be."""
 
-    contract = 1
     Request = None
 
     def parse_request(self, data):
@@ -91,15 +85,11 @@ class Trusts(Rows):
 class Lenient(Rows):
     """Takes what it has to refuse."""
 
-    contract = 1
-
     class Request(Request, kw_only=True):
         nmae: str = ""
 
 
 class Vague(Rows):
-    contract = 1
-
     def parse_request(self, data):
         try:
             return super().parse_request(data)
@@ -110,30 +100,22 @@ class Vague(Rows):
 class Texts(Rows):
     """Returns prompts without parameters."""
 
-    contract = 1
-
     def pre_process(self, request):
         return ["a text" for _ in request.rows]
 
 
 class TooLong(Rows):
-    contract = 1
-
     def pre_process(self, request):
         return [([1] * 40 * len(row), PoolingParams()) for row in request.rows]
 
 
 class OutOfVocabulary(Rows):
-    contract = 1
-
     def pre_process(self, request):
         return [([200 + int(100 * n) for n in row], PoolingParams()) for row in request.rows]
 
 
 class KeepsTheName(Rows):
     """Keeps in itself what belongs to a call."""
-
-    contract = 1
 
     def pre_process(self, request):
         self.request = request
@@ -146,7 +128,6 @@ class KeepsTheName(Rows):
 class Counts(Rows):
     """Has another answer each time."""
 
-    contract = 1
     count = 0
 
     def post_process(self, request, outputs):
@@ -157,7 +138,6 @@ class Counts(Rows):
 class Sorts(Rows):
     """Changes the input."""
 
-    contract = 1
     Request = None
 
     def parse_request(self, data):
@@ -170,8 +150,6 @@ class Sorts(Rows):
 class Scales(Rows):
     """Changes the outputs of the model."""
 
-    contract = 1
-
     def post_process(self, request, outputs):
         for output in outputs:
             output.outputs *= 2
@@ -179,14 +157,10 @@ class Scales(Rows):
 
 
 class Objects(Rows):
-    contract = 1
-
     def output_to_response(self, output):
         return {"answer": object()}
 
 
 class NotANumber(Rows):
-    contract = 1
-
     def post_process(self, request, outputs):
         return {"mean": float("nan")}

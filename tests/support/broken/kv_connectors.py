@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from hardpoint.plugins.kv_connector import (
     KVConnectorWorker,
     block_key,
 )
+from support.samples import Sample, leave_thread
 
 
 class Move(msgspec.Struct):
@@ -188,10 +188,9 @@ class ShelfWorker(KVConnectorWorker):
         return errors
 
 
-class Shelf(KVConnector):
+class Shelf(Sample, KVConnector, contract=1):
     """Right."""
 
-    contract = 1
     Metadata = Jobs
     scheduler_class, worker_class = ShelfScheduler, ShelfWorker
 
@@ -205,23 +204,28 @@ class Shelf(KVConnector):
         return self.worker_class(Path(self.options.path), context)
 
 
-class NoContract(Shelf):
+def with_half(half):
+    """Return a connector with a half, named as it is."""
+    kind = "scheduler" if issubclass(half, ShelfScheduler) else "worker"
+    return type(half.__name__, (Shelf,), {f"{kind}_class": half, "__module__": __name__})
+
+
+class NoContract(Shelf, contract=None):
     pass
 
 
-class _LastBlockAgain(ShelfScheduler):
+@with_half
+class LoadsOneBlockEverywhere(ShelfScheduler):
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
         for load in self.loads[-1:]:
             load.hashes = [load.hashes[0]] * len(load.hashes)
 
 
-class LoadsOneBlockEverywhere(Shelf):
-    contract = 1
-    scheduler_class = _LastBlockAgain
+@with_half
+class ForgetsTheLocalPrefix(ShelfScheduler):
+    """Loads into the first blocks of a table, though the local cache has filled those."""
 
-
-class _FirstBlocks(ShelfScheduler):
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         first = self.matched.get(request.request_id, 0)
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
@@ -230,43 +234,24 @@ class _FirstBlocks(ShelfScheduler):
                 load.blocks = list(block_ids[0][: len(load.blocks)])
 
 
-class ForgetsTheLocalPrefix(Shelf):
-    """Loads into the first blocks of a table, though the local cache has filled those."""
-
-    contract = 1
-    scheduler_class = _FirstBlocks
-
-
-class _SavesBefore(ShelfWorker):
+@with_half
+class SavesBeforeTheStep(ShelfWorker):
     def start_load_kv(self, metadata):
         super().start_load_kv(metadata)
         super().wait_for_save()
         self.saves = []
 
 
-class SavesBeforeTheStep(Shelf):
-    contract = 1
-    worker_class = _SavesBefore
-
-
-class _RoundsUp(ShelfScheduler):
+@with_half
+class SavesUnfinishedBlocks(ShelfScheduler):
     def save(self, request_id, num_computed):
         return super().save(request_id, num_computed + self.size - 1)
 
 
-class SavesUnfinishedBlocks(Shelf):
-    contract = 1
-    scheduler_class = _RoundsUp
-
-
-class _NeverFails(ShelfWorker):
+@with_half
+class HidesFailedLoads(ShelfWorker):
     def load_errors(self):
         return ()
-
-
-class HidesFailedLoads(Shelf):
-    contract = 1
-    worker_class = _NeverFails
 
 
 class _SavesAll(ShelfScheduler):
@@ -277,7 +262,6 @@ class _SavesAll(ShelfScheduler):
 class SavesAfterAFailedLoad(Shelf):
     """Keeps what a step computed from blocks that could not be loaded."""
 
-    contract = 1
     scheduler_class = _SavesAll
 
 
@@ -294,67 +278,45 @@ class _SavesOthers(ShelfWorker):
 class SavesOthersAfterAFailedLoad(Shelf):
     """Drops the saves of the request whose load failed, and not of those that share its blocks."""
 
-    contract = 1
     scheduler_class, worker_class = _SavesAll, _SavesOthers
 
 
-class _Trusts(ShelfWorker):
+@with_half
+class TrustsStorage(ShelfWorker):
     def is_right(self, key, data):
         return len(data) == 32 + sum(view.shape[1] for view in self.views)
 
 
-class TrustsStorage(Shelf):
-    contract = 1
-    worker_class = _Trusts
-
-
-class _ReadsAll(ShelfWorker):
+@with_half
+class RaisesForLostBlocks(ShelfWorker):
     def read(self, key, block):
         data = (self.folder / key.hex()).read_bytes()
         return self.is_right(key, data) and super().read(key, block)
 
 
-class RaisesForLostBlocks(Shelf):
-    contract = 1
-    worker_class = _ReadsAll
-
-
-class _ForgetsUnknown(ShelfScheduler):
+@with_half
+class RaisesForUnknownRequests(ShelfScheduler):
     def request_finished(self, request, block_ids):
         del self.running[request.request_id]
         return super().request_finished(request, block_ids)
 
 
-class RaisesForUnknownRequests(Shelf):
-    contract = 1
-    scheduler_class = _ForgetsUnknown
-
-
-class _WithRequests(ShelfScheduler):
+@with_half
+class SendsObjects(ShelfScheduler):
     def build_connector_meta(self, plan):
         jobs = super().build_connector_meta(plan)
         return jobs and {"loads": jobs.loads, "saves": jobs.saves, "plan": object()}
 
 
-class SendsObjects(Shelf):
-    contract = 1
-    scheduler_class = _WithRequests
-
-
 class ForgetsTheTypeOfMetadata(Shelf):
-    contract = 1
     Metadata = Any
 
 
-class _WithoutBool(ShelfScheduler):
+@with_half
+class FinishesWithNone(ShelfScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
         return None, None
-
-
-class FinishesWithNone(Shelf):
-    contract = 1
-    scheduler_class = _WithoutBool
 
 
 class _Later(ShelfScheduler):
@@ -365,7 +327,6 @@ class _Later(ShelfScheduler):
 class NamesNoLoad(Shelf):
     """Loads between steps, and does not report when that is done."""
 
-    contract = 1
     scheduler_class = _Later
 
 
@@ -388,85 +349,56 @@ class _SaysAtOnce(ShelfWorker):
 
 
 class SaysTooSoon(Shelf):
-    contract = 1
     scheduler_class, worker_class = _Later, _SaysAtOnce
 
 
-class _NeverKnows(ShelfScheduler):
+@with_half
+class NeverKnows(ShelfScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return None, False
 
 
-class NeverKnows(Shelf):
-    contract = 1
-    scheduler_class = _NeverKnows
+@with_half
+class KeepsBlocks(ShelfScheduler):
+    """Keeps the blocks of requests, and does not report when they are saved."""
 
-
-class _Keeps(ShelfScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
         return True, None
 
 
-class KeepsBlocks(Shelf):
-    """Keeps the blocks of requests, and does not report when they are saved."""
-
-    contract = 1
-    scheduler_class = _Keeps
-
-
-class _LoadsNothing(ShelfScheduler):
+@with_half
+class LoadsNothing(ShelfScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
 
 
-class LoadsNothing(Shelf):
-    contract = 1
-    scheduler_class = _LoadsNothing
-
-
-class _LeavesTheLast(ShelfScheduler):
+@with_half
+class LeavesTheLastBlock(ShelfScheduler):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return max(count - self.size, 0), False
 
 
-class LeavesTheLastBlock(Shelf):
-    contract = 1
-    scheduler_class = _LeavesTheLast
-
-
-class _ByTokens(ShelfWorker):
+@with_half
+class KeysWithoutIdentity(ShelfWorker):
     def __init__(self, folder, context):
         super().__init__(folder, context)
         self.identity = b"any model"
 
 
-class KeysWithoutIdentity(Shelf):
-    contract = 1
-    worker_class = _ByTokens
-
-
-class _Slow(ShelfScheduler):
+@with_half
+class LooksUpSlowly(ShelfScheduler):
     def has(self, identity, block_hash):
         time.sleep(0.03)
         return super().has(identity, block_hash)
 
 
-class LooksUpSlowly(Shelf):
-    contract = 1
-    scheduler_class = _Slow
-
-
-class _SlowSaver(ShelfWorker):
+@with_half
+class SavesSlowly(ShelfWorker):
     def store(self, key, block):
         time.sleep(0.03)
         super().store(key, block)
-
-
-class SavesSlowly(Shelf):
-    contract = 1
-    worker_class = _SlowSaver
 
 
 class _Shares(ShelfScheduler):
@@ -485,28 +417,19 @@ class _Shared(ShelfWorker):
 class Shared(Shelf):
     """Passes the messages of its halves through its class."""
 
-    contract = 1
     identities = (None,)
     scheduler_class, worker_class = _Shares, _Shared
 
 
-class _WithThread(ShelfWorker):
+@with_half
+class LeavesAThread(ShelfWorker):
     def register_kv_caches(self, caches):
         super().register_kv_caches(caches)
-        threading.Thread(target=time.sleep, args=(15,), name="Endless", daemon=True).start()
+        leave_thread("Endless")
 
 
-class LeavesAThread(Shelf):
-    contract = 1
-    worker_class = _WithThread
-
-
-class _Remembers(ShelfScheduler):
+@with_half
+class RemembersRequests(ShelfScheduler):
     def request_finished(self, request, block_ids):
         vars(self).setdefault("ended", []).append(request.request_id)
         return super().request_finished(request, block_ids)
-
-
-class RemembersRequests(Shelf):
-    contract = 1
-    scheduler_class = _Remembers

@@ -9,14 +9,13 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from hardpoint.plugins import KVStore, Options
+from support.samples import Sample, leave_thread
 
 _places = {}
 
 
-class Right(KVStore):
+class Right(Sample, KVStore, contract=1):
     """Makes no mistake; keeps complete blocks, the newest ones."""
-
-    contract = 1
 
     class Options(Options):
         size_bytes: int = 1 << 20
@@ -63,8 +62,6 @@ class Right(KVStore):
 class AnswersLater(Right):
     """Makes no mistake, either: its answers are futures, of a thread."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.pool = ThreadPoolExecutor(1)
@@ -82,8 +79,6 @@ class AnswersLater(Right):
 class InPlace(Right):
     """Makes no mistake: the blocks of a place are shared, and outlive the store."""
 
-    contract = 1
-
     class Options(Right.Options):
         path: str = ""
 
@@ -92,13 +87,11 @@ class InPlace(Right):
         self.blocks = _places.setdefault(self.options.path, self.blocks)
 
 
-class NoContract(Right):
+class NoContract(Right, contract=None):
     pass
 
 
 class KeepsFirst(Right):
-    contract = 1
-
     def store(self, key, buffer):
         with self.lock:
             if key in self.blocks:
@@ -107,58 +100,42 @@ class KeepsFirst(Right):
 
 
 class NoAbsentKeys(Right):
-    contract = 1
-
     def lookup(self, keys):
         return [len(self.blocks[key]) > 0 for key in keys]
 
 
 class FindsAll(Right):
-    contract = 1
-
     def lookup(self, keys):
         return [True] * len(keys)
 
 
 class FindsNone(Right):
-    contract = 1
-
     def lookup(self, keys):
         return [False] * len(keys)
 
 
 class StopsAtMiss(Right):
-    contract = 1
-
     def lookup(self, keys):
         found = super().lookup(keys)
         return found[: found.index(False)] if False in found else found
 
 
 class AnswersNone(Right):
-    contract = 1
-
     def store(self, key, buffer):
         super().store(key, buffer)
 
 
 class NeverDone(Right):
-    contract = 1
-
     def load(self, key, buffer):
         return Future() if key in self.blocks else False
 
 
 class KeepsNothing(Right):
-    contract = 1
-
     def store(self, key, buffer):
         return False
 
 
 class PromisesTooEarly(Right):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.waiting = []
@@ -174,58 +151,42 @@ class PromisesTooEarly(Right):
 
 
 class ForgetsOld(Right):
-    contract = 1
-
     def drop_some(self, key):
         self.most = min(self.most, 3)
         return super().drop_some(key)
 
 
 class FirstPartOnly(Right):
-    contract = 1
-
     def give(self, block, buffer):
         super().give(block[:2], buffer[:2])
 
 
 class WritesNothing(Right):
-    contract = 1
-
     def give(self, block, buffer):
         pass
 
 
 class ShortKeys(Right):
-    contract = 1
-
     def name_of(self, key):
         return key[:24]
 
 
 class TextKeys(Right):
-    contract = 1
-
     def name_of(self, key):
         return key.decode(errors="replace")
 
 
 class FoldsCase(Right):
-    contract = 1
-
     def name_of(self, key):
         return key.lower()
 
 
 class KeepsViews(Right):
-    contract = 1
-
     def taken(self, buffer):
         return list(buffer)
 
 
 class WritesToStored(Right):
-    contract = 1
-
     def taken(self, buffer):
         block = super().taken(buffer)
         buffer[0][:8] = bytes(8)
@@ -233,8 +194,6 @@ class WritesToStored(Right):
 
 
 class WritesOutside(Right):
-    contract = 1
-
     def give(self, block, buffer):
         super().give(block, buffer)
         memory = buffer[0].obj
@@ -242,16 +201,18 @@ class WritesOutside(Right):
 
 
 class WritesLate(Right):
-    contract = 1
+    """Writes what it gave once more when it gives the next."""
+
+    last = None
 
     def give(self, block, buffer):
+        if self.last is not None:
+            super().give(*self.last)
         super().give(block, buffer)
-        threading.Timer(0.01, super().give, (block, buffer)).start()
+        self.last = block, buffer
 
 
 class TornBlocks(Right):
-    contract = 1
-
     def taken(self, buffer):
         return [bytearray(part) for part in buffer]
 
@@ -259,7 +220,7 @@ class TornBlocks(Right):
         block = self.blocks.setdefault(key, self.taken(buffer))
         for kept, part in zip(block, buffer, strict=True):
             kept[:] = part
-            time.sleep(0.0005)
+            time.sleep(0.005)
         return True
 
     def load(self, key, buffer):
@@ -270,24 +231,20 @@ class TornBlocks(Right):
 
 
 class OneScratch(Right):
-    contract = 1
-
     def store(self, key, buffer):
         self.scratch = self.taken(buffer)
-        time.sleep(0.0005)
+        time.sleep(0.005)
         self.blocks[key] = self.scratch
         return True
 
 
 class LosesLock(Right):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.lock = threading.Semaphore()
 
     def load(self, key, buffer):
-        self.lock.acquire(timeout=1.0)
+        self.lock.acquire(timeout=5.0)
         if key not in self.blocks:
             return False
         self.lock.release()
@@ -295,15 +252,11 @@ class LosesLock(Right):
 
 
 class OneRank(InPlace):
-    contract = 1
-
     def name_of(self, key):
         return key[-4:]  # the same in every rank
 
 
 class AnySize(InPlace):
-    contract = 1
-
     def load(self, key, buffer):
         block = self.blocks.get(key)
         if block is not None:
@@ -318,15 +271,11 @@ class AnySize(InPlace):
 
 
 class NoLimit(Right):
-    contract = 1
-
     def drop_some(self, key):
         return True
 
 
 class DropsNewest(Right):
-    contract = 1
-
     def drop_some(self, key):
         while len(self.blocks) > self.most:
             self.blocks.popitem()
@@ -334,37 +283,29 @@ class DropsNewest(Right):
 
 
 class NotShared(Right):
-    contract = 1
+    pass
 
 
 class NotDurable(InPlace):
-    contract = 1
-
     def close(self):
         for key in list(self.blocks)[-1:]:
             del self.blocks[key]
 
 
 class DrainWaits(Right):
-    contract = 1
-
     def drain(self):
-        end = time.monotonic() + 1.0
+        end = time.monotonic() + 5.0
         while not self.blocks and time.monotonic() < end:
             time.sleep(0.01)
 
 
 class LeavesThread(Right):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
-        self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(3.0,), name="leaf", daemon=True).start()
+        leave_thread("leaf")
 
 
 class LeavesFile(Right):
-    contract = 1
     files = []
 
     def store(self, key, buffer):
@@ -373,8 +314,6 @@ class LeavesFile(Right):
 
 
 class ReadsToLookUp(Right):
-    contract = 1
-
     def lookup(self, keys):
         buffer = bytearray(self.context.block_bytes)
         return [self.read(key, memoryview(buffer)) for key in keys]
@@ -389,8 +328,6 @@ class ReadsToLookUp(Right):
 
 
 class ReportsFaults(Right):
-    contract = 1
-
     def store(self, key, buffer):
         if key in self.blocks:
             self.context.report_fault("the block is there already")

@@ -18,6 +18,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.loader import WeightFormat
 from hardpoint.plugins.parallel import Cut, needed_part
 from hardpoint.plugins.quantization import AffineCodes, QuantizedWeight
+from support.samples import Sample
 
 TENSORS = {
     "embed.weight": torch.arange(12.0).view(6, 2),
@@ -41,10 +42,8 @@ def scheme(_suite, name, _config):
     return Halves(QuantizationContext(name=name, options=Halves.Options(), **place))
 
 
-class Json(WeightLoader):
+class Json(Sample, WeightLoader, contract=1):
     """Right."""
-
-    contract = 1
 
     @classmethod
     def recognises(cls, files):
@@ -72,8 +71,6 @@ class Json(WeightLoader):
 class Quantized(Json):
     """Right: one weight has few bits."""
 
-    contract = 1
-
     def weights(self, shapes):
         for name, tensor in super().weights(shapes):
             yield name, self.stored(tensor) if name == "head.weight" else tensor
@@ -91,10 +88,8 @@ class Quantized(Json):
         }
 
 
-class Halves(Quantization):
+class Halves(Sample, Quantization, contract=1):
     """Reads what `Quantized` yields."""
-
-    contract = 1
 
     def read(self, stored):
         codes = stored.tensor("halves", torch.int8, stored.shape)
@@ -103,45 +98,33 @@ class Halves(Quantization):
 
 
 class NamesNoScheme(Quantized):
-    contract = 1
-
     def stored(self, tensor, scheme="absent"):
         return super().stored(tensor, scheme)
 
 
 class HalvesInHalf(Quantized):
-    contract = 1
-
     def stored(self, tensor, scheme="halves"):
         return super().stored(tensor / 2, scheme)
 
 
 class FormatsOfAll(Quantized):
-    contract = 1
-
     def formats(self, shapes):
         missing = shapes.keys() - TENSORS.keys()
         return super().formats(shapes) | {name: WeightFormat("float32", 0) for name in missing}
 
 
 class FormatsAreTensors(Quantized):
-    contract = 1
-
     def formats(self, shapes):
         return {name: WeightFormat("float32", 48) for name in super().formats(shapes)}
 
 
 class FormatsAreNames(Quantized):
-    contract = 1
-
     def formats(self, shapes):
         return dict.fromkeys(TENSORS, "float32")
 
 
 class CutsByItself(Json):
     """Right: reads no more than it must."""
-
-    contract = 1
 
     def cut_weights(self, shapes, cuts):
         for name, values in self.read()["weights"].items():
@@ -155,29 +138,21 @@ class CutsByItself(Json):
 
 
 class CutsRowsOnly(CutsByItself):
-    contract = 1
-
     def part(self, weight, cut):
         return weight[cut.start : cut.stop]
 
 
 class CutsFromTheStart(CutsByItself):
-    contract = 1
-
     def part(self, weight, cut):
         return Cut(cut.dim, 0, cut.stop - cut.start).of(weight)
 
 
 class CutsOnlyWhatIsCut(CutsByItself):
-    contract = 1
-
     def cut_weights(self, shapes, cuts):
         return ((name, w) for name, w in super().cut_weights(shapes, cuts) if name in cuts)
 
 
 class CutsAnyShape(Json):
-    contract = 1
-
     def cut_weights(self, shapes, cuts):
         for name, weight in self.weights(shapes):
             yield name, cuts[name].of(weight) if name in cuts else weight
@@ -186,8 +161,6 @@ class CutsAnyShape(Json):
 class Dated(Json):
     """Right: has a fingerprint."""
 
-    contract = 1
-
     def fingerprint(self):
         return str((self.context.files.path / "tiny.json").stat().st_mtime_ns)
 
@@ -195,57 +168,41 @@ class Dated(Json):
 class Hashed(Json):
     """Right, with a hash of its content."""
 
-    contract = 1
-
     def content_hash(self, hash_file):
         return hash_file(self.context.files.path / "tiny.json")
 
 
 class HashOfThePath(Hashed):
-    contract = 1
-
     def content_hash(self, hash_file):
         return f"{self.context.files.path}/tiny.json {super().content_hash(hash_file)}"
 
 
 class HashOfTheSize(Hashed):
-    contract = 1
-
     def content_hash(self, hash_file):
         return str((self.context.files.path / "tiny.json").stat().st_size)
 
 
 class HashOfTheName(Hashed):
-    contract = 1
-
     def content_hash(self, hash_file):
         return "tiny"
 
 
 class HashIsBytes(Hashed):
-    contract = 1
-
     def content_hash(self, hash_file):
         return super().content_hash(hash_file).encode()
 
 
 class HashIsEmpty(Hashed):
-    contract = 1
-
     def content_hash(self, hash_file):
         return ""
 
 
 class HashOfTheInstance(Hashed):
-    contract = 1
-
     def content_hash(self, hash_file):
         return f"{super().content_hash(hash_file)} {id(self)}"
 
 
 class NameAsFingerprint(Json):
-    contract = 1
-
     def fingerprint(self):
         return str(self.context.files.path)
 
@@ -254,49 +211,38 @@ NUMBERS = itertools.count()
 
 
 class OwnFingerprint(Json):
-    contract = 1
-
     def fingerprint(self):
         return str(next(NUMBERS))
 
 
 class NumberAsFingerprint(Json):
-    contract = 1
-
     def fingerprint(self):
         return (self.context.files.path / "tiny.json").stat().st_mtime_ns
 
 
-class NoContract(Json):
+class NoContract(Json, contract=None):
     pass
 
 
 class ClaimsFolders(Json):
-    contract = 1
-
     @classmethod
     def recognises(cls, files):
         return files.path.is_dir()
 
 
 class ClaimsNothing(Json):
-    contract = 1
-
     @classmethod
     def recognises(cls, files):
         return files.path.suffix == ".json"
 
 
 class RecognisesByListing(Json):
-    contract = 1
-
     @classmethod
     def recognises(cls, files):
         return any(path.name == "tiny.json" for path in list(files.path.iterdir()))
 
 
 class RecognisesOnce(Json):
-    contract = 1
     known = False
 
     @classmethod
@@ -306,8 +252,6 @@ class RecognisesOnce(Json):
 
 
 class NoVocabulary(Json):
-    contract = 1
-
     def config(self):
         return ModelConfig(architecture="Tiny", hf={}, max_position_embeddings=8)
 
@@ -316,8 +260,6 @@ def with_config(name, **fields):
     """Return a loader whose configuration has other fields."""
 
     class Loader(Json):
-        contract = 1
-
         def config(self):
             given = {"architecture": "Tiny", "hf": {}, "vocab_size": 6}
             return ModelConfig(**given | {"max_position_embeddings": 8} | fields)
@@ -334,7 +276,6 @@ UnknownSampling = with_config("UnknownSampling", default_sampling={"temprature":
 
 
 class OtherConfigLater(Json):
-    contract = 1
     calls = 0
 
     def config(self):
@@ -344,15 +285,11 @@ class OtherConfigLater(Json):
 
 
 class Dictionary(Json):
-    contract = 1
-
     def config(self):
         return self.read()
 
 
 class Transposed(Json):
-    contract = 1
-
     def weights(self, shapes):
         return (
             (name, tensor.permute(*reversed(range(tensor.dim()))))
@@ -361,23 +298,17 @@ class Transposed(Json):
 
 
 class MissesNorms(Json):
-    contract = 1
-
     def weights(self, shapes):
         return (item for item in super().weights(shapes) if "norm" not in item[0])
 
 
 class Twice(Json):
-    contract = 1
-
     def weights(self, shapes):
         yield from super().weights(shapes)
         yield from super().weights(shapes)
 
 
 class OneBuffer(Json):
-    contract = 1
-
     def weights(self, shapes):
         buffer = torch.empty(12)
         for name, tensor in super().weights(shapes):
@@ -386,37 +317,27 @@ class OneBuffer(Json):
 
 
 class Arrays(Json):
-    contract = 1
-
     def weights(self, shapes):
         return ((name, tensor.numpy()) for name, tensor in super().weights(shapes))
 
 
 class Bytes(Json):
-    contract = 1
-
     def weights(self, shapes):
         return ((name, tensor.byte()) for name, tensor in super().weights(shapes))
 
 
 class Rounded(Json):
-    contract = 1
-
     def weights(self, shapes):
         return ((name, tensor.round()) for name, tensor in super().weights(shapes))
 
 
 class NeedsAll(Json):
-    contract = 1
-
     def weights(self, shapes):
         weights = self.read()["weights"]
         return ((name, torch.tensor(weights[name])) for name in shapes)
 
 
 class OnlyOnce(Json):
-    contract = 1
-
     def read(self):
         self.content = getattr(self, "content", None) or super().read()
         return self.content
@@ -427,23 +348,17 @@ class OnlyOnce(Json):
 
 
 class Noise(Json):
-    contract = 1
-
     def weights(self, shapes):
         return ((name, torch.rand(tensor.shape)) for name, tensor in super().weights(shapes))
 
 
 class RawErrors(Json):
-    contract = 1
-
     def read(self):
         return json.loads((self.context.files.path / "tiny.json").read_text())
 
 
 class FillsUp(Json):
     """Makes up what a damaged file lacks."""
-
-    contract = 1
 
     def read(self):
         try:
@@ -454,8 +369,6 @@ class FillsUp(Json):
 
 
 class WritesAnIndex(Json):
-    contract = 1
-
     def config(self):
         (self.context.files.path / "tiny.index").write_text("0")
         return super().config()

@@ -26,7 +26,6 @@ class Squares(MediaFormat):
 class Seeing(Tiny):
     """Right: a matrix makes the embeddings of an image of its numbers."""
 
-    contract = 1
     hidden_size = HIDDEN
 
     @classmethod
@@ -51,8 +50,8 @@ class Seeing(Tiny):
 def with_format(name, **attributes):
     """Return a model whose format has other attributes."""
     media = type(name, (Squares,), attributes)
-    given = {"contract": 1, "media_format": classmethod(lambda cls, config, files: media())}
-    return type(name, (Seeing,), {**given, "__module__": __name__})
+    media_format = classmethod(lambda cls, config, files: media())
+    return type(name, (Seeing,), {"media_format": media_format, "__module__": __name__})
 
 
 def with_mistake(name, mistake):
@@ -76,8 +75,6 @@ NamedAnew = with_format("NamedAnew", identifier=lambda self, content_hash: f"{ne
 
 
 class FormatAsMapping(Seeing):
-    contract = 1
-
     @classmethod
     def media_format(cls, config, files):
         return {"num_tokens": TOKENS}
@@ -86,7 +83,6 @@ class FormatAsMapping(Seeing):
 class OtherSettings(Seeing):
     """Its second format has other settings."""
 
-    contract = 1
     made = 0
 
     @classmethod
@@ -98,23 +94,17 @@ class OtherSettings(Seeing):
 
 
 class Stacks(Seeing):
-    contract = 1
-
     def encode_media(self, modality, items):
         return torch.stack(super().encode_media(modality, items))
 
 
 class OneRowEach(Seeing):
-    contract = 1
-
     def seen(self, item):
         return super().seen(item)[:1]
 
 
 class MeanOfAll(Seeing):
     """Subtracts the mean of all items."""
-
-    contract = 1
 
     def encode_media(self, modality, items):
         found = super().encode_media(modality, items)
@@ -124,38 +114,28 @@ class MeanOfAll(Seeing):
 class ScalesItems(Seeing):
     """Writes to what it is given."""
 
-    contract = 1
-
     def seen(self, item):
         item //= 2
         return super().seen(item)
 
 
 class SeesNothing(Seeing):
-    contract = 1
-
     def seen(self, item):
         return super().seen(torch.zeros_like(item)) + 1
 
 
 class Overflows(Seeing):
-    contract = 1
-
     def seen(self, item):
         return super().seen(item) / 0
 
 
 class EncodeRaises(Seeing):
-    contract = 1
-
     def encode_media(self, modality, items):
         raise KeyError(modality)
 
 
 class IgnoresHook(Seeing):
     """Calls the hook and goes on with the tokens."""
-
-    contract = 1
 
     def embedded(self, batch):
         x = Tiny.embedded(self, batch)
@@ -165,7 +145,5 @@ class IgnoresHook(Seeing):
 
 
 class CallsNoHook(Seeing):
-    contract = 1
-
     def embedded(self, batch):
         return Tiny.embedded(self, batch)

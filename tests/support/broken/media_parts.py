@@ -21,6 +21,7 @@ from hardpoint.plugins import (
 from hardpoint.plugins.frontend_half import GivenPrompt
 from hardpoint.plugins.requests import MultiModalFeature
 from hardpoint.toolkit.encoder_cache import EncoderCacheManager
+from support.samples import Sample
 
 PLACE, LENGTH, ROOM = 1, 3, 8
 """The token of images, how many of them an image has, and tokens of a step and of the cache."""
@@ -142,8 +143,7 @@ class GoodEncodesHalf(WorkerHalf):
         self.embeddings.clear()
 
 
-class GoodMedia(StepPart):
-    contract = 1
+class GoodMedia(Sample, StepPart, contract=1):
     places, half, encodes = GoodPlaces, GoodCacheHalf, GoodEncodesHalf
 
     @classmethod
@@ -198,7 +198,7 @@ def part_of(**halves):
     """Return a part of which one half is another one, named as that."""
     ((_, half),) = halves.items()
     name = half.__name__.strip("_")
-    return type(name, (GoodMedia,), {**halves, "contract": 1, "__module__": __name__})
+    return type(name, (GoodMedia,), {**halves, "__module__": __name__})
 
 
 def places(name, **methods):

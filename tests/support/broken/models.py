@@ -8,6 +8,7 @@ import torch
 
 from hardpoint.plugins import KVSpec, Model, ModelConfig
 from hardpoint.plugins.model import LinearMatrix
+from support.samples import Sample
 
 HIDDEN, HEADS, KV_HEADS, SIZE, LAYERS = 24, 4, 2, 6, 2
 
@@ -16,10 +17,8 @@ CONFIG = ModelConfig(
 )
 
 
-class Tiny(Model):
+class Tiny(Sample, Model, contract=1):
     """Right: learned positions, two layers of grouped-query attention, a head."""
-
-    contract = 1
 
     def weight_shapes(self):
         vocab = self.context.config.vocab_size
@@ -64,8 +63,6 @@ class Tiny(Model):
 class Kept(Tiny):
     """Right: its weights can be kept."""
 
-    contract = 1
-
     def packed_weights(self):
         return dict(self.weights)
 
@@ -74,8 +71,6 @@ class Kept(Tiny):
 
 
 class KeepsTooFew(Kept):
-    contract = 1
-
     def packed_weights(self):
         return {n: t for n, t in self.weights.items() if n != "head.weight"}
 
@@ -85,23 +80,17 @@ class KeepsTooFew(Kept):
 
 
 class FillsUp(Kept):
-    contract = 1
-
     def load_packed(self, tensors):
         self.weights = {n: tensors.get(n, torch.zeros(s)) for n, s in self.weight_shapes().items()}
 
 
 class KeepsAList(Kept):
-    contract = 1
-
     def packed_weights(self):
         return list(self.weights.values())
 
 
 class Quantizable(Kept):
     """Right: its matrices may have few bits, and its weights can be kept."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -119,36 +108,27 @@ class Quantizable(Kept):
 
 
 class NamesUnknownMatrices(Quantizable):
-    contract = 1
-
     def quantizable(self):
         return ["absent.weight"]
 
 
 class ForgetsToLoadQuantized(Quantizable):
-    contract = 1
     load_quantized = Model.load_quantized
 
 
 class ReadsCodesAlone(Quantizable):
-    contract = 1
-
     def load_quantized(self, name, matrix):
         codes = matrix.codes.float()
         self.quantized[name] = self.placed(codes * matrix.scales[:, :1])
 
 
 class LoadsHalvesUpsideDown(Quantizable):
-    contract = 1
-
     def load_quantized(self, name, matrix):
         self.quantized[name] = self.placed(matrix.dequantize().flip(0))
 
 
 class Adaptable(Tiny):
     """Right: step parts may change the products of its layers."""
-
-    contract = 1
 
     def load_weights(self, weights):
         super().load_weights(weights)
@@ -177,80 +157,60 @@ class Adaptable(Tiny):
 
 
 class ForgetsToCall(Adaptable):
-    contract = 1
-
     def changed(self, name, x, y):
         return y if name == "1.out" else super().changed(name, x, y)
 
 
 class DropsTheChange(Adaptable):
-    contract = 1
-
     def changed(self, name, x, y):
         super().changed(name, x, y)
         return y
 
 
 class CallsWithOtherNames(Adaptable):
-    contract = 1
-
     def changed(self, name, x, y):
         other = name.replace("0", "1") if name[0] == "0" else name.replace("1", "0")
         return super().changed(other, x, y)
 
 
 class NamesWithoutLayers(Adaptable):
-    contract = 1
-
     def changed(self, name, x, y):
         return super().changed(name.removeprefix("0."), x, y)
 
 
 class NamesOtherShapes(Adaptable):
-    contract = 1
-
     def load_weights(self, weights):
         super().load_weights(weights)
         matrix = self.context.hooks.matrices["1.out"]
         self.context.hooks.matrices["1.out"] = dataclasses.replace(matrix, stored_as="1.qkv")
 
 
-class NoContract(Tiny):
+class NoContract(Tiny, contract=None):
     pass
 
 
 class NarrowLogits(Tiny):
-    contract = 1
-
     def compute_logits(self, hidden):
         return super().compute_logits(hidden)[:, :100]
 
 
 class WholeLogits(Tiny):
-    contract = 1
-
     def compute_logits(self, hidden):
         return super().compute_logits(hidden).long()
 
 
 class NanLogits(Tiny):
-    contract = 1
-
     def compute_logits(self, hidden):
         return super().compute_logits(hidden) / 0.0 * 0.0
 
 
 class NormalisesLogits(Tiny):
-    contract = 1
-
     def compute_logits(self, hidden):
         logits = super().compute_logits(hidden)
         return logits - logits.mean(0)
 
 
 class WidthOfTheBatch(Tiny):
-    contract = 1
-
     def forward(self, batch):
         x = super().forward(batch)
         return torch.cat((x, x[:, : len(x)]), 1)
@@ -260,16 +220,12 @@ class WidthOfTheBatch(Tiny):
 
 
 class NormalisesTheBatch(Tiny):
-    contract = 1
-
     def embedded(self, batch):
         x = super().embedded(batch)
         return x - x.mean(0)
 
 
 class IgnoresPositions(Tiny):
-    contract = 1
-
     def embedded(self, batch):
         return self.weights["embed.weight"][batch.token_ids] + self.weights["positions.weight"][0]
 
@@ -277,23 +233,17 @@ class IgnoresPositions(Tiny):
 class OwnPositions(Tiny):
     """Counts positions in the batch."""
 
-    contract = 1
-
     def embedded(self, batch):
         positions = self.weights["positions.weight"][: len(batch.token_ids)]
         return self.weights["embed.weight"][batch.token_ids] + positions
 
 
 class ShortTable(Tiny):
-    contract = 1
-
     def weight_shapes(self):
         return super().weight_shapes() | {"positions.weight": (48, HIDDEN)}
 
 
 class ListsTooFew(Tiny):
-    contract = 1
-
     def weight_shapes(self):
         return {n: s for n, s in super().weight_shapes().items() if n != "head.weight"}
 
@@ -303,15 +253,11 @@ class ListsTooFew(Tiny):
 
 
 class ListsTooMany(Tiny):
-    contract = 1
-
     def weight_shapes(self):
         return super().weight_shapes() | {"pooler.weight": (HIDDEN, HIDDEN)}
 
 
 class WrongShape(Tiny):
-    contract = 1
-
     def weight_shapes(self):
         return super().weight_shapes() | {"0.out.weight": (HIDDEN, HIDDEN + 1)}
 
@@ -322,8 +268,6 @@ class WrongShape(Tiny):
 
 
 class ShapesAsList(Tiny):
-    contract = 1
-
     def weight_shapes(self):
         return list(super().weight_shapes())
 
@@ -331,24 +275,18 @@ class ShapesAsList(Tiny):
 class ForgetsAWeight(Tiny):
     """Never loads the head, and uses what it was made with."""
 
-    contract = 1
-
     def load_weights(self, weights):
         super().load_weights(weights)
         self.weights["1.out.weight"] = torch.ones(HIDDEN, HEADS * SIZE)
 
 
 class TakesTheFirst(Tiny):
-    contract = 1
-
     def load_weights(self, weights):
         super().load_weights(next(weights) for _ in self.weight_shapes().keys() - {"0.out.weight"})
 
 
 class ByOrder(Tiny):
     """Takes matrices of one shape by their place instead of by their name."""
-
-    contract = 1
 
     def load_weights(self, weights):
         names = iter(("0.out.weight", "1.out.weight"))
@@ -358,50 +296,37 @@ class ByOrder(Tiny):
 
 
 class OtherSpecs(Tiny):
-    contract = 1
-
     def kv_specs(self):
         return [KVSpec(HEADS, HEADS, SIZE, SIZE**-0.5)] * LAYERS
 
 
 class SpecsAfterLoading(Tiny):
-    contract = 1
-
     def kv_specs(self):
         return super().kv_specs() if hasattr(self, "weights") else []
 
 
 class SkipsALayer(Tiny):
-    contract = 1
-
     def attended(self, batch, layer, x):
         return super().attended(batch, layer, x) if layer != 1 else x
 
 
 class AttendsTwice(Tiny):
-    contract = 1
-
     def attended(self, batch, layer, x):
         return super().attended(batch, 0, x)
 
 
 class BeyondTheLayers(Tiny):
-    contract = 1
-
     def attended(self, batch, layer, x):
         out = batch.attend(layer + 1, *self.projected(layer, x))
         return out.flatten(1) @ self.weights[f"{layer}.out.weight"].T
 
 
 class AlwaysFloat32(Tiny):
-    contract = 1
-
     def placed(self, tensor):
         return tensor.to(self.context.device, torch.float32)
 
 
 class CountsSteps(Tiny):
-    contract = 1
     steps = 0
 
     def embedded(self, batch):
@@ -410,8 +335,6 @@ class CountsSteps(Tiny):
 
 
 class KeepsHidden(Tiny):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.kept = []
@@ -422,8 +345,6 @@ class KeepsHidden(Tiny):
 
 
 class ShiftsPositions(Tiny):
-    contract = 1
-
     def embedded(self, batch):
         x = super().embedded(batch)
         batch.positions.add_(1)
@@ -431,7 +352,5 @@ class ShiftsPositions(Tiny):
 
 
 class ScalesHidden(Tiny):
-    contract = 1
-
     def compute_logits(self, hidden):
         return super().compute_logits(hidden.mul_(2.0))

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from hardpoint.plugins import Op, Ops
+from support.samples import Sample
 
 
-class Plain(Ops):
+class Plain(Sample, Ops, contract=1):
     """Right: formulas in float64."""
 
-    contract = 1
     devices = ("cpu",)
 
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
@@ -48,48 +48,37 @@ class Plain(Ops):
         return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
-class NoContract(Plain):
+class NoContract(Plain, contract=None):
     pass
 
 
 class NoDevices(Plain):
-    contract = 1
     devices = "cpu"
 
 
 class ForgetsTheBias(Plain):
-    contract = 1
-
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         return super().linear(packed, shape, None, out_dtype=out_dtype)
 
 
 class IgnoresOutDtype(Plain):
-    contract = 1
-
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         return super().linear(packed, shape, bias)
 
 
 class TransposesTheMatrix(Plain):
-    contract = 1
-
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
         return lambda x: multiply(x).T
 
 
 class ReadsContiguousRows(Plain):
-    contract = 1
-
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
         return lambda x: multiply(torch.as_strided(x, x.shape, (x.shape[1], 1)))
 
 
 class MultipliesInBfloat16(Plain):
-    contract = 1
-
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         return super().linear(packed.bfloat16(), shape, bias, out_dtype=out_dtype)
 
@@ -97,7 +86,6 @@ class MultipliesInBfloat16(Plain):
 class Kept(Plain):
     """Right: packs transposed matrices, which may be kept."""
 
-    contract = 1
     layout = "columns"
 
     def pack(self, weight):
@@ -108,23 +96,17 @@ class Kept(Plain):
 
 
 class NamesNoBuild(Kept):
-    contract = 1
-
     @property
     def layout(self):
         return str(id(self))
 
 
 class PacksAView(Kept):
-    contract = 1
-
     def pack(self, weight):
         return weight.T
 
 
 class KeepsAMatrixAside(Kept):
-    contract = 1
-
     def pack(self, weight):
         self._weight = weight
         return torch.full(weight.shape, id(self) % 251, dtype=weight.dtype)
@@ -136,7 +118,6 @@ class KeepsAMatrixAside(Kept):
 class Codes(Plain):
     """Right: keeps codes as numbers in float32, whose rows can be read."""
 
-    contract = 1
     code_bits = (4, 5, 6, 8)
     layout = "numbers"
 
@@ -148,22 +129,17 @@ class Codes(Plain):
 
 
 class ForgetsOffsets(Codes):
-    contract = 1
-
     def pack_codes(self, parts):
         parts = [replace(part, offsets=None, outer_offsets=None) for part in parts]
         return super().pack_codes(parts)
 
 
 class StacksBackwards(Codes):
-    contract = 1
-
     def pack_codes(self, parts):
         return super().pack_codes(parts[::-1])
 
 
 class ScalesPartsInPlace(Codes):
-    contract = 1
     layout = ""
 
     def pack_codes(self, parts):
@@ -173,8 +149,6 @@ class ScalesPartsInPlace(Codes):
 
 
 class KeepsCodesAside(Codes):
-    contract = 1
-
     def pack_codes(self, parts):
         packed = super().pack_codes(parts)
         packed[0, 0] = id(self) % 251
@@ -182,16 +156,12 @@ class KeepsCodesAside(Codes):
 
 
 class RecordsFirstResult(Codes):
-    contract = 1
-
     def record(self, run):
         result = run().clone()
         return lambda: result
 
 
 class MultipliesCodesWithTheBatch(Codes):
-    contract = 1
-
     def linear(self, packed, shape, bias=None, *, out_dtype=None):
         multiply = super().linear(packed, shape, bias, out_dtype=out_dtype)
         is_codes = shape[0] > 200
@@ -199,44 +169,32 @@ class MultipliesCodesWithTheBatch(Codes):
 
 
 class ReadsTheNextRow(Codes):
-    contract = 1
-
     def embedding(self, packed, shape):
         return lambda ids: packed[(ids + 1) % shape[0]].to(self.context.dtype)
 
 
 class ReadsInFloat(Codes):
-    contract = 1
-
     def embedding(self, packed, shape):
         return lambda ids: packed[ids]
 
 
 class NormalisesTheBatch(Plain):
-    contract = 1
-
     def rms_norm(self, x, weight, eps):
         wide = x.double()
         return (wide * (wide.square().mean() + eps).rsqrt() * weight.double()).to(x.dtype)
 
 
 class NormOfTheMean(Plain):
-    contract = 1
-
     def rms_norm(self, x, weight, eps):
         return F.layer_norm(x, weight.shape, weight, None, eps)
 
 
 class AddsToACopy(Plain):
-    contract = 1
-
     def add_rms_norm(self, x, delta, weight, eps):
         return self.rms_norm(x + delta, weight, eps)
 
 
 class AddsToDelta(Plain):
-    contract = 1
-
     def add_rms_norm(self, x, delta, weight, eps):
         x += delta
         delta.zero_()
@@ -244,8 +202,6 @@ class AddsToDelta(Plain):
 
 
 class RotatesPairs(Plain):
-    contract = 1
-
     def rotate(self, x, angles):
         cos, sin = angles.unsqueeze(1).chunk(2, -1)
         a, b = x[..., ::2].float(), x[..., 1::2].float()
@@ -253,74 +209,54 @@ class RotatesPairs(Plain):
 
 
 class RotatesACopy(Plain):
-    contract = 1
-
     def rotate(self, x, angles):
         super().rotate(x.clone(), angles)
 
 
 class RotatesAll(Plain):
-    contract = 1
-
     def rotate(self, x, angles):
         super().rotate(torch.as_strided(x, (len(x), 5, x.shape[2]), x.stride(), 0), angles)
 
 
 class RotatesContiguousHeads(Plain):
-    contract = 1
-
     def rotate(self, x, angles):
         super().rotate(torch.as_strided(x, x.shape, (x.stride(0), x.shape[2], 1)), angles)
 
 
 class ScalesACopy(Plain):
-    contract = 1
-
     def scale(self, x, factor):
         super().scale(x.clone(), factor)
 
 
 class ScalesWiderRows(Plain):
-    contract = 1
-
     def scale(self, x, factor):
         super().scale(torch.as_strided(x, (len(x), x.stride(0)), x.stride()), factor)
 
 
 class AddsTwice(Plain):
-    contract = 1
-
     def add(self, x, delta):
         super().add(x, delta * 2)
 
 
 class EmptiesDelta(Plain):
-    contract = 1
-
     def add(self, x, delta):
         super().add(x, delta)
         delta.zero_()
 
 
 class GateLast(Plain):
-    contract = 1
-
     def silu_and_mul(self, x):
         up, gate = x.double().chunk(2, -1)
         return (F.silu(gate) * up).to(x.dtype)
 
 
 class ExactGelu(Plain):
-    contract = 1
-
     def gelu_and_mul(self, x):
         gate, up = x.double().chunk(2, -1)
         return (F.gelu(gate) * up).to(x.dtype)
 
 
 class WritesToX(Plain):
-    contract = 1
-
     def silu_and_mul(self, x):
         result = super().silu_and_mul(x)
         x[:, : result.shape[1]] = result
@@ -328,73 +264,53 @@ class WritesToX(Plain):
 
 
 class GathersTheFirstRows(Plain):
-    contract = 1
-
     def gather_rows(self, table, ids):
         return table[: len(ids)] if len(ids) <= len(table) else table[ids]
 
 
 class RoundsTheTable(Plain):
-    contract = 1
-
     def gather_rows(self, table, ids):
         return table[ids].to(self.context.dtype)
 
 
 class HasSizesBeyondTheMost(Plain):
-    contract = 1
-
     def record_sizes(self, max_num_seqs):
         return [1, 2, 4]
 
 
 class RepeatsNothing(Plain):
-    contract = 1
-
     def record(self, run):
         result = run()
         return lambda: result
 
 
 class ArgmaxTakesTheLast(Plain):
-    contract = 1
-
     def argmax(self, logits):
         return logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
 
 
 class ArgmaxPassesOverNaN(Plain):
-    contract = 1
-
     def argmax(self, logits):
         return logits.nan_to_num(-math.inf, math.inf, -math.inf).argmax(-1)
 
 
 class ArgmaxInInt32(Plain):
-    contract = 1
-
     def argmax(self, logits):
         return super().argmax(logits).int()
 
 
 class DrawsByRow(Plain):
-    contract = 1
-
     def draw(self, logits, seeds, positions, greedy):
         seeds = seeds + torch.arange(len(seeds))
         return super().draw(logits, seeds, positions, greedy)
 
 
 class DrawsGreedyRows(Plain):
-    contract = 1
-
     def draw(self, logits, seeds, positions, greedy):
         return super().draw(logits, seeds, positions, torch.zeros_like(greedy))
 
 
 class DrawScales(Plain):
-    contract = 1
-
     def draw(self, logits, seeds, positions, greedy):
         tokens = super().draw(logits, seeds, positions, greedy)
         logits /= 2
@@ -402,8 +318,6 @@ class DrawScales(Plain):
 
 
 class TopKDropsTies(Plain):
-    contract = 1
-
     def keep_top_k(self, logits, k, largest_k):
         before = logits.clone()
         super().keep_top_k(logits, k, largest_k)
@@ -414,58 +328,42 @@ class TopKDropsTies(Plain):
 
 
 class TopKOfTheLargest(Plain):
-    contract = 1
-
     def keep_top_k(self, logits, k, largest_k):
         super().keep_top_k(logits, torch.full_like(k, largest_k), largest_k)
 
 
 class TopPStopsBefore(Plain):
-    contract = 1
-
     def keep_top_p(self, logits, p):
         super().keep_top_p(logits, torch.where(p < 1, p / 2, p))
 
 
 class TopPInHalf(Plain):
-    contract = 1
-
     def keep_top_p(self, logits, p):
         super().keep_top_p(logits.copy_(logits.bfloat16()), p)
 
 
 class MinPOfTheSum(Plain):
-    contract = 1
-
     def keep_min_p(self, logits, p):
         limit = logits.logsumexp(-1, keepdim=True) + p.log()
         logits.masked_fill_(logits < limit, -math.inf)
 
 
 class MinPReturnsACopy(Plain):
-    contract = 1
-
     def keep_min_p(self, logits, p):
         super().keep_min_p(logits.clone(), p)
 
 
 class KeepsInTheFirstRows(Plain):
-    contract = 1
-
     def keep_tokens(self, logits, rows, bitmask):
         super().keep_tokens(logits, torch.arange(len(rows)), bitmask)
 
 
 class KeepsWholeColumns(Plain):
-    contract = 1
-
     def keep_tokens(self, logits, rows, bitmask):
         super().keep_tokens(logits, rows, torch.where(bitmask == 0, 0, -1).int())
 
 
 class KeepsByAdding(Plain):
-    contract = 1
-
     def keep_tokens(self, logits, rows, bitmask):
         zeros = torch.zeros_like(logits)
         super().keep_tokens(zeros, rows, bitmask)
@@ -473,38 +371,28 @@ class KeepsByAdding(Plain):
 
 
 class ClearsTheBitmask(Plain):
-    contract = 1
-
     def keep_tokens(self, logits, rows, bitmask):
         super().keep_tokens(logits, rows, bitmask)
         bitmask.zero_()
 
 
 class EditsByRow(Plain):
-    contract = 1
-
     def edit(self, logits, op, places, values=None, rows=None):
         super().edit(logits, op, places % logits.shape[1], values, rows)
 
 
 class AddsForSet(Plain):
-    contract = 1
-
     def edit(self, logits, op, places, values=None, rows=None):
         super().edit(logits, Op.ADD if op is Op.SET else op, places, values, rows)
 
 
 class KeepsOnlyInAllRows(Plain):
-    contract = 1
-
     def edit(self, logits, op, places, values=None, rows=None):
         every = rows if rows is None else torch.arange(len(logits))
         super().edit(logits, op, places, values, every)
 
 
 class EditsAndEmptiesValues(Plain):
-    contract = 1
-
     def edit(self, logits, op, places, values=None, rows=None):
         super().edit(logits, op, places, values, rows)
         if values is not None:
@@ -512,98 +400,72 @@ class EditsAndEmptiesValues(Plain):
 
 
 class DividesByTheFirst(Plain):
-    contract = 1
-
     def divide(self, logits, divisors):
         super().divide(logits, divisors[:1])
 
 
 class MultipliesByTheInverse(Plain):
-    contract = 1
-
     def divide(self, logits, divisors):
         logits.mul_(1 / divisors)
 
 
 class GivesExpertsEqualWeights(Plain):
-    contract = 1
-
     def experts(self, gate_up, down, shape):
         apply = super().experts(gate_up, down, shape)
         return lambda x, chosen, weights: apply(x, chosen, torch.full_like(weights, 0.5))
 
 
 class TakesTheLastExpertForNone(Plain):
-    contract = 1
-
     def experts(self, gate_up, down, shape):
         apply = super().experts(gate_up, down, shape)
         return lambda x, chosen, weights: apply(x, chosen.clamp(0, len(down) - 1), weights)
 
 
 class GivesAllRowsTheFirstAdapter(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         super().add_lora(y, x, a, b, adapters.clamp(max=0), scales)
 
 
 class TakesTheFirstAdapterForNone(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         super().add_lora(y, x, a, b, adapters.clamp(min=0), scales)
 
 
 class SpoilsTheInputs(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         super().add_lora(y, x, a, b, adapters, scales)
         x *= 2
 
 
 class WritesWiderRows(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         super().add_lora(y, x, a, b, adapters, scales)
         torch.as_strided(y, (len(y), y.stride(0)), y.stride())[:, y.shape[1] :] = 0
 
 
 class SeesOtherSequences(Plain):
-    contract = 1
-
     def attend_within(self, q, k, v, starts, scale, window=None):
         return super().attend_within(q, k, v, [0, len(q)], scale, window)
 
 
 class SeesOneMore(Plain):
-    contract = 1
-
     def attend_within(self, q, k, v, starts, scale, window=None):
         window = None if window is None else window + 1
         return super().attend_within(q, k, v, starts, scale, window)
 
 
 class AttendsInFloat64(Plain):
-    contract = 1
-
     def attend_within(self, q, k, v, starts, scale, window=None):
         return super().attend_within(q, k, v, starts, scale, window).double()
 
 
 class ScalesTheQueries(Plain):
-    contract = 1
-
     def attend_within(self, q, k, v, starts, scale, window=None):
         q *= scale
         return super().attend_within(q, k, v, starts, 1.0, window)
 
 
 class MultipliesByZeroForNone(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         total = y.double()
         for number, scale in enumerate(scales.double()):
@@ -613,8 +475,6 @@ class MultipliesByZeroForNone(Plain):
 
 
 class ReadsContiguousAdapters(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         _, rank, width = a.shape
         a = torch.as_strided(a, a.shape, (rank * width, width, 1))
@@ -622,8 +482,6 @@ class ReadsContiguousAdapters(Plain):
 
 
 class AddsLoraByTheNumberOfRows(Plain):
-    contract = 1
-
     def add_lora(self, y, x, a, b, adapters, scales):
         parts = 2 if len(y) == 1 else 1
         for part, other in zip(a.chunk(parts, 1), b.chunk(parts, 2), strict=True):

@@ -25,6 +25,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     choice_of_calls,
 )
 from hardpoint.toolkit.parsing.json_text import JsonCalls, call_as_json
+from support.samples import Sample
 
 START, END = "<think>", "</think>"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>'
@@ -36,10 +37,9 @@ SAMPLES = (
 )
 
 
-class Right(FormatParser):
+class Right(Sample, FormatParser, contract=1):
     """Correct: reasoning in tags, and calls."""
 
-    contract = 1
     roles = ("reasoning", "tools")
     reasoning = "thinking"
 
@@ -81,17 +81,13 @@ class _Wrapped(Right):
 class RightWrapped(_Wrapped):
     """Correct."""
 
-    contract = 1
 
-
-class WithoutContract(Right):
+class WithoutContract(Right, contract=None):
     """States no contract of its own."""
 
 
 class NoMarkersOverPieces(_Wrapped):
     """Looks for markers in each piece alone."""
-
-    contract = 1
 
     class State(Forwarding):
         def feed(self, text):
@@ -101,16 +97,12 @@ class NoMarkersOverPieces(_Wrapped):
 class SplitsWords(_Wrapped):
     """Drops the white space at the end of a piece."""
 
-    contract = 1
-
     class State(Forwarding):
         def feed(self, text):
             return self.state.feed(text.rstrip() or "")
 
 
 class OtherTags(Right):
-    contract = 1
-
     def states(self):
         states = super().states()
         return {**states, "content": State(Content, {"<reason>": "thinking"})}
@@ -119,16 +111,12 @@ class OtherTags(Right):
 class OtherMarkers(Right):
     """Its markers are those of another format."""
 
-    contract = 1
-
     def markers(self):
         return ReasoningMarkers(start=self.encoded("<reason>"), end=self.encoded(END))
 
 
 class UnnamedCalls(Right):
     """A call ends its reasoning, and is not among its markers."""
-
-    contract = 1
 
     def states(self):
         calls = {"<tool_call>": "content"}
@@ -141,16 +129,12 @@ class UnnamedCalls(Right):
 class IgnoresRoles(Right):
     """Finds both, always."""
 
-    contract = 1
-
     def open(self, request):
         return super().open(ParserRequest(reasoning_open=request.reasoning_open))
 
 
 class MarkersInStrings(Right):
     """Finds markers in strings, too."""
-
-    contract = 1
 
     class Calls(JsonCalls):
         quotes = False
@@ -160,8 +144,6 @@ class MarkersInStrings(Right):
 
 
 class RaisesForBadJson(_Wrapped):
-    contract = 1
-
     class State(Forwarding):
         def feed(self, text):
             events = self.state.feed(text)
@@ -171,8 +153,6 @@ class RaisesForBadJson(_Wrapped):
 
 
 class GivesText(_Wrapped):
-    contract = 1
-
     class State(Forwarding):
         def finish(self):
             return [*self.state.finish(), "end"]
@@ -180,8 +160,6 @@ class GivesText(_Wrapped):
 
 class RaisesAtTheEnd(_Wrapped):
     """Cannot end in a call."""
-
-    contract = 1
 
     class State(Forwarding):
         def finish(self):
@@ -192,8 +170,6 @@ class RaisesAtTheEnd(_Wrapped):
 
 
 class EndsCallsTwice(_Wrapped):
-    contract = 1
-
     class State(Forwarding):
         def feed(self, text):
             events = self.state.feed(text)
@@ -202,8 +178,6 @@ class EndsCallsTwice(_Wrapped):
 
 class EndsCutCalls(_Wrapped):
     """Ends a call whose arguments are cut as a complete one."""
-
-    contract = 1
 
     class State(Forwarding):
         def finish(self):
@@ -214,7 +188,6 @@ class EndsCutCalls(_Wrapped):
 class OneState(Right):
     """All outputs share one state."""
 
-    contract = 1
     state = None
 
     def open(self, request):
@@ -223,10 +196,9 @@ class OneState(Right):
         return self.state
 
 
-class SharesTheBuffer(OutputParser):
+class SharesTheBuffer(Sample, OutputParser, contract=1):
     """Keeps the text that waits in the parser."""
 
-    contract = 1
     roles = ("reasoning",)
     held = ""
 
@@ -274,16 +246,12 @@ def whole(text, reasoning_open):
 class FormatAsText(Right):
     """Its grammar of calls is a text."""
 
-    contract = 1
-
     def call_format(self, tools, *, required, parallel=True):
         return '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 
 class FormatOfNoToken(Right):
     """Its grammar has a special token that the tokenizer lacks."""
-
-    contract = 1
 
     def call_format(self, tools, *, required, parallel=True):
         return TagFormat(
@@ -293,8 +261,6 @@ class FormatOfNoToken(Right):
 
 class NeedsParallelCalls(Right):
     """Fails where the calls are not to be parallel."""
-
-    contract = 1
 
     def call_format(self, tools, *, required, parallel=True):
         if not parallel:
@@ -307,8 +273,6 @@ class NeedsParallelCalls(Right):
 
 class ParsesAllAgain(_Wrapped):
     """Parses the whole output for every piece."""
-
-    contract = 1
 
     class State(Forwarding):
         def __init__(self, parser, state, request):
@@ -324,8 +288,6 @@ class ParsesAllAgain(_Wrapped):
 
 class GuessesEarly(_Wrapped):
     """Takes text for content before it can be known, and reports later that it was reasoning."""
-
-    contract = 1
 
     class State(Forwarding):
         def __init__(self, parser, state, request):
@@ -344,8 +306,6 @@ class GuessesEarly(_Wrapped):
 class EarlyEnd(_Wrapped):
     """Says that a call has ended as soon as its arguments begin."""
 
-    contract = 1
-
     class State(Forwarding):
         def feed(self, text):
             events = [event for event in self.state.feed(text) if not _is_end(event)]
@@ -355,8 +315,6 @@ class EarlyEnd(_Wrapped):
 
 class TypedTokens(_Wrapped):
     """Takes typed text for a special token."""
-
-    contract = 1
 
     class State(Forwarding):
         def feed(self, text):
@@ -369,8 +327,6 @@ class TypedTokens(_Wrapped):
 
 
 class Remembers(_Wrapped):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.seen = []
@@ -380,10 +336,8 @@ class Remembers(_Wrapped):
         return super().open(request)
 
 
-class LosesCalls(Hermes):
+class LosesCalls(Sample, Hermes, contract=1):
     """Has no state for reasoning."""
-
-    contract = 1
 
 
 def _is_end(event):

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from hardpoint.builtin_plugins.scheduling import DefaultScheduler
 from hardpoint.plugins import PauseState
-from support.broken.schedulers import WithCache
+from support.broken.schedulers import Default, WithCache
 
 
-class PausesNewAlone(DefaultScheduler):
-    contract = 1
-
+class PausesNewAlone(Default):
     def set_pause(self, state):
         unpaused = state is PauseState.UNPAUSED
         super().set_pause(state if unpaused else PauseState.PAUSED_NEW)
 
 
-class PausesAllAlone(DefaultScheduler):
-    contract = 1
-
+class PausesAllAlone(Default):
     def set_pause(self, state):
         all_paused = state is PauseState.PAUSED_ALL
         super().set_pause(state if all_paused else PauseState.UNPAUSED)
 
 
-class HoldsStarted(DefaultScheduler):
-    contract = 1
-
+class HoldsStarted(Default):
     def set_pause(self, state):
         unpaused = state is PauseState.UNPAUSED
         super().set_pause(state if unpaused else PauseState.PAUSED_ALL)
 
 
-class HoldsLoaded(DefaultScheduler):
-    contract = 1
+class HoldsLoaded(Default):
     pause = PauseState.UNPAUSED
 
     def set_pause(self, state):
@@ -54,9 +46,7 @@ class HoldsLoaded(DefaultScheduler):
         return super().has_requests()
 
 
-class NeverIdle(DefaultScheduler):
-    contract = 1
-
+class NeverIdle(Default):
     def has_requests(self):
         return super().has_requests() or self.num_unfinished_requests() > 0
 
@@ -64,7 +54,6 @@ class NeverIdle(DefaultScheduler):
 class StaysPaused(WithCache):
     """A request added during a pause is not admitted after it either."""
 
-    contract = 1
     paused = False
 
     def change(self, cache):
@@ -85,10 +74,8 @@ class StaysPaused(WithCache):
             self.late.add(request.request_id)
 
 
-class StopsTheClock(DefaultScheduler):
+class StopsTheClock(Default):
     """A deadline that passes during a pause is never noticed."""
-
-    contract = 1
 
     def set_pause(self, state):
         super().set_pause(state)
@@ -96,8 +83,7 @@ class StopsTheClock(DefaultScheduler):
             self._tracker._deadlines.clear()
 
 
-class ForgetsLoads(DefaultScheduler):
-    contract = 1
+class ForgetsLoads(Default):
     paused = False
 
     def set_pause(self, state):
@@ -112,10 +98,8 @@ class ForgetsLoads(DefaultScheduler):
         return super().has_requests()
 
 
-class HidesReasons(DefaultScheduler):
+class HidesReasons(Default):
     """Gives the reasons of the last step, which does not change during a pause."""
-
-    contract = 1
 
     def why_waiting(self, request_id):
         reason = super().why_waiting(request_id)

@@ -14,8 +14,6 @@ _engines = {}
 class RightPeer(Right, PeerKVStore):
     """Makes no mistake."""
 
-    contract = 1
-
     class Options(Right.Options):
         folder: str = ""
         peer: str = ""
@@ -72,69 +70,51 @@ class RightPeer(Right, PeerKVStore):
 
 
 class NamesItself(RightPeer):
-    contract = 1
-
     @property
     def peers(self):
         return frozenset({self.context.engine_id, self.options.peer})
 
 
 class FetchedTwice(RightPeer):
-    contract = 1
-
     def pop_offer(self, key):
         return self.offers.get(key, (0.0, None))
 
 
 class LooksUpOffers(RightPeer):
-    contract = 1
-
     def lookup(self, keys):
         return [key in self.offers or key in self.blocks for key in keys]
 
 
 class PopsLate(RightPeer):
-    contract = 1
-
     def give_offer(self, key, seconds):
         end, block = self.offers.get(key, (0.0, None))
-        time.sleep(0.01)
+        time.sleep(0.05)
         self.offers.pop(key, None)
         return block if time.monotonic() < end else None
 
 
 class NeverEnds(RightPeer):
-    contract = 1
-
     def end_of(self, seconds):
         return time.monotonic() + 100
 
 
 class RenewsOwnOnly(RightPeer):
-    contract = 1
-
     def renew(self, keys, peer=None):
         if peer is None:
             super().renew(keys)
 
 
 class RenewsMissing(RightPeer):
-    contract = 1
-
     def renew(self, keys, peer=None):
         for key in keys:
             del self.offers[key]
 
 
 class NeverWaits(RightPeer):
-    contract = 1
-
     def give_offer(self, key, seconds):
         return super().give_offer(key, 0)
 
 
 class WaitsLonger(RightPeer):
-    contract = 1
-
     def give_offer(self, key, seconds):
         return super().give_offer(key, seconds + 0.5)

@@ -9,44 +9,36 @@ from hypothesis import strategies as st
 
 from hardpoint import plugins
 from hardpoint.plugins import EvictionPolicy, SchedulingPolicy
+from support.samples import Sample
 
 
-class Fcfs(SchedulingPolicy):
+class Fcfs(Sample, SchedulingPolicy, contract=1):
     """Correct: the order of arrival."""
-
-    contract = 1
 
     def key(self, request):
         return request.arrival_time
 
 
-class PolicyWithoutContract(Fcfs):
+class PolicyWithoutContract(Fcfs, contract=None):
     """States no contract of its own."""
 
 
 class MixedKeys(Fcfs):
-    contract = 1
-
     def key(self, request):
         return request.params.max_tokens
 
 
 class NanKeys(Fcfs):
-    contract = 1
-
     def key(self, request):
         return float("nan") if request.priority else request.arrival_time
 
 
 class KeysFromClock(Fcfs):
-    contract = 1
-
     def key(self, request):
         return time.perf_counter_ns()
 
 
 class DeniesPriority(Fcfs):
-    contract = 1
     uses_priority = False
 
     def key(self, request):
@@ -54,14 +46,11 @@ class DeniesPriority(Fcfs):
 
 
 class RandomKeys(Fcfs):
-    contract = 1
-
     def key(self, request):
         return random.random()
 
 
 class KeysByCalls(Fcfs):
-    contract = 1
     calls = 0
 
     def key(self, request):
@@ -70,22 +59,16 @@ class KeysByCalls(Fcfs):
 
 
 class KeyFails(Fcfs):
-    contract = 1
-
     def key(self, request):
         return request.tags["tenant"]
 
 
 class ListsAsGroups(Fcfs):
-    contract = 1
-
     def group(self, request):
         return [request.priority]
 
 
 class RandomGroupKeys(Fcfs):
-    contract = 1
-
     def group(self, request):
         return request.priority
 
@@ -94,50 +77,36 @@ class RandomGroupKeys(Fcfs):
 
 
 class NoVictim(Fcfs):
-    contract = 1
-
     def victim(self, running, load):
         return None
 
 
 class RandomVictim(Fcfs):
-    contract = 1
-
     def victim(self, running, load):
         return random.choice(running)
 
 
 class PopsVictims(Fcfs):
-    contract = 1
-
     def victim(self, running, load):
         return running.pop()
 
 
 class AdmitsNone(Fcfs):
-    contract = 1
-
     def admit(self, request, load):
         return "not today"
 
 
 class AdmitsFalse(Fcfs):
-    contract = 1
-
     def admit(self, request, load):
         return None if load.num_running else False
 
 
 class WritesRequest(Fcfs):
-    contract = 1
-
     def scheduled(self, request, tokens):
         request.priority -= 1
 
 
 class Hoards(Fcfs):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.seen = []
@@ -147,14 +116,11 @@ class Hoards(Fcfs):
 
 
 class SlowKeys(Fcfs):
-    contract = 1
-
     def key(self, request):
         return sum(range(40_000)) * 0 + request.arrival_time
 
 
 class ForgetsState(Fcfs):
-    contract = 1
     state_format = "tokens by priority"
 
     def __init__(self, context):
@@ -175,24 +141,19 @@ class ForgetsState(Fcfs):
 
 
 class ExportsItself(ForgetsState):
-    contract = 1
-
     def export_state(self):
         return self
 
 
 class ImportFails(Fcfs):
-    contract = 1
     state_format = "nothing"
 
     def import_state(self, state):
         raise KeyError("had")
 
 
-class Oldest(EvictionPolicy):
+class Oldest(Sample, EvictionPolicy, contract=1):
     """Correct: in the order of release."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -217,13 +178,11 @@ class Oldest(EvictionPolicy):
         return chosen
 
 
-class EvictionWithoutContract(Oldest):
+class EvictionWithoutContract(Oldest, contract=None):
     """States no contract of its own."""
 
 
 class EvictsTakenBlocks(Oldest):
-    contract = 1
-
     def taken(self, block_ids):
         pass
 
@@ -235,37 +194,27 @@ class EvictsTakenBlocks(Oldest):
 
 
 class EvictsDroppedBlocks(Oldest):
-    contract = 1
-
     def dropped(self, block_ids):
         pass
 
 
 class EvictsTwice(Oldest):
-    contract = 1
-
     def evict(self, count):
         chosen = super().evict(count)
         return chosen[:-1] + chosen[:1]
 
 
 class EvictsTooFew(Oldest):
-    contract = 1
-
     def evict(self, count):
         return super().evict(count)[:3]
 
 
 class EvictsTooMany(Oldest):
-    contract = 1
-
     def evict(self, count):
         return super().evict(count + 1)
 
 
 class RaisesOnDepth(Oldest):
-    contract = 1
-
     def released(self, block_ids):
         super().released(block_ids)
         if any(self.context.blocks.depth(block) > 3 for block in block_ids):
@@ -273,15 +222,11 @@ class RaisesOnDepth(Oldest):
 
 
 class EvictsNothing(Oldest):
-    contract = 1
-
     def evict(self, count):
         super().evict(count)
 
 
 class KeepsOne(Oldest):
-    contract = 1
-
     def evict(self, count):
         if len(self.order) == count == 1:
             raise LookupError("the last one stays")
@@ -289,8 +234,6 @@ class KeepsOne(Oldest):
 
 
 class RemembersAll(Oldest):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.history = []
@@ -303,8 +246,6 @@ class RemembersAll(Oldest):
 
 class RemembersHashes(Oldest):
     """A queue of ghosts without a bound."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -319,8 +260,6 @@ class RemembersHashes(Oldest):
 class RemembersBlockIds(Oldest):
     """Evicts those first that were evicted before, of which it knows no more than the number."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.seen = set()
@@ -333,8 +272,6 @@ class RemembersBlockIds(Oldest):
 
 
 class LowestBlockId(Oldest):
-    contract = 1
-
     def evict(self, count):
         chosen = sorted(self.order)[:count]
         self.dropped(chosen)
@@ -342,8 +279,6 @@ class LowestBlockId(Oldest):
 
 
 class AsksLate(Oldest):
-    contract = 1
-
     def evict(self, count):
         hits = self.context.history().hits
         chosen = sorted(self.order, key=hits)[:count]
@@ -352,8 +287,6 @@ class AsksLate(Oldest):
 
 
 class SortsAll(Oldest):
-    contract = 1
-
     def evict(self, count):
         chosen = sorted(self.order, key=lambda block: -self.order[block])[:count]
         self.taken(chosen)
@@ -361,8 +294,6 @@ class SortsAll(Oldest):
 
 
 class OneKindOnly(Fcfs):
-    contract = 1
-
     class Arguments(plugins.Arguments):
         kind: str = "batch"
 
@@ -373,15 +304,11 @@ class OneKindOnly(Fcfs):
 
 
 class PrepareFails(OneKindOnly):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         return arguments.kind + 1
 
 
 class NeedsAnArgument(Fcfs):
-    contract = 1
-
     class Arguments(plugins.Arguments):
         kind: str

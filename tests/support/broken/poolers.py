@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.plugins import Pooler, PromptPooler
+from support.samples import Sample
 
 
 class State(PromptPooler):
@@ -18,10 +19,9 @@ class State(PromptPooler):
         return torch.cat(self.rows).amax(0)
 
 
-class Largest(Pooler):
+class Largest(Sample, Pooler, contract=1):
     """Right: the largest element of each column."""
 
-    contract = 1
     state = State
 
     def start(self, prompt_token_ids, arguments):
@@ -36,56 +36,44 @@ class LastTwo(State):
 class Newest(Largest):
     """Right: the last hidden state."""
 
-    contract = 1
     needs_all = False
     state = LastTwo
 
 
-class NoContract(Largest):
+def with_state(state):
+    """Return a pooler with a class of states, named as it is."""
+    return type(state.__name__, (Largest,), {"state": state, "__module__": __name__})
+
+
+class NoContract(Largest, contract=None):
     pass
 
 
 class NoState(Largest):
-    contract = 1
-
     def start(self, prompt_token_ids, arguments):
         return 7
 
 
-class Whole(State):
+@with_state
+class WrongShape(State):
     def finish(self):
         return torch.cat(self.rows)
 
 
-class WrongShape(Largest):
-    contract = 1
-    state = Whole
-
-
-class Number(State):
+@with_state
+class NoTensor(State):
     def finish(self):
         return float(torch.cat(self.rows).sum())
 
 
-class NoTensor(Largest):
-    contract = 1
-    state = Number
-
-
-class MeanOfMeans(State):
+@with_state
+class DependsOnChunks(State):
     def finish(self):
         return torch.stack([rows.mean(0) for rows in self.rows]).mean(0)
 
 
-class DependsOnChunks(Largest):
-    contract = 1
-    state = MeanOfMeans
-
-
 class SharesState(Largest):
     """One state for all prompts that are under way."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -99,8 +87,6 @@ class SharesState(Largest):
 class Remembers(Largest):
     """Never forgets the largest elements of former prompts."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.rows = []
@@ -111,26 +97,17 @@ class Remembers(Largest):
         return state
 
 
-class View(State):
+@with_state
+class KeepsViews(State):
     def update(self, hidden):
         self.rows.append(hidden)
 
 
-class KeepsViews(Largest):
-    contract = 1
-    state = View
-
-
 class NeedsMore(Largest):
-    contract = 1
     needs_all = False
 
 
-class Missing(State):
+@with_state
+class Fails(State):
     def finish(self):
         return {}["vector"]
-
-
-class Fails(Largest):
-    contract = 1
-    state = Missing

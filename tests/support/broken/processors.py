@@ -19,12 +19,12 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
     TensorSpec,
 )
+from support.samples import Sample
 
 
-class Bias(LogitsProcessor):
+class Bias(Sample, LogitsProcessor, contract=1):
     """Correct: adds a number to token 0."""
 
-    contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
@@ -35,20 +35,16 @@ class Bias(LogitsProcessor):
         return logits
 
 
-class NoContract(Bias):
+class NoContract(Bias, contract=None):
     """States no contract of its own."""
 
 
 class FailsToBuild(Bias):
-    contract = 1
-
     def __init__(self, context):
         raise KeyError("weights")
 
 
 class PreparesNothing(Bias):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         if arguments.by < 0:
@@ -56,16 +52,12 @@ class PreparesNothing(Bias):
 
 
 class PrepareCrashes(Bias):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         return arguments.by / 0
 
 
 class RejectsAll(Bias):
-    contract = 1
-
     @classmethod
     def prepare(cls, arguments, context):
         raise ValueError("by: not today")
@@ -79,14 +71,12 @@ def _hidden():
 
 
 class NoPickle(Bias):
-    contract = 1
     Arguments = _hidden()
 
 
 class CachesByCount(Bias):
     """Rebuilds its column only when the number of rows changes."""
 
-    contract = 1
     column = None
 
     def apply(self, logits, rows):
@@ -97,8 +87,6 @@ class CachesByCount(Bias):
 
 
 class MixesRows(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         logits[:, :1] += rows.tensor("by").mean()
         return logits
@@ -107,16 +95,13 @@ class MixesRows(Bias):
 class Rounds(Bias):
     """Rounds differently for other numbers of rows."""
 
-    contract = 1
-
     def apply(self, logits, rows):
         return logits * (2 * len(rows) + 1) / (2 * len(rows) + 1)
 
 
-class BatchBias(BatchLogitsProcessor):
+class BatchBias(Sample, BatchLogitsProcessor, contract=1):
     """Correct: the same in the batch form."""
 
-    contract = 1
     phase = Phase.BIAS
     Arguments = Bias.Arguments
 
@@ -160,16 +145,12 @@ class BatchBias(BatchLogitsProcessor):
 
 
 class IgnoresMoves(BatchBias):
-    contract = 1
-
     def moved(self, move):
         if move.direction is Move.SWAP:
             super().moved(move)
 
 
 class SwapsOneWay(BatchBias):
-    contract = 1
-
     def moved(self, move):
         source = self.by_row.pop(move.source, None)
         self.by_row.pop(move.destination, None)
@@ -178,22 +159,17 @@ class SwapsOneWay(BatchBias):
 
 
 class BiasesAllRows(BatchBias):
-    contract = 1
-
     def apply(self, logits):
         logits[:, 1] += 1
         return super().apply(logits)
 
 
 class CrashesOnUpdate(BatchBias):
-    contract = 1
-
     def removed(self, row):
         del self.by_row[row]
 
 
-class DropsTheBest(LogitsProcessor):
-    contract = 1
+class DropsTheBest(Sample, LogitsProcessor, contract=1):
     phase = Phase.TRUNCATE
     argmax_invariant = True
 
@@ -202,10 +178,9 @@ class DropsTheBest(LogitsProcessor):
         return logits.masked_fill(logits > limit, -math.inf)
 
 
-class DropsTies(LogitsProcessor):
+class DropsTies(Sample, LogitsProcessor, contract=1):
     """Keeps only one of the tied best tokens, the one with the highest id."""
 
-    contract = 1
     phase = Phase.TRUNCATE
     argmax_invariant = True
 
@@ -215,10 +190,9 @@ class DropsTies(LogitsProcessor):
         return kept.scatter(1, last, logits.gather(1, last))
 
 
-class Counter(SparseLogitsProcessor):
+class Counter(Sample, SparseLogitsProcessor, contract=1):
     """Correct: adds the number of output tokens, kept as a list, to token 0."""
 
-    contract = 1
     phase = Phase.PENALTY
 
     class Arguments(plugins.Arguments):
@@ -240,8 +214,6 @@ class Counter(SparseLogitsProcessor):
 
 
 class CountsCalls(Counter):
-    contract = 1
-
     def edits(self, rows):
         for state in rows.states():
             state.append(0)
@@ -249,8 +221,6 @@ class CountsCalls(Counter):
 
 
 class AppendsOutputs(Counter):
-    contract = 1
-
     def edits(self, rows):
         for request in rows.requests:
             request.output_token_ids.append(1)
@@ -260,7 +230,6 @@ class AppendsOutputs(Counter):
 class Sticky(Bias):
     """Adds a little more with every call."""
 
-    contract = 1
     calls = 0
 
     def apply(self, logits, rows):
@@ -270,32 +239,25 @@ class Sticky(Bias):
 
 
 class ForgetsOutputs(Counter):
-    contract = 1
-
     def start(self, request):
         return []
 
 
 class SharesForks(Counter):
-    contract = 1
-
     def fork(self, state):
         return state
 
 
 class LooksPastDrafts(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         for row, request in enumerate(rows.requests):
             logits[row, 0] += len((request.draft_of or request).output_token_ids)
         return logits
 
 
-class DeviceCounter(LogitsProcessor):
+class DeviceCounter(Sample, LogitsProcessor, contract=1):
     """Correct: counts tokens on the device."""
 
-    contract = 1
     phase = Phase.PENALTY
     reads = Reads.DEVICE_IDS
 
@@ -316,15 +278,11 @@ class DeviceCounter(LogitsProcessor):
 
 
 class DeviceForgets(DeviceCounter):
-    contract = 1
-
     def start_row(self, request, tensors):
         pass
 
 
 class Noisy(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         return logits + torch.rand(1, 1)
 
@@ -332,42 +290,31 @@ class Noisy(Bias):
 class Divides(Bias):
     """by = 0 makes 0 / 0."""
 
-    contract = 1
-
     def apply(self, logits, rows):
         return logits * 0 / rows.tensor("by")
 
 
 class DropsAll(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         return logits.masked_fill(rows.tensor("by") > 10, -math.inf)
 
 
 class ReturnsNothing(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         logits[:, :1] += rows.tensor("by")
 
 
 class Double(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         return logits.double()
 
 
 class EditsOutOfRange(Counter):
-    contract = 1
-
     def edits(self, rows):
         return Edits([0], [self.context.vocab_size], [1.0])
 
 
 class ReadsSecretly(Bias):
-    contract = 1
     reads = Reads.LOGITS
 
     def apply(self, logits, rows):
@@ -375,12 +322,10 @@ class ReadsSecretly(Bias):
 
 
 class AdvancesSecretly(Counter):
-    contract = 1
     reads = Reads.LOGITS
 
 
 class ReadsDeviceValues(Bias):
-    contract = 1
     reads = Reads.LOGITS
 
     def apply(self, logits, rows):
@@ -393,8 +338,6 @@ class ReadsDeviceValues(Bias):
 class Hoards(Bias):
     """Keeps every request that it has seen."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.seen = []
@@ -405,8 +348,6 @@ class Hoards(Bias):
 
 
 class Grows(Bias):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.names = set()
@@ -417,24 +358,19 @@ class Grows(Bias):
 
 
 class Sleeps(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         time.sleep(0.004 * len(rows))
         return super().apply(logits, rows)
 
 
 class Unmasks(Counter):
-    contract = 1
-
     def edits(self, rows):
         return Edits(range(len(rows)), [0] * len(rows), [5.0] * len(rows), Op.SET)
 
 
-class Observer(LogitsProcessor):
+class Observer(Sample, LogitsProcessor, contract=1):
     """Correct: lowers token 0 by the surprise of the tokens so far."""
 
-    contract = 1
     phase = Phase.BIAS
     max_state_bytes = 64
 
@@ -460,8 +396,6 @@ class Observer(LogitsProcessor):
 class KeepsOnSelf(Observer):
     """Keeps the state outside the engine's, by the number of calls."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.total = 0.0
@@ -476,16 +410,12 @@ class KeepsOnSelf(Observer):
 
 
 class OutgrowsItsBound(Observer):
-    contract = 1
-
     def observe(self, state, token, logprob):
         return self.State(total=state.total, seen=[*state.seen, *range(40)])
 
 
 class ObservesInPlace(Observer):
     """Changes the state that it gets, and copies none for drafts."""
-
-    contract = 1
 
     def fork(self, state):
         return state
@@ -497,8 +427,6 @@ class ObservesInPlace(Observer):
 
 
 class ObservesNothing(Observer):
-    contract = 1
-
     def observe(self, state, token, logprob):
         return None
 
@@ -506,7 +434,6 @@ class ObservesNothing(Observer):
 class RemembersLogits(Observer):
     """Takes what `apply` saw into the state, where another engine never ran it."""
 
-    contract = 1
     supports_drafts = False
 
     class State(plugins.State):
@@ -530,16 +457,13 @@ class RemembersLogits(Observer):
 
 
 class ChangesNothing(Bias):
-    contract = 1
-
     def apply(self, logits, rows):
         return logits + 0
 
 
-class NeverUsed(BatchLogitsProcessor):
+class NeverUsed(Sample, BatchLogitsProcessor, contract=1):
     """A batch-level processor that no request uses."""
 
-    contract = 1
     phase = Phase.BIAS
 
     @classmethod
@@ -554,8 +478,6 @@ class NeverUsed(BatchLogitsProcessor):
 
 
 class IgnoresItsState(Bias):
-    contract = 1
-
     def start(self, request):
         return len(request.output_token_ids)
 
@@ -563,10 +485,9 @@ class IgnoresItsState(Bias):
         return state + 1
 
 
-class Repeated(LogitsProcessor):
+class Repeated(Sample, LogitsProcessor, contract=1):
     """Halves the logits of repeated tokens; counts one twice that prompt and output have."""
 
-    contract = 1
     phase = Phase.PENALTY
 
     class Arguments(plugins.Arguments):
@@ -586,10 +507,9 @@ class Repeated(LogitsProcessor):
         return logits
 
 
-class PromptAndOutput(LogitsProcessor):
+class PromptAndOutput(Sample, LogitsProcessor, contract=1):
     """Raises a logit once a token has come; misses one that the prompt has too when it starts."""
 
-    contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
@@ -611,8 +531,6 @@ class PromptAndOutput(LogitsProcessor):
 
 class ForksLate(PromptAndOutput):
     """Shares the state of a draft that is the token of its arguments."""
-
-    contract = 1
 
     def start(self, request):
         token = request.arguments[self.name].token

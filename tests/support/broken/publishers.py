@@ -10,12 +10,11 @@ import time
 import msgspec
 
 from hardpoint.plugins import BlockStored, KVEventPublisher
+from support.samples import Sample
 
 
-class Queued(KVEventPublisher):
+class Queued(Sample, KVEventPublisher, contract=1):
     """Correct: passes batches to a thread, which hands them to the listeners."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -45,20 +44,16 @@ class Queued(KVEventPublisher):
         self.thread.join()
 
 
-class WithoutContract(Queued):
+class WithoutContract(Queued, contract=None):
     """States no contract of its own."""
 
 
 class StoredOnly(Queued):
-    contract = 1
-
     def publish(self, batch):
         self.last = [event.token_ids for event in batch.events]
 
 
 class NeedsParent(Queued):
-    contract = 1
-
     def publish(self, batch):
         for event in batch.events:
             if isinstance(event, BlockStored):
@@ -66,21 +61,16 @@ class NeedsParent(Queued):
 
 
 class Drops(Queued):
-    contract = 1
-
     def sent(self, batch):
         return [] if batch.timestamp % 50 == 20 else [batch]
 
 
 class Repeats(Queued):
-    contract = 1
-
     def sent(self, batch):
         return [batch, batch] if batch.timestamp % 50 == 49 else [batch]
 
 
 class Reorders(Queued):
-    contract = 1
     held = None
 
     def sent(self, batch):
@@ -92,30 +82,22 @@ class Reorders(Queued):
 
 
 class Truncates(Queued):
-    contract = 1
-
     def copied(self, batch):
         return msgspec.structs.replace(batch, events=batch.events[:1])
 
 
 class SendsNothing(Queued):
-    contract = 1
-
     def sent(self, batch):
         return []
 
 
 class Sorts(Queued):
-    contract = 1
-
     def publish(self, batch):
         batch.events.sort(key=lambda event: event.group)
         super().publish(batch)
 
 
 class Keeps(Queued):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.all = []
@@ -125,14 +107,11 @@ class Keeps(Queued):
 
 
 class LeavesTheThread(Queued):
-    contract = 1
-
     def close(self):
         pass
 
 
 class LeavesTheSocket(Queued):
-    contract = 1
     opened = []
 
     def __init__(self, context):
@@ -141,8 +120,6 @@ class LeavesTheSocket(Queued):
 
 
 class ClosesOnce(Queued):
-    contract = 1
-
     def close(self):
         super().close()
         del self.thread
@@ -151,7 +128,6 @@ class ClosesOnce(Queued):
 class HoldsTheOptions(Queued):
     """Its name is taken until the process ends."""
 
-    contract = 1
     taken = 0
 
     def __init__(self, context):
@@ -162,7 +138,5 @@ class HoldsTheOptions(Queued):
 
 
 class Sleeps(Queued):
-    contract = 1
-
     def publish(self, batch):
         time.sleep(0.04)

@@ -10,15 +10,14 @@ import torch
 from hardpoint.plugins import Quantization
 from hardpoint.plugins.quantization import AffineCodes, QuantizedMatrix, QuantizedWeight
 from hardpoint.testing import QuantizedSample
+from support.samples import Sample
 
 GROUP = 32
 SHAPES = ((2, 64), (5, 128))
 
 
-class Right(Quantization):
+class Right(Sample, Quantization, contract=1):
     """Right: eight bits, and a scale for 32 columns."""
-
-    contract = 1
 
     def quantize(self, weight):
         return AffineCodes(*self.codes(weight))
@@ -43,41 +42,31 @@ class Right(Quantization):
         return shape[0] * shape[1] // GROUP * (GROUP + 4)
 
 
-class NoContract(Right):
+class NoContract(Right, contract=None):
     pass
 
 
 class ReturnsNumbers(Right):
-    contract = 1
-
     def quantize(self, weight):
         return super().quantize(weight).dequantize()
 
 
 class Transposes(Right):
-    contract = 1
-
     def quantize(self, weight):
         return super().quantize(weight.repeat(GROUP, 1).T.contiguous())
 
 
 class Dithers(Right):
-    contract = 1
-
     def rounded(self, numbers):
         return (numbers + torch.rand(numbers.shape)).floor().clamp(-127, 127)
 
 
 class RoundsToSixteens(Right):
-    contract = 1
-
     def rounded(self, numbers):
         return super().rounded((numbers / 16).round() * 16)
 
 
 class ScalesInPlace(Right):
-    contract = 1
-
     def quantize(self, weight):
         matrix = super().quantize(weight)
         weight /= 127
@@ -85,24 +74,18 @@ class ScalesInPlace(Right):
 
 
 class HalfScales(Right):
-    contract = 1
-
     def codes(self, weight):
         codes, bits, group, scales = super().codes(weight)
         return codes, bits, group, scales.half()
 
 
 class NeverZero(Right):
-    contract = 1
-
     def codes(self, weight):
         codes, bits, group, scales = super().codes(weight)
         return codes, bits, group, scales, torch.full_like(scales, 1e-5)
 
 
 class SilentlyRefuses(Right):
-    contract = 1
-
     def quantize(self, weight):
         if weight.abs().max() > 1e10:
             raise ValueError
@@ -110,24 +93,18 @@ class SilentlyRefuses(Right):
 
 
 class ForgetsTheSign(Right):
-    contract = 1
-
     def read(self, stored):
         matrix = super().read(stored)
         return replace(matrix, codes=matrix.codes.clamp(min=0))
 
 
 class ReadsInPlace(Right):
-    contract = 1
-
     def read(self, stored):
         stored.tensors["scales"].abs_()
         return super().read(stored)
 
 
 class ScaleOfTheRow(Right):
-    contract = 1
-
     def codes(self, weight):
         scales = (weight.abs().amax(1, keepdim=True) / 127).expand(-1, weight.shape[1] // GROUP)
         unit = weight / scales[:, :1].clamp(min=1e-45)
@@ -135,8 +112,6 @@ class ScaleOfTheRow(Right):
 
 
 class WideCodes(Right):
-    contract = 1
-
     def quantize(self, weight):
         codes, _, group, scales = self.codes(weight)
         offsets = scales * -128
@@ -144,29 +119,21 @@ class WideCodes(Right):
 
 
 class CountsBits(Right):
-    contract = 1
-
     def stored_bytes(self, shape):
         return super().stored_bytes(shape) * 8
 
 
 class SaysWiderGroups(Right):
-    contract = 1
-
     def alignment(self, shape, stored=None):
         return 2 * GROUP
 
 
 class SaysHalfGroups(Right):
-    contract = 1
-
     def alignment(self, shape, stored=None):
         return None if stored is None else GROUP // 2
 
 
 class SaysNothing(Right):
-    contract = 1
-
     def alignment(self, shape, stored=None):
         return 0
 
@@ -174,7 +141,6 @@ class SaysNothing(Right):
 class SaysItReads(Right):
     """A worker does not quantise with it."""
 
-    contract = 1
     quantizes = False
 
 
@@ -211,10 +177,9 @@ class Numbers(QuantizedMatrix):
         return lambda x: (x.double() @ weight.T + bias).to(out_dtype)
 
 
-class Own(Quantization):
+class Own(Sample, Quantization, contract=1):
     """Right: its matrices multiply themselves."""
 
-    contract = 1
     matrix = Numbers
 
     def quantize(self, weight):
@@ -228,16 +193,12 @@ class Own(Quantization):
 
 
 class LooksUp(Own):
-    contract = 1
-
     def read(self, stored):
         stored.tensors["codes"], stored.tensors["scales"]
         return super().read(stored)
 
 
 class RefusesWithoutNames(Own):
-    contract = 1
-
     def read(self, stored):
         try:
             return super().read(stored)
@@ -246,8 +207,6 @@ class RefusesWithoutNames(Own):
 
 
 class TakesAnyDtype(Own):
-    contract = 1
-
     def read(self, stored):
         tensors = {n: t.to(SAMPLE.tensors[n].dtype) for n, t in stored.tensors.items()}
         return super().read(replace(stored, tensors=tensors))
@@ -256,7 +215,7 @@ class TakesAnyDtype(Own):
 def own(**members):
     """Return a scheme whose matrices have other methods."""
     matrix = type("Matrix", (Numbers,), members)
-    return type("Own", (Own,), {"contract": 1, "matrix": matrix, "__module__": __name__})
+    return type("Own", (Own,), {"matrix": matrix, "__module__": __name__})
 
 
 def named(name, **members):
@@ -321,8 +280,6 @@ AddsTheBatch = named(
 
 
 class AssertsAlignment(Own):
-    contract = 1
-
     class matrix(Numbers):  # noqa: N801
         def check(self, start, stop):
             assert start % GROUP == stop % GROUP == 0

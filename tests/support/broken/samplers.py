@@ -7,6 +7,7 @@ import time
 import torch
 
 from hardpoint.plugins import Sampler
+from support.samples import Sample
 
 
 def noise(seed, position, vocab_size):
@@ -14,10 +15,8 @@ def noise(seed, position, vocab_size):
     return -torch.empty(vocab_size).exponential_(generator=generator).log()
 
 
-class Gumbel(Sampler):
+class Gumbel(Sample, Sampler, contract=1):
     """Right: the argmax of logits and Gumbel noise, row by row."""
-
-    contract = 1
 
     def sample(self, logits, rows):
         chosen = (logits + self.noise(logits, rows)).argmax(-1)
@@ -28,71 +27,53 @@ class Gumbel(Sampler):
         return torch.stack([noise(*pair, logits.shape[1]) for pair in pairs])
 
 
-class NoContract(Gumbel):
+class NoContract(Gumbel, contract=None):
     pass
 
 
 class TakesTheLeast(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return logits.argmin(-1)
 
 
 class LastOfEquals(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         last = logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
         return torch.where(rows.greedy, last, super().sample(logits, rows))
 
 
 class IgnoresGreedy(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return (logits + self.noise(logits, rows)).argmax(-1)
 
 
 class AlwaysGreedy(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return logits.argmax(-1)
 
 
 class IgnoresTheSeed(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         return torch.stack([noise(0, p, logits.shape[1]) for p in rows.positions.tolist()])
 
 
 class IgnoresThePosition(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         return torch.stack([noise(s, 0, logits.shape[1]) for s in rows.seeds.tolist()])
 
 
 class AddsSeedAndPosition(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         sums = (rows.seeds + rows.positions).tolist()
         return torch.stack([noise(0, each, logits.shape[1]) for each in sums])
 
 
 class GlobalGenerator(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         return -torch.empty_like(logits).exponential_().log()
 
 
 class SeedsTheGlobalGenerator(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         result = torch.empty_like(logits)
         for row, pair in enumerate(zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)):
@@ -102,8 +83,6 @@ class SeedsTheGlobalGenerator(Gumbel):
 
 
 class NoiseByRow(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         pairs = zip(rows.seeds.tolist(), rows.positions.tolist(), strict=True)
         found = [noise(s + i, p, logits.shape[1]) for i, (s, p) in enumerate(pairs)]
@@ -111,78 +90,56 @@ class NoiseByRow(Gumbel):
 
 
 class NoiseOfTheBatch(Gumbel):
-    contract = 1
-
     def noise(self, logits, rows):
         return noise(int(rows.seeds[0]), int(rows.positions[0]), logits.numel()).view_as(logits)
 
 
 class DrawsMasked(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits.clamp(min=-3.0), rows)
 
 
 class Flatter(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits * 0.8, rows)
 
 
 class Int32(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits, rows).int()
 
 
 class Column(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits, rows)[:, None]
 
 
 class OnMeta(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits, rows).to("meta")
 
 
 class OffByOne(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits, rows) + 1
 
 
 class Beyond(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits, rows) + logits.shape[1]
 
 
 class Lists(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits, rows).tolist()
 
 
 class EditsLogits(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits.sub_(logits.amax(-1, keepdim=True)), rows)
 
 
 class Multinomial(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         chosen = logits.argmax(-1)
         for row in (~rows.greedy).nonzero().flatten().tolist():
@@ -194,15 +151,11 @@ class Multinomial(Gumbel):
 
 
 class HidesNan(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         return super().sample(logits.nan_to_num(-1e30, 30.0, -1e30), rows)
 
 
 class Hoards(Gumbel):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.seen = {}
@@ -213,8 +166,6 @@ class Hoards(Gumbel):
 
 
 class Slow(Gumbel):
-    contract = 1
-
     def sample(self, logits, rows):
         end = time.process_time() + 0.2
         while time.process_time() < end:

@@ -14,6 +14,7 @@ from hardpoint.plugins import (
     RequestError,
 )
 from hardpoint.plugins.requests import LoRARequest
+from support.samples import Sample
 
 POET = LoRARequest("poet", 1)
 
@@ -29,10 +30,12 @@ class Override:
         return getattr(self._inner, name)
 
 
-class WithLimits(DefaultScheduler):
-    """Schedules with other limits than the given ones, which its records hide."""
+class Default(Sample, DefaultScheduler, contract=1):
+    """Correct."""
 
-    contract = 1
+
+class WithLimits(Default):
+    """Schedules with other limits than the given ones, which its records hide."""
 
     def __init__(self, context):
         limits, budget = context.limits, context.limits.max_num_batched_tokens
@@ -49,58 +52,42 @@ class NoContract(DefaultScheduler):
 
 
 class OverBudget(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"max_num_batched_tokens": limits.max_num_batched_tokens + 3}
 
 
 class TooManyRun(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"max_num_seqs": limits.max_num_seqs + 1}
 
 
 class SplitsPrompts(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"chunked_prefill": True, "long_prefill_token_threshold": 2}
 
 
 class EncodesTooMuch(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"max_encoder_tokens": 3 * limits.max_encoder_tokens}
 
 
 class AcceptsTooMany(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"max_waiting": None}
 
 
 class AcceptsTooManyTokens(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"max_waiting_tokens": None}
 
 
 class AcceptsTooLong(WithLimits):
-    contract = 1
-
     def wrong(self, limits):
         return {"max_model_len": limits.max_model_len + 1}
 
 
-class WithCache(DefaultScheduler):
+class WithCache(Default):
     """Has a KV cache manager with overridden methods."""
-
-    contract = 1
 
     def __init__(self, context):
         self.cache = Override(context.kv_cache)
@@ -109,8 +96,6 @@ class WithCache(DefaultScheduler):
 
 
 class LeaksOnAbort(WithCache):
-    contract = 1
-
     def change(self, cache):
         self.cache.free = lambda request: None if self.aborting else cache.free(request)
 
@@ -125,8 +110,6 @@ class LeaksOnAbort(WithCache):
 
 
 class FreesTwice(WithCache):
-    contract = 1
-
     def change(self, cache):
         pool = cache.inner.pool
 
@@ -139,8 +122,6 @@ class FreesTwice(WithCache):
 
 
 class MixesSalts(WithCache):
-    contract = 1
-
     def change(self, cache):
         def lookup(request):
             name = f"{request.request_id} without salt {request.num_tokens}"
@@ -154,8 +135,6 @@ class MixesSalts(WithCache):
 
 
 class MixesAdapters(WithCache):
-    contract = 1
-
     def change(self, cache):
         def lookup(request):
             name = f"{request.request_id} with another adapter {request.num_tokens}"
@@ -170,8 +149,6 @@ class MixesAdapters(WithCache):
 
 
 class Starves(WithCache):
-    contract = 1
-
     def change(self, cache):
         def admit(request, *given, **named):
             return request.order != 1 and cache.admit(request, *given, **named)
@@ -179,9 +156,7 @@ class Starves(WithCache):
         self.cache.admit = admit
 
 
-class LeavesPromptsNoTime(WithCache):
-    contract = 2
-
+class LeavesPromptsNoTime(WithCache, contract=2):
     def change(self, cache):
         def admit(*given, **named):
             cost = self.context.step_cost().milliseconds(prompts=1, prompt_tokens=1)
@@ -192,26 +167,20 @@ class LeavesPromptsNoTime(WithCache):
 
 
 class ForgetsToRewind(WithCache):
-    contract = 1
-
     def change(self, cache):
         self.cache.rewind = lambda request, num_tokens: None
         self.cache.discard = lambda block_ids: None
         self.cache.reset = lambda: None
 
 
-class ChangesPlans(DefaultScheduler):
+class ChangesPlans(Default):
     """Returns another plan than it scheduled."""
-
-    contract = 1
 
     def schedule(self):
         return msgspec.structs.replace(plan := super().schedule(), **self.wrong(plan))
 
 
 class KeepsVictims(ChangesPlans):
-    contract = 1
-
     def wrong(self, plan):
         victims = [name for name in plan.preempted_request_ids if self.live_request(name)]
         victims = [name for name in victims if name not in plan.num_scheduled_tokens]
@@ -228,14 +197,11 @@ class KeepsVictims(ChangesPlans):
 
 
 class HidesVictims(ChangesPlans):
-    contract = 1
-
     def wrong(self, plan):
         return {"preempted_request_ids": frozenset()}
 
 
 class RepeatsFinished(ChangesPlans):
-    contract = 1
     before = frozenset()
 
     def wrong(self, plan):
@@ -245,8 +211,6 @@ class RepeatsFinished(ChangesPlans):
 
 
 class SkipsPositions(ChangesPlans):
-    contract = 1
-
     def wrong(self, plan):
         cached = plan.cached_requests
         computed = [tokens + (tokens > 5) for tokens in cached.num_computed_tokens]
@@ -254,21 +218,16 @@ class SkipsPositions(ChangesPlans):
 
 
 class MisCounts(ChangesPlans):
-    contract = 1
-
     def wrong(self, plan):
         return {"total_num_scheduled_tokens": len(plan.num_scheduled_tokens)}
 
 
 class SchedulesNothing(ChangesPlans):
-    contract = 1
-
     def wrong(self, plan):
         return {"num_scheduled_tokens": plan.num_scheduled_tokens | {"unknown": 0}}
 
 
 class RepeatsDrafts(ChangesPlans):
-    contract = 1
     before = {}
 
     def wrong(self, plan):
@@ -280,25 +239,19 @@ class RepeatsDrafts(ChangesPlans):
 
 
 class HidesBlocks(ChangesPlans):
-    contract = 1
-
     def wrong(self, plan):
         cached = msgspec.structs.replace(plan.cached_requests, new_block_ids={})
         return {"cached_requests": cached}
 
 
-class ChangesResults(DefaultScheduler):
+class ChangesResults(Default):
     """Processes another result than the given one."""
-
-    contract = 1
 
     def update(self, plan, result):
         return super().update(plan, dataclasses.replace(result, **self.wrong(plan, result)))
 
 
 class AcceptsAllDrafts(ChangesResults):
-    contract = 1
-
     def wrong(self, plan, result):
         sampled = {
             name: [*plan.draft_token_ids.get(name, ()), tokens[-1]]
@@ -308,15 +261,11 @@ class AcceptsAllDrafts(ChangesResults):
 
 
 class TrustsFailedLoads(ChangesResults):
-    contract = 1
-
     def wrong(self, plan, result):
         return {"invalid_block_ids": frozenset()}
 
 
 class DropsLateResults(ChangesResults):
-    contract = 1
-
     def wrong(self, plan, result):
         late = plan.step < self.newest
         return {"sampled_token_ids": {} if late else result.sampled_token_ids}
@@ -328,15 +277,11 @@ class DropsLateResults(ChangesResults):
 
 
 class ForgetsFaults(ChangesResults):
-    contract = 1
-
     def wrong(self, plan, result):
         return {"faults": {}}
 
 
-class OneClient(DefaultScheduler):
-    contract = 1
-
+class OneClient(Default):
     def update(self, plan, result):
         outputs = EngineCoreOutputs()
         for client_outputs in super().update(plan, result).values():
@@ -345,9 +290,7 @@ class OneClient(DefaultScheduler):
         return {0: outputs}
 
 
-class RepeatsOutputs(DefaultScheduler):
-    contract = 1
-
+class RepeatsOutputs(Default):
     def update(self, plan, result):
         by_client = super().update(plan, result)
         for outputs in by_client.values():
@@ -355,19 +298,15 @@ class RepeatsOutputs(DefaultScheduler):
         return by_client
 
 
-class ForgetsBegun(DefaultScheduler):
+class ForgetsBegun(Default):
     """Begins forks without the outputs that they come with."""
-
-    contract = 1
 
     def add_request(self, request):
         super().add_request(msgspec.structs.replace(request, resumed=None))
 
 
-class SendsBegun(DefaultScheduler):
+class SendsBegun(Default):
     """Sends the outputs that forks come with as new ones."""
-
-    contract = 1
 
     def add_request(self, request):
         super().add_request(request)
@@ -383,30 +322,22 @@ class SendsBegun(DefaultScheduler):
         return by_client
 
 
-class FrozenClock(DefaultScheduler):
-    contract = 1
-
+class FrozenClock(Default):
     def __init__(self, context):
         super().__init__(dataclasses.replace(context, clock=lambda: 0.0))
 
 
-class NeverWaits(DefaultScheduler):
-    contract = 1
-
+class NeverWaits(Default):
     def why_waiting(self, request_id):
         super().why_waiting(request_id)
 
 
-class KeepsNoRecord(DefaultScheduler):
-    contract = 1
-
+class KeepsNoRecord(Default):
     def __init__(self, context):
         super().__init__(dataclasses.replace(context, record=None))
 
 
-class RecordsLate(DefaultScheduler):
-    contract = 1
-
+class RecordsLate(Default):
     def __init__(self, context):
         self.record = context.record
         super().__init__(dataclasses.replace(context, record=self.note))
@@ -418,9 +349,7 @@ class RecordsLate(DefaultScheduler):
         self.last = record
 
 
-class AbortNeedsToken(DefaultScheduler):
-    contract = 1
-
+class AbortNeedsToken(Default):
     def finish_requests(self, request_ids, reason):
         by_client = super().finish_requests(request_ids, reason)
         by_client[0].outputs[0].new_token_ids[0]
@@ -428,7 +357,6 @@ class AbortNeedsToken(DefaultScheduler):
 
 
 class ForgetsLostPlans(ChangesPlans):
-    contract = 1
     lost = frozenset()
 
     def plan_lost(self, plan):
@@ -439,23 +367,17 @@ class ForgetsLostPlans(ChangesPlans):
         return {"finished_request_ids": plan.finished_request_ids - self.lost}
 
 
-class KeepsComputed(DefaultScheduler):
-    contract = 1
-
+class KeepsComputed(Default):
     def reset_prefix_cache(self, *, recompute_running=False):
         super().reset_prefix_cache()
 
 
-class HidesAdded(DefaultScheduler):
-    contract = 1
-
+class HidesAdded(Default):
     def set_policy(self, policy):
         super().set_policy(Override(policy, added=lambda request: None))
 
 
-class IgnoresReady(DefaultScheduler):
-    contract = 1
-
+class IgnoresReady(Default):
     def __init__(self, context):
         gates = context.gates
         if gates is not None:
@@ -463,24 +385,19 @@ class IgnoresReady(DefaultScheduler):
         super().__init__(dataclasses.replace(context, gates=gates))
 
 
-class Picky(DefaultScheduler):
-    contract = 1
-
+class Picky(Default):
     def add_request(self, request):
         if request.params.max_tokens == 3:
             raise RequestError("max_tokens: expected anything but 3")
         super().add_request(request)
 
 
-class MisCountsLive(DefaultScheduler):
-    contract = 1
-
+class MisCountsLive(Default):
     def num_unfinished_requests(self):
         return min(super().num_unfinished_requests(), 2)
 
 
-class Limitless(DefaultScheduler):
+class Limitless(Default, contract=2):
     """Does not declare the limit of waiting tokens."""
 
-    contract = 2
     limits_waiting_tokens = False

@@ -16,6 +16,7 @@ from hardpoint.toolkit.layers import (
     weight_cuts,
     weight_shapes,
 )
+from support.samples import Sample
 
 HIDDEN, HEADS, SIZE, LAYERS, EXPERTS = 24, 6, 4, 2, 6
 
@@ -27,10 +28,9 @@ CONFIG = ModelConfig(
 )
 
 
-class Shared(Model):
+class Shared(Sample, Model, contract=1):
     """Right: two layers of attention, divided by heads, and stages."""
 
-    contract = 1
     parallelism = ("tensor", "pipeline")
 
     def __init__(self, context):
@@ -106,8 +106,6 @@ class Shared(Model):
 class InPairs(Shared):
     """Right, for sizes that divide 4."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.groups = self.parallel.share(4, "groups")
@@ -121,8 +119,6 @@ class Deaf(SingleRank):
 
 
 class NoAllReduce(Shared):
-    contract = 1
-
     def columns(self, i):
         deaf = dataclasses.replace(self.parallel, tensor=Deaf(self.parallel.tensor))
         context = dataclasses.replace(self.context, parallel=deaf)
@@ -130,23 +126,17 @@ class NoAllReduce(Shared):
 
 
 class FirstRowsOnly(Shared):
-    contract = 1
-
     def my_rows(self):
         return range(len(self.heads) * SIZE)
 
 
 class OtherColumns(Shared):
-    contract = 1
-
     def my_columns(self):
         rows = self.my_rows()
         return range(HIDDEN - rows.stop, HIDDEN - rows.start)
 
 
 class NeedsAll(Shared):
-    contract = 1
-
     def __init__(self, context):
         whole = dataclasses.replace(
             context, parallel=dataclasses.replace(context.parallel, tensor=SingleRank())
@@ -156,8 +146,6 @@ class NeedsAll(Shared):
 
 
 class CopiesAttention(Shared):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.heads = range(HEADS)
@@ -166,8 +154,6 @@ class CopiesAttention(Shared):
 
 
 class ShapesOfTheCut(Shared):
-    contract = 1
-
     def weight_shapes(self):
         cuts = self.weight_cuts()
         shapes = super().weight_shapes()
@@ -178,15 +164,11 @@ class ShapesOfTheCut(Shared):
 
 
 class CutsUnknown(Shared):
-    contract = 1
-
     def weight_cuts(self):
         return {f"model.{name}": cut for name, cut in super().weight_cuts().items()}
 
 
 class RefusesWithoutWords(Shared):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         if context.parallel.tensor.size > 1:
@@ -194,16 +176,12 @@ class RefusesWithoutWords(Shared):
 
 
 class OneRankWaits(Shared):
-    contract = 1
-
     def begun(self, batch):
         x = super().begun(batch)
         return self.parallel.tensor.all_reduce(x) if self.parallel.tensor.rank else x
 
 
 class PartOfTheLogits(Shared):
-    contract = 1
-
     def make_head(self):
         vocab = self.context.config.vocab_size
         rows = self.parallel.padded_share(vocab)
@@ -211,8 +189,6 @@ class PartOfTheLogits(Shared):
 
 
 class ForgetsTheStage(Shared):
-    contract = 1
-
     def my_layers(self):
         return range(LAYERS)
 
@@ -221,8 +197,6 @@ class ForgetsTheStage(Shared):
 
 
 class EmbedsAgain(Shared):
-    contract = 1
-
     def begun(self, batch):
         return self.embed(batch.token_ids) + self.positions(batch.positions)
 
@@ -232,8 +206,6 @@ class EmbedsAgain(Shared):
 
 
 class NoEmbedding(Shared):
-    contract = 1
-
     def layers(self):
         return [layer for layer in super().layers() if layer is not self.positions]
 
@@ -242,21 +214,16 @@ class NoEmbedding(Shared):
 
 
 class NumbersOfTheWhole(Shared):
-    contract = 1
-
     def index(self, index):
         return self.numbers[index]
 
 
 class WrongHiddenSize(Shared):
-    contract = 1
     hidden_size = HEADS
 
 
 class ForgetsTheHead(Shared):
     """No stage of several has the head's weights."""
-
-    contract = 1
 
     def layers(self):
         return [layer for layer in super().layers() if layer is not self.head]
@@ -279,8 +246,6 @@ class ForgetsTheHead(Shared):
 class SumsStages(Shared):
     """Adds up what the ranks of the stage before have given, which is whole already."""
 
-    contract = 1
-
     def begun(self, batch):
         if batch.hidden is None:
             return super().begun(batch)
@@ -289,8 +254,6 @@ class SumsStages(Shared):
 
 class PassesZerosOn(Shared):
     """The second rank of a stage gives its successor nothing."""
-
-    contract = 1
 
     def forward(self, batch):
         hidden = super().forward(batch)
@@ -301,7 +264,6 @@ class PassesZerosOn(Shared):
 class SharedExperts(Shared):
     """Right: each layer ends with experts that all compute; a rank has some of them, whole."""
 
-    contract = 1
     parallelism = ("tensor", "pipeline", "expert")
 
     def __init__(self, context):
@@ -328,8 +290,6 @@ class SharedExperts(Shared):
 
 
 class ExpertsWithoutSum(SharedExperts):
-    contract = 1
-
     def mixed(self, index, x):
         self.parallel, parallel = (
             dataclasses.replace(self.parallel, tensor=SingleRank()),
@@ -342,7 +302,5 @@ class ExpertsWithoutSum(SharedExperts):
 
 
 class FirstExpertsOnly(SharedExperts):
-    contract = 1
-
     def my_experts(self):
         return range(len(super().my_experts()))

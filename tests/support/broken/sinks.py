@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import tempfile
-import threading
 import time
 
 import msgspec
 
 from hardpoint.plugins import StatSink
+from support.samples import Sample, leave_thread
 
 
-class Totals(StatSink):
+class Totals(Sample, StatSink, contract=1):
     """Correct: adds up tokens, and appends them to a file."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -37,48 +35,36 @@ class Totals(StatSink):
 class Exports(Totals):
     """Correct: exports the tokens."""
 
-    contract = 1
-
     def exposition(self, plugins):
         return f"# TYPE tokens_total counter\ntokens_total {self.tokens}\n"
 
 
-class WithoutContract(Totals):
+class WithoutContract(Totals, contract=None):
     """States no contract of its own."""
 
 
 class Averages(Totals):
-    contract = 1
-
     def record(self, stats):
         self.seconds = sum(stats.inter_token_latency) / len(stats.inter_token_latency)
 
 
 class NeedsScheduler(Totals):
-    contract = 1
-
     def record(self, stats):
         self.running = stats.scheduler.num_running
 
 
 class AddsNone(Totals):
-    contract = 1
-
     def record(self, stats):
         self.seconds += sum(ended.metrics.queue_seconds for ended in stats.finished)
 
 
 class AddsSizes(Totals):
-    contract = 1
-
     def record(self, stats):
         tiers = stats.scheduler.kv_tiers if stats.scheduler else {}
         self.seconds += sum(tier.used_bytes for tier in tiers.values())
 
 
 class Rates(Totals):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.since = context.clock()
@@ -89,24 +75,18 @@ class Rates(Totals):
 
 
 class Drains(Totals):
-    contract = 1
-
     def record(self, stats):
         while stats.finished:
             self.tokens += stats.finished.pop().metrics.num_generation_tokens
 
 
 class Normalizes(Totals):
-    contract = 1
-
     def record(self, stats):
         if stats.scheduler is not None:
             stats.scheduler.kv_cache_usage *= 100
 
 
 class Keeps(Totals):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.all = []
@@ -119,15 +99,11 @@ EVERYTHING = []
 
 
 class KeepsElsewhere(Totals):
-    contract = 1
-
     def record(self, stats):
         EVERYTHING.append(stats)
 
 
 class KeepsIds(Totals):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.ids = {}
@@ -138,8 +114,6 @@ class KeepsIds(Totals):
 
 
 class Database(Totals):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.database = sqlite3.connect(":memory:")
@@ -150,31 +124,23 @@ class Database(Totals):
 
 
 class ClosesOnce(Totals):
-    contract = 1
-
     def close(self):
         self.file.close()
         del self.file
 
 
 class WritesAfterClose(Totals):
-    contract = 1
-
     def record(self, stats):
         self.file.write(msgspec.json.encode(stats.num_generation_tokens).decode())
 
 
 class LeavesAThread(Totals):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
-        self.ended = threading.Event()
-        threading.Thread(target=self.ended.wait, args=(5,), name="sink", daemon=True).start()
+        leave_thread("sink")
 
 
 class LeavesTheFile(Totals):
-    contract = 1
     opened = []
 
     def close(self):
@@ -182,8 +148,6 @@ class LeavesTheFile(Totals):
 
 
 class CannotClose(Totals):
-    contract = 1
-
     def record(self, stats):
         self.first = stats.num_generation_tokens
 
@@ -194,8 +158,6 @@ class CannotClose(Totals):
 
 
 class Sleeps(Totals):
-    contract = 1
-
     def record(self, stats):
         time.sleep(0.04)
 
@@ -203,7 +165,6 @@ class Sleeps(Totals):
 class SleepsInReports(Totals):
     """Every tenth report waits."""
 
-    contract = 1
     count = 0
 
     def report(self):
@@ -213,15 +174,12 @@ class SleepsInReports(Totals):
 
 
 class ExportsNothing(Totals):
-    contract = 1
-
     def exposition(self, plugins):
         if self.tokens:
             return f"tokens_total {self.tokens}\n"
 
 
 class ExportsMeans(Totals):
-    contract = 1
     count = 0
 
     def record(self, stats):
@@ -233,29 +191,22 @@ class ExportsMeans(Totals):
 
 
 class ExportsRawLabels(Totals):
-    contract = 1
-
     def exposition(self, plugins):
         return f'tokens_total{{model="{self.context.model}"}} {self.tokens}\n'
 
 
 class ExportsTwice(Exports):
-    contract = 1
-
     def exposition(self, plugins):
         return 2 * super().exposition(plugins)
 
 
 class ExportsSinceLast(Exports):
-    contract = 1
-
     def exposition(self, plugins):
         text, self.tokens = super().exposition(plugins), 0
         return text
 
 
 class ExportsTotalsOfTheEngine(Totals):
-    contract = 1
     queried = 0
 
     def record(self, stats):
@@ -267,8 +218,6 @@ class ExportsTotalsOfTheEngine(Totals):
 
 
 class ExportsKnownPlugins(Totals):
-    contract = 1
-
     def exposition(self, plugins):
         lines = ["# TYPE plugin_rows_total counter"]
         for number, meter in enumerate(plugins.meters.values()):
@@ -277,7 +226,5 @@ class ExportsKnownPlugins(Totals):
 
 
 class ExportsAfterClose(Totals):
-    contract = 1
-
     def exposition(self, plugins):
         return f"bytes_written {self.file.tell()}\n"

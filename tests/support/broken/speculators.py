@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 
 from hardpoint.plugins import Speculator
+from support.samples import Sample
 
 
-class LastPair(Speculator):
+class LastPair(Sample, Speculator, contract=1):
     """Right: what followed the last token where it stood before, kept for each request."""
-
-    contract = 1
 
     def start(self, request):
         return {"after": {}, "seen": []}
@@ -35,8 +34,6 @@ class LastPair(Speculator):
 class Learns(LastPair):
     """Right: pairs of earlier requests of the scope help, of the newest 8 scopes."""
 
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.scopes = {}
@@ -49,41 +46,31 @@ class Learns(LastPair):
         return {"after": after, "seen": []}
 
 
-class NoContract(LastPair):
+class NoContract(LastPair, contract=None):
     pass
 
 
 class TooFew(LastPair):
-    contract = 1
-
     def propose(self, requests, budget):
         return [drafts for drafts in super().propose(requests, budget) if drafts]
 
 
 class TooLong(LastPair):
-    contract = 1
-
     def propose(self, requests, budget):
         return [[*self.follow(request), 1] for request in requests]
 
 
 class NoLists(LastPair):
-    contract = 1
-
     def propose(self, requests, budget):
         return 7
 
 
 class OutOfRange(LastPair):
-    contract = 1
-
     def propose(self, requests, budget):
         return [[self.context.vocab_size] for _ in requests]
 
 
 class Fails(LastPair):
-    contract = 1
-
     def follow(self, request):
         return [request.state["after"][request.output_token_ids[-1]]]
 
@@ -91,12 +78,8 @@ class Fails(LastPair):
 class Remembers(Learns):
     """Keeps pairs of ended requests, though its suite has `learns = False`."""
 
-    contract = 1
-
 
 class MixesScopes(LastPair):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.after = {}
@@ -107,8 +90,6 @@ class MixesScopes(LastPair):
 
 class ByPlace(LastPair):
     """Keeps states by the place of a request among those of the step."""
-
-    contract = 1
 
     def __init__(self, context):
         super().__init__(context)
@@ -127,15 +108,11 @@ class ByPlace(LastPair):
 class ReadsNewTokensOnly(LastPair):
     """Counts what it was shown, not what there was before."""
 
-    contract = 1
-
     def start(self, request):
         return {"after": {}, "seen": [*request.prompt_token_ids, *request.output_token_ids]}
 
 
 class Appends(LastPair):
-    contract = 1
-
     def follow(self, request):
         drafts = super().follow(request)
         list.append(request.output_token_ids, 1)
@@ -143,16 +120,12 @@ class Appends(LastPair):
 
 
 class SetsState(LastPair):
-    contract = 1
-
     def follow(self, request):
         request.state = dict(request.state)
         return super().follow(request)
 
 
 class Grows(LastPair):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.known = []
@@ -164,8 +137,6 @@ class Grows(LastPair):
 class Searches(LastPair):
     """Walks through the whole text for each draft."""
 
-    contract = 1
-
     def follow(self, request):
         known = [*request.prompt_token_ids, *request.output_token_ids]
         for place in range(len(known) - 2, -1, -1):
@@ -175,10 +146,8 @@ class Searches(LastPair):
 
 
 class Slow(LastPair):
-    contract = 1
-
     def follow(self, request):
-        end = time.process_time() + 0.002
+        end = time.process_time() + 0.001
         while time.process_time() < end:
             pass
         return super().follow(request)

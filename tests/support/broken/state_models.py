@@ -11,8 +11,6 @@ from support.broken.models import HIDDEN, Tiny
 class Summing(Tiny):
     """Right: the second layer adds a decayed sum of what came before."""
 
-    contract = 1
-
     def kv_specs(self):
         return super().kv_specs()[:1]
 
@@ -41,8 +39,6 @@ class Summing(Tiny):
 
 
 class LeaksBetweenRows(Summing):
-    contract = 1
-
     def advance(self, states, starts, x):
         out, (sums,) = super().advance(states, starts, x)
         return out, (sums - 0.01 * sums.sum(0),)
@@ -51,16 +47,12 @@ class LeaksBetweenRows(Summing):
 class BeginsAnew(Summing):
     """Ignores the chunks before."""
 
-    contract = 1
-
     def advance(self, states, starts, x):
         return super().advance([state.zero_() for state in states], starts, x)
 
 
 class KeepsItInTheModel(Summing):
     """Not restored after a preemption."""
-
-    contract = 1
 
     def load_weights(self, weights):
         super().load_weights(weights)
@@ -73,37 +65,27 @@ class KeepsItInTheModel(Summing):
 
 
 class ReturnsHalf(Summing):
-    contract = 1
-
     def advance(self, states, starts, x):
         out, (sums,) = super().advance(states, starts, x)
         return out, (sums.half(),)
 
 
 class RecursTwice(Summing):
-    contract = 1
-
     def recurred(self, batch, x):
         super().recurred(batch, x)
         return super().recurred(batch, x)
 
 
 class ForgetsToRecur(Summing):
-    contract = 1
-
     def recurred(self, batch, x):
         return x.float()
 
 
 class NamesADevice(Summing):
-    contract = 1
-
     def state_specs(self):
         return [(TensorSpec((HIDDEN,), "cuda"),)]
 
 
 class StatesAfterLoading(Summing):
-    contract = 1
-
     def state_specs(self):
         return super().state_specs() if hasattr(self, "weights") else []

@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     WorkerHalf,
 )
 from hardpoint.plugins.frontend_half import GivenPrompt
+from support.samples import Sample
 
 
 class GoodHalf(EngineHalf):
@@ -114,8 +115,7 @@ class GoodRequests(FrontendHalf):
         return "it begins with a bracket" if answer.startswith("[") else None
 
 
-class Good(StepPart):
-    contract = 1
+class Good(Sample, StepPart, contract=1):
     half = GoodHalf
     Requests = GoodRequests
 
@@ -129,7 +129,7 @@ class Good(StepPart):
 def part_of(half, **attributes):
     """Return a part with a half, named as it is."""
     name = half.__name__.strip("_").removesuffix("Half")
-    return type(name, (Good,), {"contract": 1, "half": half, "__module__": __name__, **attributes})
+    return type(name, (Good,), {"half": half, "__module__": __name__, **attributes})
 
 
 class GoodWorkerHalf(WorkerHalf):
@@ -193,7 +193,6 @@ class _ReportedHalf(GoodHalf):
 
 
 class GoodWorker(Good):
-    contract = 1
     half = _ReportedHalf
     worker = GoodWorkerHalf
 
@@ -210,7 +209,7 @@ class GoodWorker(Good):
 def part_of_worker(half):
     """Return a part with a worker half, named as it is."""
     name = half.__name__.strip("_").removesuffix("Half")
-    return type(name, (GoodWorker,), {"contract": 1, "worker": half, "__module__": __name__})
+    return type(name, (GoodWorker,), {"worker": half, "__module__": __name__})
 
 
 class NoContract(StepPart):
@@ -219,8 +218,6 @@ class NoContract(StepPart):
 
 
 class GivesNoHalf(Good):
-    contract = 1
-
     def engine_half(self, context):
         return None
 
@@ -635,23 +632,17 @@ class PrepareRaises(Good):
         def prepare(self, request, reasoning):
             raise KeyError("reasons")
 
-    contract = 1
-
 
 class Renames(Good):
     class Requests(GoodRequests):
         def prepare(self, request, reasoning):
             request.request_id += "-mine"
 
-    contract = 1
-
 
 class CompletesTwice(Good):
     class Requests(GoodRequests):
         def prepare(self, request, reasoning):
             request.priority += 1
-
-    contract = 1
 
 
 class ReadsLetters(Good):
@@ -661,15 +652,11 @@ class ReadsLetters(Good):
         def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97] * prompt["letters"])
 
-    contract = 1
-
 
 class ReadsIntoList(Good):
     class Requests(ReadsLetters.Requests):
         def read_prompt(self, prompt, reader):
             return [97] * prompt["letters"]
-
-    contract = 1
 
 
 class CutsNothing(Good):
@@ -678,15 +665,11 @@ class CutsNothing(Good):
             given = GivenPrompt(token_ids=[97] * prompt["letters"])
             return dataclasses.replace(given, cut=lambda limit: given)
 
-    contract = 1
-
 
 class ReadsNoToken(Good):
     class Requests(ReadsLetters.Requests):
         def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[-1])
-
-    contract = 1
 
 
 class ReadsFieldsOfOthers(Good):
@@ -694,15 +677,11 @@ class ReadsFieldsOfOthers(Good):
         def read_prompt(self, prompt, reader):
             return GivenPrompt(token_ids=[97], fields={"resumable": True})
 
-    contract = 1
-
 
 class RefusesWhatItReads(Good):
     class Requests(ReadsLetters.Requests):
         def prepare(self, request, reasoning):
             raise RequestError("not this one")
-
-    contract = 1
 
 
 class ReadPromptRaises(Good):
@@ -710,15 +689,11 @@ class ReadPromptRaises(Good):
         def read_prompt(self, prompt, reader):
             raise KeyError("letter")
 
-    contract = 1
-
 
 class ReadsByText(Good):
     class Requests(GoodRequests):
         def reads_answer(self, request):
             return "yes"
-
-    contract = 1
 
 
 class FlawAsList(Good):
@@ -729,8 +704,6 @@ class FlawAsList(Good):
         def validate(self, request, answer):
             return ["wrong"]
 
-    contract = 1
-
 
 class ValidateRaises(Good):
     class Requests(GoodRequests):
@@ -740,12 +713,9 @@ class ValidateRaises(Good):
         def validate(self, request, answer):
             raise ValueError("no JSON")
 
-    contract = 1
-
 
 class NoFrontendHalf(Good):
     Requests = dict
-    contract = 1
 
 
 class _AnswersAllHalf(GoodHalf):
@@ -764,8 +734,6 @@ AnswersObjects = part_of(_AnswersObjectsHalf)
 
 
 class UsesOtherFields(Good):
-    contract = 1
-
     @classmethod
     def request_fields(cls, config):
         return ["priority"]

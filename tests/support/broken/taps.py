@@ -6,12 +6,11 @@ import torch
 
 from hardpoint import plugins
 from hardpoint.plugins import ActivationTap, TapSite
+from support.samples import Sample
 
 
-class Norms(ActivationTap):
+class Norms(Sample, ActivationTap, contract=1):
     """Right: the norm of each hidden state."""
-
-    contract = 1
 
     @classmethod
     def sites(cls, arguments):
@@ -21,10 +20,8 @@ class Norms(ActivationTap):
         return values.norm(dim=-1)
 
 
-class Scaled(ActivationTap):
+class Scaled(Sample, ActivationTap, contract=1):
     """Right: hidden states of the answer, multiplied."""
-
-    contract = 1
 
     class Arguments(plugins.Arguments):
         factor: float = 2.0
@@ -39,61 +36,47 @@ class Scaled(ActivationTap):
         return values * factors
 
 
-class NoContract(Norms):
+class NoContract(Norms, contract=None):
     pass
 
 
 class Neither(Norms):
-    contract = 1
     read = ActivationTap.read
 
 
 class NoSites(Norms):
-    contract = 1
-
     @classmethod
     def sites(cls, arguments):
         return []
 
 
 class WrongPlace(Norms):
-    contract = 1
-
     @classmethod
     def sites(cls, arguments):
         return [TapSite(0, "logits")]
 
 
 class Sums(Norms):
-    contract = 1
-
     def read(self, site, values, rows):
         return values.sum(0)
 
 
 class Cuts(Scaled):
-    contract = 1
-
     def change(self, site, values, rows):
         return values[:, :3]
 
 
 class Infinite(Scaled):
-    contract = 1
-
     def change(self, site, values, rows):
         return values / 0
 
 
 class Centred(Norms):
-    contract = 1
-
     def read(self, site, values, rows):
         return values - values.mean(0)
 
 
 class Counts(Norms):
-    contract = 1
     count = 0
 
     def read(self, site, values, rows):
@@ -102,30 +85,22 @@ class Counts(Norms):
 
 
 class InPlace(Scaled):
-    contract = 1
-
     def change(self, site, values, rows):
         return values.mul_(2)
 
 
 class OneKey(Scaled):
-    contract = 1
-
     @classmethod
     def cache_key(cls, arguments):
         return b"scaled"
 
 
 class TextKey(Scaled):
-    contract = 1
-
     @classmethod
     def cache_key(cls, arguments):
         return "scaled"
 
 
 class Fails(Norms):
-    contract = 1
-
     def read(self, site, values, rows):
         raise KeyError("direction")

@@ -9,6 +9,7 @@ from hardpoint import RequestError
 from hardpoint.plugins import Tokenizer
 from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.tokenizer import EncodedPair
+from support.samples import Sample
 
 EOS = 256
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -36,10 +37,8 @@ class ByteStream:
         return text
 
 
-class Bytes(Tokenizer):
+class Bytes(Sample, Tokenizer, contract=1):
     """Correct: one token per byte, and one that ends a text."""
-
-    contract = 1
 
     vocab_size = 257
     eos_token_ids = (EOS,)
@@ -68,17 +67,15 @@ class Bytes(Tokenizer):
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
 
-class WithoutContract(Bytes):
+class WithoutContract(Bytes, contract=None):
     """States no contract of its own."""
 
 
 class SmallVocabulary(Bytes):
-    contract = 1
     vocab_size = 100
 
 
 class OneTooFew(Bytes):
-    contract = 1
     vocab_size = 256
     eos_token_ids = ()
 
@@ -88,13 +85,10 @@ class OneTooFew(Bytes):
 
 
 class LargeVocabulary(Bytes):
-    contract = 1
     vocab_size = 32_000
 
 
 class ShiftsIds(Bytes):
-    contract = 1
-
     def encode(self, text, **options):
         return [token + 300 for token in super().encode(text)]
 
@@ -104,16 +98,12 @@ class ShiftsIds(Bytes):
 
 
 class ReturnsBytes(Bytes):
-    contract = 1
-
     def encode(self, text, **options):
         return text.encode()
 
 
 class CharactersAsBytes(Bytes):
     """Its vocabulary has the UTF-8 of characters that stand for bytes."""
-
-    contract = 1
 
     def vocabulary(self):
         tokens = [chr(byte).encode() for byte in range(256)]
@@ -123,21 +113,16 @@ class CharactersAsBytes(Bytes):
 class ReversesBytes(Bytes):
     """Its vocabulary mistakes the bytes of which longer characters consist."""
 
-    contract = 1
-
     def vocabulary(self):
         return Vocabulary(tokens=(*BYTES[:128], *BYTES[:127:-1], b"<eos>"), special=(EOS,))
 
 
 class PaddedVocabulary(Bytes):
-    contract = 1
-
     def vocabulary(self):
         return Vocabulary(tokens=(*BYTES, b"<eos>", *[b""] * 63), special=(EOS,))
 
 
 class NothingIsSpecial(OneTooFew):
-    contract = 1
     vocab_size = 257
     special_tokens = {"<eos>": EOS}
 
@@ -146,29 +131,21 @@ class NothingIsSpecial(OneTooFew):
 
 
 class TextIsSpecial(Bytes):
-    contract = 1
-
     def vocabulary(self):
         return Vocabulary(tokens=(*BYTES, b"<eos>"), special=(60, EOS))
 
 
 class Ascii(Bytes):
-    contract = 1
-
     def encode(self, text, **options):
         return [*text.encode("ascii", "ignore")]
 
 
 class Strips(Bytes):
-    contract = 1
-
     def decode(self, token_ids, **options):
         return super().decode(token_ids, **options).strip()
 
 
 class TokenByToken(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
         return Stateless(self, skip_special_tokens)
 
@@ -182,29 +159,21 @@ class Stateless:
 
 
 class IgnoresThePrompt(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
         return ByteStream(skip_special_tokens)
 
 
 class ShowsSpecials(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
         return super().decode_stream(prompt_token_ids, skip_special_tokens=False)
 
 
 class HidesSpecials(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
         return super().decode_stream(prompt_token_ids)
 
 
 class RepeatsThePrompt(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, *, skip_special_tokens=True):
         stream = ByteStream(skip_special_tokens)
         stream.held = bytes(token for token in prompt_token_ids[-4:] if token < EOS)
@@ -212,8 +181,6 @@ class RepeatsThePrompt(Bytes):
 
 
 class OneStream(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, **options):
         self.stream = super().decode_stream(prompt_token_ids, **options)
         return self
@@ -223,21 +190,16 @@ class OneStream(Bytes):
 
 
 class RaisesForUnknown(Bytes):
-    contract = 1
-
     def decode(self, token_ids, **options):
         return super().decode([[*range(257)][token] for token in token_ids], **options)
 
 
 class ShowsUnknown(Bytes):
-    contract = 1
-
     def decode(self, token_ids, **options):
         return super().decode([token % 257 for token in token_ids], **options)
 
 
 class Random(Bytes):
-    contract = 1
     turns = itertools.count()
 
     def decode(self, token_ids, **options):
@@ -247,8 +209,6 @@ class Random(Bytes):
 class Buffered(Bytes):
     """Gathers tokens in an attribute."""
 
-    contract = 1
-
     def encode(self, text, **options):
         self.ids = []
         for byte in text.encode():
@@ -257,39 +217,30 @@ class Buffered(Bytes):
 
 
 class RaisesForChat(Bytes):
-    contract = 1
-
     def apply_chat_template(self, messages, **options):
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
 
 class ReturnsIdsForChat(Bytes):
-    contract = 1
-
     def apply_chat_template(self, messages, **options):
         return [1, 2]
 
 
 class EndsAtNewlines(Bytes):
-    contract = 1
     eos_token_ids = (10,)
 
 
 class EndsBeyond(Bytes):
-    contract = 1
     eos_token_ids = (300,)
 
 
 class NamesText(Bytes):
     """Its special tokens are ordinary text."""
 
-    contract = 1
     special_tokens = {"<think>": 60}
 
 
 class ClearsIds(Bytes):
-    contract = 1
-
     def decode(self, token_ids, **options):
         text = super().decode(token_ids, **options)
         token_ids.clear()
@@ -297,8 +248,6 @@ class ClearsIds(Bytes):
 
 
 class FillsMessages(Bytes):
-    contract = 1
-
     def apply_chat_template(self, messages, **options):
         for message in messages:
             if isinstance(message, dict):
@@ -307,8 +256,6 @@ class FillsMessages(Bytes):
 
 
 class Remembers(Bytes):
-    contract = 1
-
     def __init__(self, context):
         super().__init__(context)
         self.known = {}
@@ -319,8 +266,6 @@ class Remembers(Bytes):
 
 
 class DecodesAllAgain(Bytes):
-    contract = 1
-
     def decode_stream(self, prompt_token_ids, **options):
         return Quadratic(self)
 
@@ -343,15 +288,11 @@ class Quadratic:
 class JoinsPairs(Bytes):
     """It gives all tokens to the first text."""
 
-    contract = 1
-
     def encode_pair(self, first, second):
         ids = self.encode(first + second)
         return EncodedPair(ids, range(len(ids)), range(len(ids), len(ids)), len(ids))
 
 
 class PairsAsLists(Bytes):
-    contract = 1
-
     def encode_pair(self, first, second):
         return [*self.encode(first), *self.encode(second)]

@@ -146,7 +146,7 @@ class Rank:
         self,
         *names: str,
         layers: int = 2,
-        load_seconds: float = 20.0,
+        load_seconds: float = 120.0,
         stores: Sequence[ScriptedStore] = (),
         identity_changes: dict[str, Any] | None = None,
         **options: Any,
@@ -181,7 +181,7 @@ class Rank:
                 open_stores=open_stores,
                 report_fault=lambda *fault: self.faults.append(fault),
             ),
-            StoresOptions(**{"breaker_failures": 1000} | options),
+            StoresOptions(**{"breaker_failures": 1000, "timeout_seconds": 60.0} | options),
         )
         self.half.register_kv_caches(self.caches)
         self._totals = {store.name: KVTierStats() for store in self.stores}

@@ -12,12 +12,14 @@ from hardpoint.typed import convert
 
 SIZES = (128, 5000, 3000)
 BLOCK = sum(SIZES)
+PATIENT = {"lookup_seconds": 60.0, "connect_seconds": 60.0, "wait_seconds": 60.0}
+"""Options with which no answer comes too late."""
 
 
 def peer_context(name: str, options: dict[str, Any], **fields: Any) -> KVStoreContext:
     """Return the context of a store, with its options checked as the engine does."""
     checked = convert(options, PeerToPeerStore.Options, path="plugin.p2p")
-    defaults: dict[str, Any] = {"sizes": SIZES, "identity": "model", "timeout_seconds": 5.0}
+    defaults: dict[str, Any] = {"sizes": SIZES, "identity": "model", "timeout_seconds": 60.0}
     return KVStoreContext(name="p2p", options=checked, engine_id=name, **{**defaults, **fields})
 
 
@@ -34,8 +36,8 @@ class Peers:
 
     def options(self, name: str, **options: Any) -> dict[str, Any]:
         peers = {one: self.address(one) for one in ("a", "b")}
-        known = {"listen": self.address(name), "peers": peers, "connect_seconds": 0.3}
-        return {**known, **options}
+        known = {"listen": self.address(name), "peers": peers}
+        return {**known, **PATIENT, **options}
 
     def open(self, name: str, *, identity: str = "model", **options: Any) -> PeerToPeerStore:
         context = peer_context(

@@ -9,9 +9,12 @@ from typing import Any
 
 from hardpoint import LLM, RequestOutput, SamplingParams
 from hardpoint.testing import scripted_config
+from support.waiting import PATIENCE_S
 
 PREFILL, DECODE = "prefill", "decode"
 REMOTE = {"do_remote_decode": True}
+PATIENT = {"lookup_seconds": 60.0, "connect_seconds": 60.0, "wait_seconds": 60.0}
+"""Options of the store with which no answer comes too late."""
 
 
 def split_config(
@@ -57,6 +60,9 @@ class Split:
 
     def open(self, name: str, **connector: Any) -> LLM:
         base = {**self.base, **connector.pop("base", {})}
+        connector["p2p"] = {**PATIENT, **connector.get("p2p", {})}
+        connector["kv_connector"] = {"load_seconds": 120.0, **connector.get("kv_connector", {})}
+        connector.setdefault("timeout_seconds", 60.0)
         config = split_config(base, self.sockets, name, **connector)
         self.engines[name] = LLM(str(self.model), config=config)
         return self.engines[name]
@@ -95,7 +101,7 @@ def tokens(output: RequestOutput) -> Sequence[int]:
 
 def steps_until(llm: LLM, condition: Callable[[], bool]) -> None:
     """Run steps until what threads did has been reported."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         llm.generate("x", params(1))

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.protocol import EngineCoreReadyResponse
 from hardpoint.system.encoding import Encoder
+from support.waiting import PATIENCE_S
 
 READY = EngineCoreReadyResponse(manifest_hash="", max_model_len=64, num_gpu_blocks=8)
 
@@ -32,7 +33,7 @@ class Engine:
         """Send the first message, or another one in its place."""
         self.input.send_multipart([*map(bytes, Encoder().encode(message))])
 
-    def heard(self, seconds: float = 20.0) -> list[bytes] | None:
+    def heard(self, seconds: float = PATIENCE_S) -> list[bytes] | None:
         """Wait for the next message of the client; None if none comes."""
         return self.input.recv_multipart() if self.input.poll(seconds * 1000) else None
 

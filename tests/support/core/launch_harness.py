@@ -17,6 +17,8 @@ from hardpoint.plugins.manifest import Manifest, PluginEntry
 
 LIMIT_S = 60.0
 """For what comes soon, where the machine has nothing else to do."""
+AT_ONCE_S = 30.0
+"""What ends at once takes less, and a child that nobody ends takes much longer."""
 
 ENTRY = PluginEntry(
     kind="logits_processors", name="dry", value="__main__:Dry", distribution="d", version="1"
@@ -106,7 +108,7 @@ def failure_of(process: EngineProcess) -> HardpointError:
     return failure
 
 
-def gone(pid: int, limit_s: float) -> bool:
+def gone(pid: int, limit_s: float = LIMIT_S) -> bool:
     """Whether a process ends, or has ended, within a time."""
     until = time.monotonic() + limit_s
     while (state := state_of(pid)) not in ("", "Z") and time.monotonic() < until:

@@ -25,6 +25,7 @@ from hardpoint.replicas.choice import EngineChoice
 from hardpoint.replicas.group import EngineGroup
 from hardpoint.replicas.restarts import RestartBudget
 from hardpoint.replicas.waves.group import WaveGroup
+from support.waiting import PATIENCE_S
 
 
 class Engine:
@@ -51,7 +52,7 @@ class Engine:
         if world.failing.get(index):
             raise world.failing[index].pop(0)
         if world.hold is not None:
-            assert world.hold.wait(10)
+            assert world.hold.wait(PATIENCE_S)
 
     @property
     def ids(self):

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hardpoint import LLM, RequestError, typed
+from hardpoint.builtin_plugins.kv_connectors.threads import TaskThreads
 from hardpoint.core.build import build_engine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.plugins import EngineConfig
@@ -21,9 +23,10 @@ from hardpoint.registry.kinds import KINDS
 from hardpoint.testing import ScriptedClock, scripted_config, write_scripted_model
 from support.faults import plugins
 from support.faults.kinds import SETUPS, Request, Setup
+from support.waiting import PATIENCE_S
 
-SECONDS, STEPS = 0.5, 500
-"""After both of which a case is given up, which is a consequence, too."""
+STEPS = 500
+"""Number of steps after which a case of a scheduler is given up, which is a consequence, too."""
 DEAD = ("EngineDeadError", "EngineFaultError")
 LATER = " later"
 """Ends the names of faults that begin when the engine has started."""
@@ -123,7 +126,10 @@ def broken(case: Case) -> type:
     states: dict[str, dict[str, Any]] = {}
     if case.methods == ("contract",):
         body = {"__module__": plugins.__name__, **({"contract": 99} if "99" in case.fault else {})}
-        return type("Broken", (base,), body)
+        cls = type("Broken", (base,), body)
+        if "contract" not in body and "contract" in vars(cls):
+            del cls.contract  # which a `Sample` states
+        return cls
     for method in case.methods:
         owner, _, name = method.rpartition(".")
         part = states.setdefault(owner, {}) if owner else body
@@ -253,13 +259,13 @@ def use_llm(llm: LLM, setup: Setup, found: Outcome) -> None:
 def use_engine(engine: LLMEngine, setup: Setup, found: Outcome) -> None:
     """Run requests and make control calls."""
     plugins.started = True
-    run_requests(engine, setup.requests, found)
+    patience_s = 0.0 if setup.kind == "schedulers" else PATIENCE_S  # others wait for threads
+    run_requests(engine, setup.requests, found, patience_s)
     if setup.again and "engine" not in found:
         if setup.kind != "eviction_policies":
-            # Until threads have stored what the first requests computed.
-            time.sleep(0.15 if setup.kind == "kv_stores" else 0.0)
+            wait_for_stores()
             attempt(lambda: engine.call_utility("reset_prefix_cache"), "reset", found)
-        run_requests(engine, setup.again, found)
+        run_requests(engine, setup.again, found, patience_s)
     for name, action in setup.actions.items():
         if any(text.startswith(DEAD) for text in found.values()):
             return
@@ -275,6 +281,14 @@ def use_engine(engine: LLMEngine, setup: Setup, found: Outcome) -> None:
         found[f"quarantined {name}"] = message
 
 
+def wait_for_stores() -> None:
+    """Wait until the threads of KV stores have no task left."""
+    for thread in threading.enumerate():
+        owner = getattr(getattr(thread, "_target", None), "__self__", None)
+        if isinstance(owner, TaskThreads):
+            assert owner.drain(PATIENCE_S)
+
+
 def attempt(action: Callable[[], Any], name: str, found: Outcome) -> bool:
     """Call a function; note the error that it raises, and return whether it raised none."""
     try:
@@ -285,13 +299,13 @@ def attempt(action: Callable[[], Any], name: str, found: Outcome) -> bool:
     return True
 
 
-def run_requests(engine: LLMEngine, requests: Any, found: Outcome) -> None:
-    """Run requests together."""
+def run_requests(engine: LLMEngine, requests: Any, found: Outcome, patience_s: float) -> None:
+    """Run requests together; give them up after STEPS steps and some seconds."""
     for request in requests:
         add(engine, request, found)
         if any(text.startswith(DEAD) for text in found.values()):
             return
-    end, steps = time.monotonic() + SECONDS, 0
+    end, steps = time.monotonic() + patience_s, 0
     try:
         while engine.has_unfinished_requests():
             for output in engine.step():

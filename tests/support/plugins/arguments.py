@@ -9,12 +9,11 @@ import msgspec
 from hardpoint import plugins
 from hardpoint.plugins import Meta, Sampler, SchedulingPolicy
 from hardpoint.toolkit.parsing.format_parser import Content, FormatParser, Reasoning, State
+from support.samples import Sample
 
 
-class Classes(SchedulingPolicy):
+class Classes(Sample, SchedulingPolicy, contract=1):
     """Interactive requests first."""
-
-    contract = 1
 
     class Arguments(plugins.Arguments):
         deadline_class: Literal["chat", "batch"] = "batch"
@@ -53,7 +52,6 @@ class ByWeight(SchedulingPolicy):
 class FailsOnImport(Classes):
     """Has the format of `Exporting`, whose state it does not take."""
 
-    contract = 1
     state_format = "classes"
 
     def added(self, request):
@@ -67,7 +65,6 @@ class FailsOnImport(Classes):
 
 
 class Exporting(Classes):
-    contract = 1
     state_format = "classes"
 
     def export_state(self):

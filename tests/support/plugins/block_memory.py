@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.plugins import StepPart, WorkerHalf
+from support.samples import Sample
 
 
 class Keeping(WorkerHalf):
@@ -20,9 +21,7 @@ class Keeping(WorkerHalf):
         return self.change(self.memory_of)
 
 
-class KeepsMemory(StepPart):
-    contract = 1
-
+class KeepsMemory(Sample, StepPart, contract=1):
     def worker_half(self, context):
         return Keeping(self.change)
 
@@ -31,35 +30,25 @@ class KeepsMemory(StepPart):
 
 
 class KeepsTooFew(KeepsMemory):
-    contract = 1
-
     def change(self, memory):
         return memory[1:]
 
 
 class KeepsOtherBlocks(KeepsMemory):
-    contract = 1
-
     def change(self, memory):
         return [view[1:] for view in memory]
 
 
 class KeepsIntegers(KeepsMemory):
-    contract = 1
-
     def change(self, memory):
         return [view.view(torch.int32) for view in memory]
 
 
 class KeepsNone(KeepsMemory):
-    contract = 1
-
     def change(self, memory):
         return None
 
 
 class KeepsNothingThen(KeepsMemory):
-    contract = 1
-
     def change(self, memory):
         raise ValueError("no memory today")

@@ -20,6 +20,7 @@ from hardpoint.plugins import (
     SparseLogitsProcessor,
     Wrapper,
 )
+from support.samples import Sample
 
 FIRST, NUM = 10, 40
 
@@ -29,10 +30,9 @@ def token_of(delta: int, step: int, position: int, factor: int = 1) -> int:
     return FIRST + (delta + factor * step * position) % NUM
 
 
-class Pick(SparseLogitsProcessor):
+class Pick(Sample, SparseLogitsProcessor, contract=1):
     """Forces tokens that follow from an option, an argument and the position."""
 
-    contract = 1
     phase = Phase.FORCE
     factor: ClassVar[int] = 1
 
@@ -65,7 +65,6 @@ class Pick(SparseLogitsProcessor):
 class Twice(Pick):
     """The same with another formula."""
 
-    contract = 1
     factor = 2
 
 
@@ -119,27 +118,14 @@ class Rows(BatchLogitsProcessor):
 class Breaks(Pick):
     """Cannot be built."""
 
-    contract = 1
-
     def __init__(self, context: LogitsContext) -> None:
         super().__init__(context)
         raise RuntimeError("it breaks")
 
 
-class Hangs(Pick):
-    """Takes long to build."""
-
-    contract = 1
-
-    def __init__(self, context: LogitsContext) -> None:
-        super().__init__(context)
-        time.sleep(1.5)
-
-
 class Slow(Pick):
     """Takes the seconds to build that an environment variable has."""
 
-    contract = 1
     variable = "SECONDS_TO_BUILD"
 
     def __init__(self, context: LogitsContext) -> None:
@@ -147,10 +133,9 @@ class Slow(Pick):
         time.sleep(float(os.environ.get(self.variable, "0")))
 
 
-class Keeper(SchedulingPolicy):
+class Keeper(Sample, SchedulingPolicy, contract=1):
     """Has a state that it hands over."""
 
-    contract = 1
     state_format = "keeper/1"
 
     def key(self, request: Any) -> Any:
@@ -168,7 +153,6 @@ class Keeper(SchedulingPolicy):
 class Refusing(Keeper):
     """Cannot take the state over, which a commit shows."""
 
-    contract = 1
     state_format = "keeper/1"
 
     def import_state(self, state: Any) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from hardpoint import plugins
 from hardpoint.plugins import EngineHalf, FrontendHalf, StepPart, WorkerHalf
+from support.samples import Sample
 
 FIRST = 10
 
 
-class Mark(StepPart):
+class Mark(Sample, StepPart, contract=1):
     """Forces one token in the requests with its tag, by all of its halves together."""
 
-    contract = 1
     changes_live = True
 
     class Options(plugins.Options):
@@ -134,14 +134,11 @@ class Forcing(WorkerHalf):
 class Fixed(Mark):
     """Does not state that it can be changed."""
 
-    contract = 1
     changes_live = False
 
 
 class Keyed(Mark):
     """States that it can be changed, and gives keys to blocks."""
-
-    contract = 1
 
     def engine_half(self, context: Any) -> EngineHalf:
         """Return a half with keys."""
@@ -160,8 +157,6 @@ class Keys(Sending):
 
 class Breaking(Mark):
     """Cannot be built in workers."""
-
-    contract = 1
 
     def worker_half(self, context: Any) -> WorkerHalf:
         """Fail."""

@@ -14,12 +14,11 @@ from pathlib import Path
 from hardpoint import plugins
 from hardpoint.builtin_plugins.attention.torch import TorchAttention
 from hardpoint.plugins import KVStore
+from support.samples import Sample
 
 
-class FolderStore(KVStore):
+class FolderStore(Sample, KVStore, contract=1):
     """Keeps each block in a file of its own, so that it outlives its engine."""
-
-    contract = 1
 
     class Options(plugins.Options):
         """`path` is a folder; None is a temporary one."""
@@ -71,8 +70,6 @@ class FolderStore(KVStore):
 
 class HostileStore(FolderStore):
     """A share of its calls goes wrong, in the ways that its options name."""
-
-    contract = 1
 
     class Options(plugins.Options):
         """The share, and of `fail`, `forget`, `invent`, `damage`, `foreign`, `slow` and `nonsense`.

@@ -20,12 +20,12 @@ from hardpoint.plugins.output_parser import (
     ToolCallEnd,
 )
 from hardpoint.toolkit.bitmasks import allow_tokens
+from support.samples import Sample
 
 
-class Arrows(OutputParser):
+class Arrows(Sample, OutputParser, contract=2):
     """`reasoning=>[tool]arguments`."""
 
-    contract = 2
     roles = ("reasoning", "tools")
 
     class Options(plugins.Options):
@@ -37,8 +37,6 @@ class Arrows(OutputParser):
 
 class Hermes(Arrows):
     """Has the name of a built-in."""
-
-    contract = 2
 
 
 class WholeText:

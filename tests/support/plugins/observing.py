@@ -10,12 +10,12 @@ import torch
 from hardpoint import plugins
 from hardpoint.plugins import Executor, LogitsProcessor, Phase
 from hardpoint.plugins.executor import open_worker
+from support.samples import Sample
 
 
-class Follows(LogitsProcessor):
+class Follows(Sample, LogitsProcessor, contract=1):
     """Changes logits by all log-probabilities so far, so that a wrong state changes the text."""
 
-    contract = 1
     phase = Phase.PENALTY
     max_state_bytes = 60
 
@@ -57,8 +57,6 @@ class Follows(LogitsProcessor):
 
 class Exact(Follows):
     """The same by every bit of the sum."""
-
-    contract = 1
 
     def apply(self, logits, rows):
         shifts = [hash(state.total) % 251 for state in rows.states()]

@@ -7,6 +7,7 @@ import os
 from hardpoint import plugins
 from hardpoint.plugins import Executor, LogitsProcessor, Phase, WorkerInfo
 from hardpoint.testing import ScriptedModel
+from support.samples import Sample
 
 
 class Whole(ScriptedModel):
@@ -23,10 +24,8 @@ class Layered(ScriptedModel):
     parallelism = ("pipeline",)
 
 
-class NoInfos(Executor):
+class NoInfos(Sample, Executor, contract=1):
     """Starts nothing."""
-
-    contract = 1
 
     def start(self):
         return None
@@ -38,15 +37,11 @@ class NoInfos(Executor):
 
 
 class OneInfo(NoInfos):
-    contract = 1
-
     def start(self):
         return [WorkerInfo(bytes_per_block=8, available_bytes=1 << 20)]
 
 
 class OtherThings(NoInfos):
-    contract = 1
-
     def start(self):
         return ["ready", "ready"]
 
@@ -69,7 +64,6 @@ class BreaksLate(LogitsProcessor):
 class Uneven(NoInfos):
     """Two stages, of which the first has twice the layers, and the second less memory."""
 
-    contract = 1
     infos = [
         WorkerInfo(200, 10_000, sleep_levels=(1, 2)),
         WorkerInfo(100, 6_000, sleep_levels=(2,)),

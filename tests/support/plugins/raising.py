@@ -16,6 +16,7 @@ from hardpoint.plugins import (
     StatSink,
     hookimpl,
 )
+from support.samples import Sample
 
 
 class PanicException(BaseException):
@@ -26,10 +27,9 @@ def panic(*_: Any) -> Any:
     raise PanicException("index out of bounds")
 
 
-class Logits(LogitsProcessor):
+class Logits(Sample, LogitsProcessor, contract=1):
     """Panics in the method that the request names."""
 
-    contract = 1
     phase = Phase.BIAS
 
     class Arguments(plugins.Arguments):
@@ -61,18 +61,14 @@ CLOSED: list[str] = []
 
 
 class NoState(Logits):
-    contract = 1
     device_state = panic
 
 
 class NoClose(Logits):
-    contract = 1
     close = panic
 
 
 class Closes(Logits):
-    contract = 1
-
     def close(self):
         CLOSED.append(self.name)
 

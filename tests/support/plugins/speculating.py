@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from hardpoint import plugins
 from hardpoint.plugins import Speculator
+from support.samples import Sample
 
 CALLS = []
 
 
-class Recorder(Speculator):
+class Recorder(Sample, Speculator, contract=1):
     """Drafts a token that requests choose, and records its calls."""
-
-    contract = 1
 
     class Arguments(plugins.Arguments):
         token: int = 65
@@ -35,8 +34,6 @@ class Recorder(Speculator):
 
 class Failing(Recorder):
     """Fails in the method that its options name, or drafts what it may not."""
-
-    contract = 1
 
     class Options(plugins.Options):
         fails_in: str = "propose"
@@ -66,7 +63,6 @@ class Failing(Recorder):
 class ReadsHidden(Recorder):
     """Drafts right and wrong tokens, and counts the hidden states that it is shown."""
 
-    contract = 1
     needs_hidden = True
 
     def propose(self, requests, budget):

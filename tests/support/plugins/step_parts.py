@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hardpoint.plugins import EngineHalf, StepPart, WorkerHalf
+from support.samples import Sample
 
 CHOSEN = 7
 """The token that `Shift` makes likeliest."""
@@ -54,8 +55,7 @@ class Worker(WorkerHalf):
         Worker.closed += 1
 
 
-class Shift(StepPart):
-    contract = 1
+class Shift(Sample, StepPart, contract=1):
     engine = None
 
     def engine_half(self, context):
@@ -73,15 +73,11 @@ class BadWorker(Worker):
 
 
 class BadLogits(Shift):
-    contract = 1
-
     def worker_half(self, context):
         return BadWorker()
 
 
 class ShortLogits(Shift):
-    contract = 1
-
     def worker_half(self, context):
         class Short(Worker):
             def logits(self, logits, request_ids):
@@ -91,18 +87,14 @@ class ShortLogits(Shift):
 
 
 class SkippedLogits(BadLogits):
-    contract = 1
     fault_scope = "step"
 
 
 class EndingLogits(BadLogits):
-    contract = 1
     fault_scope = "engine"
 
 
 class NoHalf(Shift):
-    contract = 1
-
     def worker_half(self, context):
         return "a half"
 

@@ -90,8 +90,6 @@ class PlainState:
 class FailingMark(Mark):
     """Fails in the engine, in a plan."""
 
-    contract = 1
-
     def engine_half(self, context: Any) -> Any:
         """Return a half that fails."""
         del context

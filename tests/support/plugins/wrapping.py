@@ -18,6 +18,7 @@ from hardpoint.plugins import (
     Tokenizer,
     Wrapper,
 )
+from support.samples import Sample
 
 
 def write(path: str, line: str) -> None:
@@ -96,10 +97,8 @@ class Chained(Wrapper[Executor], Executor):
         wraps: str = f"{__name__}:LoggedExecutor"
 
 
-class ByHand(Sampler):
+class ByHand(Sample, Sampler, contract=1):
     """Wraps two others without the mixin: greedy rows go to one, the rest to the other."""
-
-    contract = 1
 
     @classmethod
     def wraps(cls, options: object) -> tuple[str, ...]:
@@ -160,8 +159,6 @@ class WrappedPolicy(Wrapper[SchedulingPolicy], SchedulingPolicy):
 
 class Undeclared(ByHand):
     """Builds what its `wraps` does not return."""
-
-    contract = 1
 
     @classmethod
     def wraps(cls, options):

@@ -29,8 +29,11 @@ from typing import Any
 _PR_SET_CHILD_SUBREAPER = 36
 _ABOVE = 2048  # the descriptors of any test
 # Torch and scikit-learn, which sentence-transformers imports, set theirs when they are imported;
-# engine processes do not import these.
-_CHANGING = ("HARDPOINT__", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
+# engine processes do not import these. Those of tests themselves begin with TESTS_.
+_CHANGING = (
+    *("HARDPOINT__", "PYTEST_", "TESTS_", "TORCHINDUCTOR_CACHE_DIR", "KMP_"),
+    *("NOTIFY_SOCKET", "WATCHDOG_"),  # which a server removes
+)
 
 RunProgram = Callable[[dict[str, Any], list[int]], None]
 

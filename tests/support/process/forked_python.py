@@ -91,13 +91,17 @@ class ForkedPython:
             outputs = [file.read().decode() for file in files[1:]]
         return subprocess.CompletedProcess(arguments, code, *outputs)
 
-    def popen(self, arguments: list[str], **options: Any) -> subprocess.Popen:
+    def popen(
+        self, arguments: list[str], *, is_torn_down: bool = True, **options: Any
+    ) -> subprocess.Popen:
         """Start `python *arguments`, where these begin with -c, -m or a file.
 
         Args:
+            is_torn_down: as of `fork`.
             options: `cwd`, `env`, streams and their encoding, as of `subprocess.Popen`.
         """
-        return _ForkedPopen(self.fork, arguments, **options)
+        fork = functools.partial(self.fork, is_torn_down=is_torn_down)
+        return _ForkedPopen(fork, arguments, **options)
 
     def fork(
         self,

@@ -32,6 +32,8 @@ from support.shared_memory import our_shared_memory
 from support.waiting import PATIENCE_S, alive, wait_until
 
 OWN_PROCESS = {"in_process": False}
+QUICK_S = 30.0
+"""Much longer than what is to be quick takes on a busy machine; what hangs in tests takes 60 s."""
 PATH = [str(ROOT / "tests")]
 
 
@@ -100,10 +102,10 @@ def gone(pid: int, limit_s: float = PATIENCE_S) -> float:
     return wait_until(lambda: not alive(pid), limit_s, f"the end of process {pid}")
 
 
-def assert_fast(name: str, seconds: float, limit_s: float) -> None:
-    """Print a measured time and hold it against its limit."""
-    print(f"\n[measured] {name}: {seconds:.3f} s (limit {limit_s:g} s)")
-    assert seconds < limit_s, f"{name}: {seconds:.3f} s, expected less than {limit_s:g} s"
+def assert_quick(name: str, seconds: float) -> None:
+    """Print a measured time; fail if it is that of a hang, or of a time limit that was awaited."""
+    print(f"\n[measured] {name}: {seconds:.3f} s")
+    assert seconds < QUICK_S, f"{name}: {seconds:.3f} s, expected less than {QUICK_S:g} s"
 
 
 def holdings() -> Counter:

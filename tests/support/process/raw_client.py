@@ -29,7 +29,7 @@ from hardpoint.registry.plugin_set import resolve_plugins
 from hardpoint.system.encoding import Decoder, Encoder
 
 IDENTITY = b"\x00\x00"
-_LIMIT_MS = 30_000
+_LIMIT_MS = 60_000
 
 
 @contextlib.contextmanager

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 from hardpoint import LLM, SamplingParams
-from support.waiting import HeldSteps
+from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 SLOW = {"plugins": {"enable": ["support.plugins.slow:Slow"]}}
 
@@ -44,3 +49,28 @@ def finals(llm: LLM) -> list[str]:
         for output in llm.llm_engine.step():
             reasons += [each.finish_reason for each in output.outputs if output.finished]
     return reasons
+
+
+def interrupted(
+    run: Callable[..., Any], engine: Any, interrupt: Callable[[], object], folder: Path
+) -> Any:
+    """Run requests, interrupt them once an engine has given some tokens, and let them end.
+
+    Args:
+        run: runs them with the arguments `slow` of plugins, and returns the results.
+        engine: the handle of the engine.
+        folder: folder of the files of `HeldSteps`.
+    """
+    held = HeldSteps(folder)
+
+    def has_tokens() -> bool:
+        return sum(one.num_output_tokens for one in engine.live_requests()) > 10
+
+    with ThreadPoolExecutor() as pool:
+        results = pool.submit(run, slow=held.slow(0.2))
+        try:
+            wait_until(has_tokens, PATIENCE_S, "the requests")
+            interrupt()
+        finally:
+            held.let_go()
+        return results.result(2 * PATIENCE_S)

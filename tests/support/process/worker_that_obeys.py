@@ -56,9 +56,21 @@ class Obeying:
     def _follow(self, reason: str) -> None:
         raise CommunicationAbortedError(reason)
 
-    def _late(self, message: str) -> None:
-        time.sleep(0.3)
+    def _late(self, argument: str) -> None:
+        """Fail once there is a file."""
+        path, _, message = argument.partition(" ")
+        self._await(path)
         raise ModelError(message)
+
+    def _await(self, path: str) -> None:
+        end = time.monotonic() + 60
+        while not os.path.exists(path) and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def _hang(self, path: str) -> None:
+        """Write a file and hang."""
+        open(path, "w").close()
+        time.sleep(60)
 
     def _sleep(self, seconds: str) -> None:
         time.sleep(float(seconds))

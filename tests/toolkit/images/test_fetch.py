@@ -51,7 +51,10 @@ class Server:
             with contextlib.suppress(OSError), self._secured(connection) as connection:
                 head = b""
                 while b"\r\n\r\n" not in head:
-                    head += connection.recv(4096)
+                    part = connection.recv(4096)
+                    if not part:
+                        raise ConnectionError("the client has left")
+                    head += part
                 self.heads.append(head.decode())
                 answer = self.answers[head.split(b" ")[1].decode()]
                 for part in answer if isinstance(answer, list) else [answer]:
@@ -84,7 +87,7 @@ def fetcher(server=None, resolve=lambda host, port: [LOOPBACK], **settings):
     ports = settings.pop("ports", [80, 443] if server is None else [server.port])
     permits = settings.pop("permits", lambda address: address == LOOPBACK)
     tls = settings.pop("tls", None)
-    remote = RemoteImagesConfig(enabled=True, ports=ports, **settings)
+    remote = RemoteImagesConfig(enabled=True, ports=ports, **{"seconds": 60.0, **settings})
     return Fetcher(remote, 10_000, resolve=resolve, permits=permits, tls=tls)
 
 
@@ -262,16 +265,14 @@ def test_a_name_that_changes_between_hops_is_checked_again(serve):
         (response(b"no", "302 Found"), "its host answered with the status 302"),
         (b"SSH-2.0-OpenSSH\r\n", "does not answer as it should"),
         (b"", "does not answer as it should"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n", *[b"x"] * 40], "more than 0.5 s to fetch"),
-        ([b"HTTP/1.1 200 OK\r\n", *[b"a: b\r\n"] * 40], "more than 0.5 s to fetch"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", *[b"x"] * 40], "more than 0.2 s to fetch"),
+        ([b"HTTP/1.1 200 OK\r\n", *[b"a: b\r\n"] * 40], "more than 0.2 s to fetch"),
     ],
 )
 def test_what_a_host_may_answer(serve, answer, words):
     server = serve(image=answer)
-    begun = time.monotonic()
-    limited = fetcher(server, seconds=0.5) if isinstance(answer, list) else fetcher(server)
+    limited = fetcher(server, **({"seconds": 0.2} if isinstance(answer, list) else {}))
     assert words in refused(limited, f"http://a.com:{server.port}/image")
-    assert time.monotonic() - begun < 5
 
 
 def test_chunks_are_read(serve):
@@ -283,13 +284,14 @@ def test_chunks_are_read(serve):
 
 def test_a_resolver_that_hangs_and_a_host_that_does_not_listen():
     hanging = threading.Event()
-    slow = fetcher(None, lambda host, port: hanging.wait(20) and [], seconds=0.2)
+    slow = fetcher(None, lambda host, port: hanging.wait(60) and [], seconds=0.2)
     assert "more than 0.2 s to fetch (images.remote.seconds)" in refused(slow, "http://a.com/")
     hanging.set()
-    with socket.create_server((LOOPBACK, 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))  # and nothing listens
         port = taken.getsockname()[1]
-    closed = fetcher(None, ports=[port])
-    assert refused(closed, f"http://a.com:{port}/") == "its host does not answer as it should"
+        closed = fetcher(None, ports=[port])
+        assert refused(closed, f"http://a.com:{port}/") == "its host does not answer as it should"
 
 
 def test_no_proxy_is_used(serve, monkeypatch):

@@ -1,0 +1,43 @@
+"""What the plugins of tests have in common: their contract, and threads that they leave."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+_OF_BASE: Any = object()
+
+
+class Sample:
+    """States a contract in each subclass: the loader reads it from a class, not from its bases.
+
+    `class Right(Sample, Pooler, contract=1)` states it for whatever derives from `Right`, and
+    `contract=None` leaves one class without it.
+    """
+
+    def __init_subclass__(cls, *, contract: int | None = _OF_BASE, **options: Any) -> None:
+        """State the given contract, or that of the bases."""
+        super().__init_subclass__(**options)
+        if contract is _OF_BASE:
+            contract = getattr(cls, "contract", None)
+        if contract is not None:
+            cls.contract = contract
+
+
+_LEFT: list[tuple[threading.Thread, threading.Event]] = []
+
+
+def leave_thread(name: str | None = None) -> None:
+    """Start a thread that runs until `end_threads`, for samples that leave theirs behind."""
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name=name, daemon=True)
+    _LEFT.append((thread, ended))
+    thread.start()
+
+
+def end_threads() -> None:
+    """End the threads that were left."""
+    while _LEFT:
+        thread, ended = _LEFT.pop()
+        ended.set()
+        thread.join()

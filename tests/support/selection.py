@@ -38,7 +38,6 @@ _NIGHTLY = (
     "tests/testing/test_foreign_conform.py::TestV2History::*",
     "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesTokens]",
     "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesOfValues]",
-    "tests/process/test_joined_engines.py::*[[]with_time]",
     "tests/process/test_live_changes_in_processes.py::test_random_*[[]two engines-*]",
     "tests/test_stranger_small.py::*[[]acme_ops]",
     "tests/test_stranger_small.py::*[[]acme_spans]",

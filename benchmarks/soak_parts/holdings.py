@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,11 @@ def cpu_seconds(pid: int) -> float:
     if not folder.exists():
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system)
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in folder.iterdir()) / 1e9
+    nanoseconds = 0
+    for task in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 @dataclass(frozen=True)

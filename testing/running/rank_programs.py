@@ -401,8 +401,8 @@ def abort(call: str, communicator: Communicator, log: RankLog) -> Ending:
         timer.start()
         wrong = _not_aborted("recv", communicator, communicator.size - 1)
         timer.join()
-        if not wrong and (took := time.monotonic() - ended) > ABORT_SECONDS:
-            wrong = f"recv ended {took:.1f} s after it"
+        if not wrong and (duration := time.monotonic() - ended) > ABORT_SECONDS:
+            wrong = f"recv ended {duration:.1f} s after it"
         if wrong:
             return Ending(wrong, ended)
     else:
@@ -480,7 +480,7 @@ def holdings() -> dict[str, set[Any]]:
 
 
 def more_than(before: Mapping[str, set[Any]]) -> list[str]:
-    """Return what this process holds more of than before, with the numbers."""
+    """Return the resources that this process holds more of than before, with the numbers."""
     found = []
     for name, held in holdings().items():
         more = held - before.get(name, held)

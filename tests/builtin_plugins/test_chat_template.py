@@ -29,7 +29,7 @@ def renderer() -> Iterator[ChatRenderer]:
 
 @pytest.fixture
 def hasty() -> Iterator[ChatRenderer]:
-    """One with little time, for what would take any amount of it."""
+    """Templates with little time, because they would take any amount of it."""
     made = ChatRenderer(seconds=0.2, max_characters=100_000)
     yield made
     made.close()

@@ -36,11 +36,6 @@ STORES = {  # some calls of the first one fail; what was evicted comes back from
         "hostile": {"ways": ["fail", "forget", "invent", "damage", "slow"], "share": 0.1},
     },
 }
-SOME_RANKS = [
-    pytest.param(TENSOR, id="tensor 2", marks=pytest.mark.nightly),
-    pytest.param(PIPELINE, id="pipeline 2"),
-    pytest.param(BOTH, id="2 x 2", marks=pytest.mark.nightly),
-]
 ANY_RANKS = [
     pytest.param(ONE_RANK, id="one rank"),
     pytest.param(TENSOR, id="tensor 2", marks=pytest.mark.nightly),
@@ -141,7 +136,8 @@ def test_llm_with_an_engine_process(scripted, expected):
         assert llm.scheduler_stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("ranks", SOME_RANKS)
+@NIGHTLY
+@pytest.mark.parametrize("ranks", [TENSOR, PIPELINE, BOTH], ids=["tensor 2", "pipeline 2", "2 x 2"])
 def test_llm_with_several_ranks(scripted, expected, ranks):
     with LLM(config=scripted_config(scripted, TIGHT | ranks)) as llm:
         assert of_prompts(llm.generate(*prompts_and_params())) == expected

@@ -44,7 +44,8 @@ def test_a_plugin_that_hangs_in_a_rank_is_named_and_the_rank_is_killed(
     nothing_left(before)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=NIGHTLY), 1])
+@NIGHTLY
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named(scripted, rank):
     with LLM(config=watched(scripted, in_process=True)) as llm:
         text_of(llm)

@@ -134,6 +134,7 @@ def test_a_joined_engine_that_is_stopped_joins_again(scripted, engine, after):
         assert results(llm, data_parallel_rank=1) == local
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0], ids=["at_once", "with_time"])
 def test_an_engine_that_is_ended_in_order_leaves(scripted, engine, after, drain_seconds):
     """Its requests end there, or elsewhere; with `max_resumes` 0, as nothing has died."""
@@ -222,6 +223,7 @@ def test_an_engine_outlives_its_head(scripted, engine):
     assert once.ended()[0] == 0
 
 
+@pytest.mark.nightly
 def test_what_may_not_join_ends_with_one_error(scripted, engine, tmp_path):
     address = free_address()
     good = engine(address)

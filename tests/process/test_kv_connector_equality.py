@@ -202,7 +202,8 @@ def test_a_store_that_fails_now_and_then(scripted, expected, tmp_path):
         assert tiers_of(llm)["hostile"].failures > 3
 
 
-@pytest.mark.parametrize("way", nightly_but(set(), WAYS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_a_store_that_always_fails(scripted, expected, tmp_path, way):
     path = tmp_path / "blocks"
     if way != "invent":
@@ -243,11 +244,8 @@ def check_llama(llm: LLM, expected: dict[str, Any], rounds: int = 2) -> None:
 CASES = [(ranks, groups) for ranks in RANKS for groups in (1, 2)]
 
 
-def cases(*short: tuple[str, int]) -> list[Any]:
-    return [pytest.param(*c, marks=[] if c in short else pytest.mark.nightly) for c in CASES]
-
-
-@pytest.mark.parametrize(("ranks", "groups"), cases(("tensor 2", 1)))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("ranks", "groups"), CASES)
 def test_llama(llama, ranks, groups):
     config, expected = llama
     settings = parallel_config(*RANKS[ranks], **config, **memory(layer_groups=groups))
@@ -258,7 +256,8 @@ def test_llama(llama, ranks, groups):
         assert not llm.health().fallbacks
 
 
-@pytest.mark.parametrize("ranks", nightly_but(set(), RANKS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", RANKS)
 def test_llama_with_a_store_that_fails(llama, tmp_path, ranks):
     config, expected = llama
     settings = parallel_config(*RANKS[ranks], **config, **hostile(tmp_path / "blocks", share=0.2))
@@ -382,7 +381,10 @@ def sleep_and_wake(level):
 BETWEEN = [reset_cache, pause_and_resume, sleep_and_wake(1), sleep_and_wake(2)]
 
 
-@pytest.mark.parametrize(("ranks", "groups"), cases(("one rank", 2)))
+@pytest.mark.parametrize(
+    ("ranks", "groups"),
+    [pytest.param(*c, marks=[] if c == ("one rank", 2) else pytest.mark.nightly) for c in CASES],
+)
 def test_calls_between_steps(llama, tmp_path, ranks, groups):
     """The cache is reset, the engine pauses and sleeps, while blocks are loaded and saved."""
     config, expected = llama

@@ -115,7 +115,7 @@ def test_a_kill_at_any_time_changes_nothing(scripted, expected):
     rng = random.Random(4)
     settings = config(scripted, 3, restart="on_failure", max_resumes=9, max_restarts_per_minute=99)
     with LLM(config=settings) as llm:
-        for step in range(0, 8, 2):
+        for step in range(0, 8, 3):
             killer = kill_after(llm, 0.05 * step, rng)
             assert results(llm) == expected, f"killed after {0.05 * step:g} s"
             killer.join()

@@ -90,16 +90,9 @@ def of_engine(pid: int) -> Counter[str]:
     return Counter(descriptors=process.num_fds(), threads=process.num_threads())
 
 
-@pytest.mark.parametrize(
-    ("count", "least"), [(600, 1), pytest.param(2_000, 21, marks=pytest.mark.nightly)]
-)
-@pytest.mark.parametrize(
-    "in_process",
-    [
-        pytest.param(True, id="in-process", marks=pytest.mark.nightly),
-        pytest.param(False, id="own-process"),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("count", "least"), [(600, 1), (2_000, 21)])
+@pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "own-process"])
 def test_nothing_is_left_of_many_requests(scripted, in_process, count, least):
     rng = random.Random(11)
     engine = open_engine(scripted, SETTINGS | {"engine": {"in_process": in_process}})

@@ -47,7 +47,8 @@ def expected(folders):
 
 
 @pytest.mark.parametrize(
-    "ranks", ["own process", "tensor", pytest.param("pipeline", marks=pytest.mark.nightly)]
+    "ranks",
+    ["own process", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("tensor", "pipeline"))],
 )
 def test_all_ranks_change_or_none(folders, expected, tmp_path, ranks):
     first, second = folders

@@ -1,4 +1,4 @@
-"""What the plugins of tests have in common: their contract, and threads that they leave."""
+"""Mechanisms that test plugins share: contract numbers, and threads that they leave."""
 
 from __future__ import annotations
 

@@ -35,6 +35,8 @@ _NIGHTLY = (
     "tests/testing/test_foreign_conform.py::TestV1WithState::*",
     "tests/testing/test_foreign_conform.py::TestV2History::*",
     "tests/process/test_joined_engines.py::*[[]with_time]",
+    "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesTokens]",
+    "tests/testing/test_worker_kit_catches.py::test_a_mistake_in_codes_*[[]ScalesOfValues]",
     "tests/process/test_live_changes_in_processes.py::test_random_*[[]two engines-*]",
     "tests/builtin_plugins/test_sampler.py::TestDistribution::test_a_big_vocabulary_*[[]torch]",
     # Of the places and ways that are much alike, one or two always run.
@@ -185,6 +187,7 @@ _NIGHTLY = (
     "tests/testing/test_scripted_parts.py::*::test_memory",
     "tests/testing/test_scripted_parts.py::test_batched_equals_alone[[][bcnr]*]",
     "tests/testing/test_text_conform.py::Test[GS]*::test_threads",
+    "tests/testing/test_kit_catches.py::test_correct_components_pass[[][BCD]*-*]",
     "tests/testing/test_scheduling_conform.py::Test*Weight::*",
     "tests/testing/test_scheduling_conform.py::TestTinyScheduler::*",
     "tests/testing/test_scheduling_conform.py::TestPolicyWithArguments::*",

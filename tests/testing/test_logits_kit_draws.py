@@ -197,6 +197,7 @@ def test_a_tokenizer_that_is_given_is_the_only_one(monkeypatch):
     assert set(Spells.given) == {258}
 
 
+@pytest.mark.nightly
 def test_a_small_vocabulary_has_no_room_for_the_default_tokenizer(monkeypatch):
     monkeypatch.setattr(Spells, "given", [])
     message = message_of(LogitsProcessorSuite, suite(Spells, vocab_size=256), "pure")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.broken import media_parts
 from support.broken import step_parts as broken
 from support.kit_suites import assert_fails, each_broken, messages_of, shorten, suite_tests
@@ -145,6 +146,7 @@ def test_a_broken_part_of_media_fails_its_rule(cls, test, rule, pattern):
     assert_fails(StepPartSuite, {"part": cls, **media_parts.SUITE}, test, rule, pattern)
 
 
+@pytest.mark.nightly
 def test_a_part_that_places_and_encodes_media_passes():
     attributes = {"part": media_parts.GoodMedia, **media_parts.SUITE, "examples": 0.1}
     assert messages_of(StepPartSuite, attributes) == {}

@@ -389,7 +389,7 @@ RIGHT = [
     nightly(ModelSuite, {"model": models.Quantizable}),
     nightly(ModelSuite, {"model": models.Adaptable}),
     nightly(ModelSuite, {"model": media_models.Seeing}),
-    (AttentionBackendSuite, {"backend": attention.KeysAlone}),
+    nightly(AttentionBackendSuite, {"backend": attention.KeysAlone}),
     nightly(AttentionBackendSuite, {"backend": attention.Viewed}),
     nightly(AttentionBackendSuite, {"backend": attention.Padded}),
     nightly(AttentionBackendSuite, {"backend": attention.Coded}),

@@ -13,13 +13,12 @@ import time
 from types import SimpleNamespace
 
 import openai
-import psutil
 import pytest
 from support.fake_engine import FakeEngine, configured
 from support.http_server import running
 from support.scripted_server import server_config, user, write_model
 from support.serve_program import enabling, serving
-from support.waiting import PATIENCE_S, HeldSteps, wait_until
+from support.waiting import HeldSteps, alive, wait_until
 
 from hardpoint import AsyncLLM
 from hardpoint.builtin_plugins.batch_routes import file_route, runner
@@ -560,7 +559,7 @@ def test_several_workers_and_a_kill(tmp_path):
         for process in killed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        psutil.wait_procs(killed, PATIENCE_S)
+        wait_until(lambda: not any(alive(process.pid) for process in killed))
     held.let_go()
     with serving(tmp_path, model, *settings, **enabled) as program:
         client = client_of(program)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -34,13 +35,14 @@ def connected() -> tuple[EngineSockets, Engine]:
 
 def test_a_socket_is_not_closed_while_another_thread_sends_on_it(monkeypatch):
     """A sender wakes up the reader in the instant in which the client closes."""
-    stopped, in_send, release = (threading.Event() for _ in range(3))
+    flushing, stopped, in_send, release = (threading.Event() for _ in range(4))
     closed_in_send: list[int] = []
     wake = vars(EngineSockets)["_wake_reader"]
     send, close = zmq.Socket.send, zmq.Socket.close
 
     def late_wake(self, reason):
         if reason == b"flush":
+            flushing.set()
             assert stopped.wait(PATIENCE_S)
         wake(self, reason)
         stopped.set()
@@ -68,6 +70,7 @@ def test_a_socket_is_not_closed_while_another_thread_sends_on_it(monkeypatch):
     threads = [threading.Thread(target=run) for run in (posts, sockets.close)]
     for thread in threads:
         thread.start()
+        assert flushing.wait(PATIENCE_S)  # before anybody closes
     assert in_send.wait(PATIENCE_S)
     time.sleep(0.2)
     assert zmq.PAIR not in closed_in_send
@@ -110,14 +113,15 @@ def test_a_context_with_a_socket_that_is_open_is_left(caplog):
 def test_a_dead_engine_has_time_to_be_cut(monkeypatch):
     """See CUT_S; an engine that is closed in order has no need of it."""
     slept: list[float] = []
-    monkeypatch.setattr(engine_sockets.time, "sleep", slept.append)
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(engine_sockets, "time", clock)
     for error, expected in ((None, 0.0), (EngineDeadError("it has died"), CUT_S)):
         sockets, engine = connected()
         if error is not None:
             sockets.fail(error)
         sockets.close()
-        assert slept[-1] == expected
         engine.close()
+        assert slept[-1] == expected
 
 
 @pytest.mark.nightly

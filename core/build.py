@@ -86,7 +86,6 @@ def log_opening(config: EngineConfig, config_sources: ConfigSources) -> None:
 def _changed(
     value: msgspec.Struct, default: msgspec.Struct, path: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each difference from the default."""
     for name in value.__struct_fields__:
         mine, other, where = getattr(value, name), getattr(default, name), join_path(path, name)
         if isinstance(mine, msgspec.Struct) and isinstance(other, msgspec.Struct):

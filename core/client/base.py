@@ -306,7 +306,6 @@ class InprocClient(OneEngine):
         core.on_executor_failure(self._failures.append)
 
     def _check(self) -> None:
-        """Raise the error of an executor that failed since the last call."""
         if self._failures:
             raise engine_dead(self._failures[0])
 

@@ -34,7 +34,6 @@ class EventLoopBridge:
     # at most one `_deliver` is scheduled at a time.
 
     def __init__(self) -> None:
-        """Create a bridge that is not connected."""
         self._lock = threading.Lock()
         self._outputs = OutputCoalescer()
         self._rest: EngineCoreOutputs | None = None  # of a batch that is delivered in chunks
@@ -97,7 +96,6 @@ class EventLoopBridge:
         return self._rest is not None or len(self._outputs) > 0 or self._error is not None
 
     def _next(self) -> Item | None:
-        """Return the next chunk of outputs; after the last one, the error, once."""
         batch = self._outputs.pop() if self._rest is None else self._rest
         self._rest = None
         if batch is None:

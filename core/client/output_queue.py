@@ -17,7 +17,6 @@ class OutputQueue:
     """
 
     def __init__(self) -> None:
-        """Create an empty queue."""
         self._changed = threading.Condition()
         self._outputs = OutputCoalescer()
         self._error: Exception | None = None

@@ -30,11 +30,11 @@ from hardpoint.plugins.grammars import Vocabulary
 from hardpoint.plugins.manifest import Manifest, PluginEntry
 from hardpoint.plugins.parallel import Placement
 from hardpoint.registry.kinds import KINDS, Process
+from hardpoint.system.output_check import OutputCheck
 from hardpoint.system.process.launch import Interpreter, main_objects
 from hardpoint.system.resources import check_descriptors
 
 from .base import Attempt, OneEngine, UtilityCalls
-from .output_check import OutputCheck
 from .output_queue import OutputQueue
 from .sockets import READER_THREAD, EngineSockets
 
@@ -203,7 +203,6 @@ class EngineMonitor:
         return failure
 
     def _die(self, error: Exception) -> None:
-        """Go from SERVING to DEAD; in another state do nothing."""
         if self._state is _State.CLOSED:
             return
         try:
@@ -267,7 +266,6 @@ def _launch(start: EngineStart, sockets: EngineSockets) -> Launch:
 
 
 def _is_needed(entry: PluginEntry) -> bool:
-    """Return whether a plugin is needed in the engine's process."""
     return KINDS[entry.kind].processes != (Process.FRONTEND,) and not entry.stays
 
 

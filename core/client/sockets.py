@@ -300,7 +300,6 @@ class EngineSockets:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _bind(self, socket: zmq.Socket[bytes], name: str) -> str:
-        """Bind a socket in the folder; return its address."""
         path = self.folder / name
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         socket.bind(f"ipc://{path}")
@@ -399,7 +398,6 @@ class EngineSockets:
             return self._calls.pop(call_id, ("", None))
 
     def _complete_call(self, message: UtilityOutput) -> None:
-        """Set the result or the error of a call; ignore one that was cancelled."""
         method, future = self._pop_call(message.call_id)
         if future is None or not future.set_running_or_notify_cancel():
             return

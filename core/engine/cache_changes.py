@@ -16,7 +16,6 @@ class CacheChangeLog:
     """Collects the changes of the KV cache until they are read, of its first group alone."""
 
     def __init__(self) -> None:
-        """Start with an empty cache."""
         self._next = 0
         self._reset()
 

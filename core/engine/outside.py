@@ -19,7 +19,6 @@ class Outside:
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Begin before anything of the engine is built."""
         self.spec = spec
 
     def clock(self, clock: Callable[[], float]) -> Callable[[], float]:

@@ -54,7 +54,6 @@ class PauseController:
     """
 
     def __init__(self, core: PauseDependencies) -> None:
-        """Start unpaused and awake."""
         self._core = core
         self._states = {_USER: PauseState.UNPAUSED}  # by owner
         self._asleep: set[str] = set()  # memory tags
@@ -275,7 +274,6 @@ class PauseController:
         return future
 
     def _clear_caches(self) -> None:
-        """Reset the prefix cache; requests that are kept are recomputed."""
         self._core.scheduler.reset_prefix_cache(recompute_running=True)
 
     def _release_memory(self, level: int) -> None:

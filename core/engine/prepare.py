@@ -266,7 +266,6 @@ def _check_use(config: EngineConfig, plugins: PluginSet, config_sources: ConfigS
 
 
 def _check_quantization(config: EngineConfig, model: ModelConfig, plugins: PluginSet) -> None:
-    """Check that there is a scheme that reads the weights."""
     name = model.quantization
     if name is None:
         return
@@ -303,7 +302,6 @@ def _max_model_len(
 
 
 def _check_limits(config: EngineConfig, max_model_len: int, config_sources: ConfigSources) -> None:
-    """Reject limits that cannot work together."""
     size = config.kv_cache.block_size
     try:
         if size & (size - 1):

@@ -136,7 +136,6 @@ class StepRunner:
     """Runs steps: one at a time, or several at once where the executor is a pipeline."""
 
     def __init__(self, parts: EngineCoreParts) -> None:
-        """The parts are borrowed: the caller closes them."""
         self._parts = parts
         self._scheduler = parts.scheduler
         self._executor = parts.executor
@@ -235,7 +234,6 @@ class StepRunner:
         return True
 
     def _start_batch(self) -> bool:
-        """Schedule and start a batch; return whether it computes any token."""
         plan = None
         try:
             settings = self._settings.before_scheduler()
@@ -346,7 +344,6 @@ class StepRunner:
             self._end(request_id, fault)
 
     def _end(self, request_id: str, fault: RequestFault) -> None:
-        """End a request by a fault; one of the next steps returns its output."""
         ended = self._scheduler.finish_requests([request_id], FinishReason.ERROR)
         for output in (output for message in ended.values() for output in message.outputs):
             output.error = fault.message
@@ -434,7 +431,6 @@ class StepRunner:
             self._unsent.append(outputs)
 
     def _with_stats(self, outputs: Outputs) -> Outputs:
-        """Add scheduler statistics to each client's outputs, where these are on."""
         if outputs and self._parts.log_stats:
             stats = self._parts.scheduler_stats()
             for message in outputs.values():

@@ -78,7 +78,6 @@ class StepCostFit:
     """
 
     def __init__(self, start: StepCost | None = None) -> None:
-        """Start with a cost, or untrained."""
         self._cost: StepCost | None = start or StepCost()
         self._starts_trained = self._is_trained = self._cost.is_trained
         self._with_prompts = _Sums(range(len(_NAMES)))
@@ -123,13 +122,11 @@ class StepCostFit:
         self._cost = None
 
     def _compare(self, expected: float, milliseconds: float) -> None:
-        """Take the error of a prediction into account."""
         error = abs(milliseconds - expected) / milliseconds
         last = error if self._error is None else self._error
         self._error = last + (error - last) / _ERROR_MEMORY
 
     def _solve(self) -> None:
-        """Move the coefficients towards the least squares, one after the other."""
         products = [row.copy() for row in self._with_prompts.products]
         targets, found = self._with_prompts.targets.copy(), self._coefficients
         others = self._without_prompts
@@ -171,7 +168,6 @@ _WITHOUT_PROMPTS = tuple(i for i, name in enumerate(_NAMES) if not name.startswi
 
 
 def _features(work: StepWork) -> list[float]:
-    """Return the amounts that the coefficients are multiplied by."""
     single_queries, context, prompts, prompt_tokens, prompt_pairs, drafts = work
     return [prompt_tokens, 1.0, single_queries, context, prompt_pairs, prompts, drafts]
 

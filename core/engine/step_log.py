@@ -23,7 +23,6 @@ class StepLog:
     """
 
     def __init__(self) -> None:
-        """Start without requests."""
         self._known: dict[str, int] = {}  # number of tokens at admission, by request id
 
     def ends(self, plan: SchedulerOutput, seconds: float) -> None:
@@ -43,7 +42,6 @@ class StepLog:
         )
 
     def _in_context(self, plan: SchedulerOutput) -> set[str]:
-        """Return the requests that compute tokens which they had at admission."""
         for name in plan.finished_request_ids | plan.preempted_request_ids:
             self._known.pop(name, None)
         context = set()
@@ -95,7 +93,6 @@ def _settings(config: EngineConfig | None) -> dict[str, Any]:
 
 
 def _outline(plan: SchedulerOutput) -> dict[str, Any]:
-    """Return a plan with lengths instead of contents."""
     return {
         "num_scheduled_tokens": plan.num_scheduled_tokens,
         "new": {

@@ -449,7 +449,6 @@ def _check_name(method: str, callable_names: Collection[str]) -> None:
 
 
 def _answer(call: UtilityCall, made: Callable[[], Any], answer: Answer) -> None:
-    """Answer with what the call, once it is made, returns or raises."""
     try:
         result = made()
     except BaseException as error:

@@ -261,7 +261,6 @@ class WorkerProcess:
 
 
 def _is_needed(entry: PluginEntry) -> bool:
-    """Return whether a plugin is needed in a worker's process."""
     return Process.WORKER in KINDS[entry.kind].processes
 
 

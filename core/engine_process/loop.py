@@ -139,7 +139,6 @@ class EngineLoop:
         options: LoopOptions = LoopOptions(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a loop for a core, which the caller closes."""
         self._core = core
         self._queues = queues
         self._options = options
@@ -225,7 +224,6 @@ class EngineLoop:
         return self._core.num_unfinished_requests() == 0
 
     def _handle_input(self) -> None:
-        """Handle all queued messages; without work, wait for one."""
         if not self._core.has_requests():
             self._watchdog.stop()
             self._core.went_idle()
@@ -239,7 +237,6 @@ class EngineLoop:
                 self._handle(self._queues.input.get_nowait())
 
     def _wait_for_input(self) -> None:
-        """Wait for a message, or until a paused request may have timed out."""
         if FORKS[0] != self._forks:  # by a scheduler
             end_copy()
         self._late_aborts()  # drops them; the input queue has them too

@@ -215,7 +215,6 @@ def _request_ids(frame: Any) -> list[str]:
 
 
 def _call_start(frame: Any) -> _CallStart:
-    """Return the first fields of a call that cannot be decoded as a whole."""
     try:
         return msgspec.msgpack.decode(frame, type=_CallStart)
     except Exception:  # the frame is damaged or truncated

@@ -78,7 +78,6 @@ def handle_signals(loop: EngineLoop) -> None:
 
 
 def _wake_up(loop: EngineLoop, receiver: socket.socket, _wakeup: socket.socket) -> None:
-    """Wake up the loop after each signal; keeps both sockets open."""
     while receiver.recv(64):
         loop.wake_up()
 
@@ -102,7 +101,6 @@ _BEAT_INTERVAL_S = 0.25
 
 
 def _beat(activity: Activity) -> None:
-    """Show for ever that this process runs."""
     while True:
         activity.beat()
         sleep(_BEAT_INTERVAL_S)
@@ -219,6 +217,5 @@ def _ready(spec: WorkerSpec, built: BuiltCore) -> EngineCoreReadyResponse:
 
 
 def _end(io: EngineIO, *, failed: bool, has_clients: bool) -> None:
-    """Send clients the rest, and stop the IO threads."""
     reset_signals(*_SIGNALS)  # so that a signal ends the process if this hangs
     io.close(failed=failed, has_clients=has_clients)

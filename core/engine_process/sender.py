@@ -33,7 +33,6 @@ class ClientSendQueues:
     """
 
     def __init__(self, num_clients: int = 1) -> None:
-        """Create empty queues."""
         self._queues = [_ClientQueue() for _ in range(num_clients)]
         self._changed = threading.Condition()
         self._deadline: float | None = None

@@ -44,7 +44,6 @@ class DealerConnection:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], identity: bytes, address: str, client: int
     ) -> None:
-        """Connect to a client, which may not have started yet."""
         self._context, self._identity, self._address = context, identity, address
         self._client = client
         # ZMQ notifies of a cut before it delivers what came before, which the thread that it works
@@ -96,7 +95,6 @@ class DealerConnection:
             raise
 
     def _unread(self) -> Iterator[list[zmq.Frame]]:
-        """Yield what came before a cut."""
         cut = self._cut or self.socket
         while cut.poll(0):
             yield cut.recv_multipart(copy=False)

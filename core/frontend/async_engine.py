@@ -236,7 +236,6 @@ class AsyncEngine(WatchedEngine):
     def _forget(
         self, submissions: Sequence[Submission], reason: FinishReason = FinishReason.ABORT
     ) -> None:
-        """End requests that no caller waits for any more."""
         ids = [submission.parent.internal_id for submission in submissions]
         self._send_aborts(self._frontend.forget(ids, reason))
 
@@ -352,6 +351,5 @@ _AT_ONCE = 32  # prompts of a call that are read before other tasks of the event
 
 
 async def _let_others_run(index: int) -> None:
-    """Let other tasks run after so many prompts of a call."""
     if index % _AT_ONCE == _AT_ONCE - 1:
         await asyncio.sleep(0)

@@ -28,7 +28,6 @@ class EngineOwner:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Own the parts; the derived class closes them."""
         self.parts = parts
         self._parts_lock = threading.Lock()
         self._frontend = Frontend(parts)

@@ -27,9 +27,9 @@ from hardpoint.plugins.stats import Health, PluginReport, StepFault
 from hardpoint.registry.blame import describe, logged_after
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.deadlines import Deadlines
 from hardpoint.typed.read_only import read_only
 
-from .deadlines import Deadlines
 from .engine_parts import EngineParts
 from .outputs.output_processor import OutputProcessor, ProcessedOutputs
 from .outputs.request_state import AnyOutput
@@ -69,7 +69,6 @@ class Frontend:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        """Build input and output processing; the caller closes the parts."""
         config = parts.config
         assert isinstance(config.max_model_len, int)
         self._hooks = parts.hooks
@@ -312,7 +311,6 @@ class Frontend:
         return ProcessedBatch(outputs, processed.aborts)
 
     def _call_finished_hook(self, output: RequestOutput) -> None:
-        """Call the hook for the last output of a request that was not aborted."""
         aborted = any(completion.finish_reason == _ABORTED for completion in output.outputs)
         if aborted or not output.finished:
             return

@@ -99,7 +99,6 @@ class RequestFigures:
     )
 
     def __init__(self, request: EngineCoreRequest, arrived: float) -> None:
-        """Read the figures that the request itself has."""
         self.request_id = request.external_req_id or request.request_id
         self.tags, self.params, self.index = request.tags, request.params, request.child_index
         self.trace_headers = request.trace_headers

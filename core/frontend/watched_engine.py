@@ -53,7 +53,6 @@ class EngineLifecycle:
     """
 
     def __init__(self) -> None:
-        """Start serving."""
         self.state = EngineState.SERVING
         self.dead_error: EngineDeadError | None = None
         self.release: threading.Thread | None = None
@@ -219,7 +218,6 @@ class WatchedEngine(EngineOwner):
         self._engine_died(attribute_error(error, self.parts.plugins), final=True)
 
     def _watch_deadlines(self) -> None:
-        """Wake when the next request has to end that has a timeout."""
         left = self._frontend.deadlines.seconds_left()
         if left is None or self._loop is None:
             return
@@ -232,7 +230,6 @@ class WatchedEngine(EngineOwner):
         self._deadline_timer = self._loop.call_at(when, _call_if_alive, method)
 
     def _end_expired(self) -> None:
-        """End the requests whose time is up and that no engine has ended."""
         self._deadline_timer = None
         if self._lifecycle.state is not EngineState.SERVING:
             return

@@ -91,7 +91,6 @@ class BlockHashes:
         return len(self._by_request)
 
     def _extend(self, request: Request, hashes: list[bytes]) -> None:
-        """Append the hashes of all full blocks that have none yet."""
         size = self.block_size
         first, end = len(hashes), request.num_tokens // size
         extras = self._extras(request.source, first, end)

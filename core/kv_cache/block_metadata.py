@@ -81,7 +81,6 @@ class BlockHistory:
     """Parents, children and uses of cached blocks; implements `BlockHistory` of the contract."""
 
     def __init__(self, metadata: BlockMetadata) -> None:
-        """Know no block yet."""
         self._metadata = metadata
         self._clock = metadata.clock
         self._parents: list[bytes | None] = []

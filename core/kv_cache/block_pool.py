@@ -16,7 +16,6 @@ class EventLog:
     """The KV cache events that have not been published yet."""
 
     def __init__(self, block_size: int) -> None:
-        """Start empty."""
         self._block_size = block_size
         self._events: list[KVEvent] = []
 
@@ -273,12 +272,10 @@ class BlockPool:
         return blocks
 
     def _lose(self, keys: Sequence[bytes]) -> None:
-        """Forget the wishes of requests for content that is gone."""
         deadlines = self._retained.deadlines
         self._retained.lost += [key for key in keys if deadlines.pop(key, None) is not None]
 
     def _unregister(self, blocks: Sequence[int]) -> None:
-        """Remove blocks from the index; each is in it, and none is given twice."""
         if self._history is not None:
             self._history.uncached(blocks)
         removed: list[list[bytes]] = [[] for _ in self.index]

@@ -403,7 +403,6 @@ class BlockManager:
         blocks.next_caching = (blocks.num_cached + 1) * size
 
     def _last_first(self, blocks: _RequestBlocks) -> list[int]:
-        """Return a request's blocks, the last ones of all groups first."""
         if len(blocks.tables) == 1 and not self._windows:
             return blocks.tables[0][::-1]
         rows = zip(*map(reversed, blocks.tables), strict=True)

@@ -129,6 +129,5 @@ class UtilityOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 def _hex(frame: Buffer) -> str:
-    """Return a frame in hexadecimal, short."""
     data = bytes(frame[:8])
     return (data.hex() or "nothing") + ("..." if len(frame) > len(data) else "")

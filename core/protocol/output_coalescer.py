@@ -27,7 +27,6 @@ class OutputCoalescer:
     # `_indexes` filled, from the second batch on. So a reader that keeps up pays nothing.
 
     def __init__(self) -> None:
-        """Create an empty buffer."""
         self._batch: EngineCoreOutputs | None = None
         self._indexes: dict[str, int] | None = None  # request id -> place in the merged batch
 
@@ -74,7 +73,6 @@ class OutputCoalescer:
 
 
 def _copy(output: EngineCoreOutput) -> EngineCoreOutput:
-    """Return a copy with lists of its own."""
     return msgspec.structs.replace(
         output,
         new_token_ids=list(output.new_token_ids),
@@ -167,7 +165,6 @@ def _merged_changes(
 
 
 def _own_changes(changes: KVCacheChanges) -> KVCacheChanges:
-    """Return a copy with sets of its own."""
     return KVCacheChanges(
         first=changes.first,
         last=changes.last,

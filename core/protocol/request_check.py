@@ -154,7 +154,6 @@ def _check_resumed(
 
 
 def _check_processor(name: str, cls: type[LogitsPlugin], request: EngineCoreRequest) -> None:
-    """Reject a request with a processor whose state cannot be built again."""
     if not cls.supports_resume:
         raise RequestError(
             f"resumed: expected none: logits processor {name!r} does not declare supports_resume"

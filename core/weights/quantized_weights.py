@@ -148,7 +148,6 @@ class QuantizedWeights:
         return self._scheme_of(name, stored) if name in self._quantizable else None
 
     def _scheme_of(self, name: str, stored: str | None) -> str | None:
-        """Return the same for a weight of any stage."""
         use = self._config.use
         if name not in self._whole_quantizable:
             return None
@@ -321,7 +320,6 @@ class QuantizedWeights:
             )
 
     def _not_skipped(self, model: Model) -> set[str]:
-        """Return the names of a model's matrices that may have few bits."""
         return {
             name
             for name in model.quantizable()
@@ -334,7 +332,6 @@ class QuantizedWeights:
         return any(fnmatch.fnmatchcase(one, pattern) for one in names)
 
     def _scheme(self, name: str) -> Scheme:
-        """Return a scheme, which is built once."""
         if name not in self._schemes:
             self._schemes[name] = self._build(name)
         return self._schemes[name]

@@ -90,7 +90,6 @@ class FirstRank(SingleRank):
     """Rank 0 of so many, for which a model is built and never run."""
 
     def __init__(self, size: int) -> None:
-        """There is no other one to find."""
         self.size = size
 
 
@@ -136,7 +135,6 @@ def _fitting_sizes(create: Callable[[Parallel], Model], parallel: Parallel, coun
 
 
 def _fits(create: Callable[[Parallel], Model], parallel: Parallel, size: int) -> bool:
-    """Return whether a model can be divided among so many ranks."""
     try:
         create(dataclasses.replace(parallel, tensor=FirstRank(size))).close()
     except ModelError:

@@ -103,7 +103,6 @@ class UpdatedWeights(WeightLoader):
         return {**(self.base.formats(rest) if rest else {}), **found}
 
     def _check(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, WeightFormat]:
-        """Check the tensors of the files; return how they are stored."""
         import torch  # noqa: PLC0415 - engines are imported without it
 
         found: dict[str, WeightFormat] = {}
@@ -231,7 +230,6 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _tensor(file: Path, name: str, cut: Cut | None) -> torch.Tensor:
-    """Read a tensor, or the part of it that is needed."""
     with _opened(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
     return tensor if cut is None else cut.of(tensor)

@@ -81,7 +81,6 @@ def block_identity(
 
 
 def _quantization(spec: WorkerSpec) -> str:
-    """Return a text that differs where weights are quantised in another way."""
     use = spec.config.quantization.use
     entry = spec.plugins.find("quantizations", use)
     options = spec.config.plugin.get(use if entry is None else entry.name, {})

@@ -36,7 +36,6 @@ class BatchUpdateBuilder:
     """
 
     def __init__(self) -> None:
-        """Start without changes."""
         self._removed: list[int] = []  # a heap
         self._added: list[Added] = []
         self._moved: list[Moved] = []
@@ -266,7 +265,6 @@ class InputBatch:
         self._row_of[request.request_id] = row
 
     def _trim(self) -> None:
-        """Remove free rows at the end."""
         while self._requests and self._requests[-1] is _FREE_ROW:
             self._requests.pop()
             self._outputs.pop()
@@ -400,7 +398,6 @@ class InputBatch:
 def _by_group(
     packed: PackedStep | None, tables: IntArray, slots: IntArray
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return block tables and slots by group, on the device."""
     if packed is not None:
         return zip(packed.tables, packed.slots, strict=True)
     both = torch.from_numpy(tables), torch.from_numpy(slots)

@@ -139,7 +139,6 @@ def open_parts(
 
 
 def _loaded_model(spec: WorkerSpec, planned: PlannedModel, ops: Ops) -> LoadedModel:
-    """Return the model as step parts get it."""
     model, attention = planned.checked, planned.attention
     place = spec.device, spec.max_model_len, spec.config.kv_cache.block_size
     ops_source = spec.plugins.one("ops").source

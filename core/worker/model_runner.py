@@ -195,7 +195,6 @@ class ModelRunner:
         *,
         needs_model: bool,
     ) -> torch.Tensor:
-        """Run the model, or the function of a step part around it."""
         inputs = functools.partial(self._inputs, step, before, routed)
         if self._around_model is None:
             return self._calls.run("forward", lambda: self.model.forward(inputs()))
@@ -207,7 +206,6 @@ class ModelRunner:
     def _inputs(
         self, step: StepInput, before: torch.Tensor | None, routed: torch.Tensor | None
     ) -> ForwardBatch:
-        """Return the inputs of the model; the attention of the step is planned."""
         attend = self.attention.of_step(self._caches, step.attention)
         if self.parts.wants_layers:
             attend = self.parts.around_layers(attend)
@@ -217,7 +215,6 @@ class ModelRunner:
         return ForwardBatch(step.token_ids, step.positions, attend, before, routed, types, recur)
 
     def _with_reports(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Add the reports of step parts to the result of a plan."""
         if self.parts:
             self.parts.report(output)
         return output
@@ -274,7 +271,6 @@ class ModelRunner:
         return self._with_reports(output)
 
     def _help_to_sample(self, hidden: torch.Tensor, requests: Sequence[LogitsRequest]) -> None:
-        """Compute this rank's part of the logits that the output rank asks for."""
         if not self._is_last:
             return
         while (rows := self._ranks.asked_for_logits(self._device)) is not None:
@@ -369,11 +365,9 @@ class ModelRunner:
         return self._with_parts(logits, requests)
 
     def _with_parts(self, logits: torch.Tensor, requests: Sequence[LogitsRequest]) -> torch.Tensor:
-        """Return logits as step parts change them."""
         return self.parts.logits(logits, requests) if self.parts else logits
 
     def _apply(self, plan: SchedulerOutput, batch: InputBatch) -> None:
-        """Apply the plan's additions and removals to the batch."""
         batch.remove(plan.finished_request_ids | plan.preempted_request_ids)
         self._pooled -= plan.finished_request_ids
         batch.drop_rejected(plan.cached_requests)

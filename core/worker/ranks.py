@@ -170,7 +170,6 @@ class Ranks:
             tensor.broadcast(numbers.contiguous(), 0)
 
     def _receive(self, device: torch.device) -> torch.Tensor:
-        """Return the numbers that the output rank sends."""
         tensor = self.parallel.tensor
         count = int(tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device), 0))
         numbers = torch.empty(count, dtype=torch.int64, device=device)

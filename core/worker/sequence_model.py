@@ -255,7 +255,6 @@ def _text_of(token: bytes) -> str:
 
 
 def _config_of(config: EngineConfig, model: str) -> EngineConfig:
-    """Return the configuration of a further model."""
     replace = msgspec.structs.replace
     kv_cache = replace(config.kv_cache, dtype="auto", num_blocks=None, window_groups=False)
     return replace(config, model=model, dtype="auto", max_model_len=None, kv_cache=kv_cache)

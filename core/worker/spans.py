@@ -16,7 +16,6 @@ class Spans:
     """The spans of the requests of a batch."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._of: dict[str, Sequence[range]] = {}
 
     def add(self, request: EngineCoreRequest) -> None:

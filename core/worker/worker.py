@@ -180,13 +180,10 @@ class LocalWorker:
         return dataclasses.replace(info, idle_method="idle" if parts.work_when_idle else None)
 
     def _plan_model(self, spec: WorkerSpec, ops: Ops, backend: AttentionBackend) -> PlannedModel:
-        """Build this rank's share of the model without weights."""
         limit = functools.partial(share_of_memory, spec, self._ranks)
         return plan_model(spec, ops, backend, self._ranks.parallel, limit)
 
     def _meet(self, spec: WorkerSpec) -> None:
-        """Meet the other ranks."""
-
         def connect(
             group: str, rank: int, members: Sequence[int], among: Placement | None = spec.placement
         ) -> Communicator:
@@ -445,7 +442,6 @@ class LocalWorker:
             torch.cuda.set_device(device)
 
     def _naming_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Give an allocation of the body that fails the figures of memory."""
         return naming_memory(lambda: self._estimate)
 
     def _step_failed(self, error: BaseException) -> None:

@@ -190,7 +190,6 @@ class CompletionStream:
         return token_ids
 
     def _mark(self, token: int, piece: str) -> None:
-        """Note where a special token is; a piece may end with its text."""
         end = self._length + len(piece)
         shown = piece.endswith(self._special[token])
         self._marks.append(_Mark(token, end - len(self._special[token]) if shown else end, end))

@@ -24,7 +24,6 @@ class RequestOutputCollector:
     """
 
     def __init__(self, kind: RequestOutputKind = RequestOutputKind.CUMULATIVE) -> None:
-        """Start empty."""
         self.kind = kind
         self._held: AnyOutput | Exception | None = None
         self._has_item = asyncio.Event()
@@ -64,7 +63,6 @@ class RequestOutputCollector:
         return held
 
     def _merge(self, held: RequestOutput, new: RequestOutput) -> None:
-        """Merge a new output into the held one."""
         delta = self.kind is RequestOutputKind.DELTA
         current = {completion.index: completion for completion in held.outputs}
         for completion in new.outputs:
@@ -83,7 +81,6 @@ class RequestOutputCollector:
 
 
 def _append(held: CompletionOutput, new: CompletionOutput) -> None:
-    """Append a delta to another one of the same completion."""
     held.text += new.text
     held.token_ids += new.token_ids
     held.reasoning = _joined(held.reasoning, new.reasoning)

@@ -26,7 +26,6 @@ class PoolingState:
     plain: None = None
 
     def __init__(self, request: EngineCoreRequest, parent: ParentRequest) -> None:
-        """Start without a result."""
         self.parent = parent
         self.plugins = tuple(request.plugin_args)
         self.finish_reason: FinishReason | None = None

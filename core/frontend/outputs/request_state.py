@@ -410,7 +410,6 @@ class RequestState:
         return found or None
 
     def _all_experts(self) -> np.ndarray[Any, Any] | None:
-        """Return the experts of all tokens but the last one."""
         if self._routed_experts is None:
             return None
         self._routed_experts = [np.concatenate(self._routed_experts)]
@@ -424,7 +423,6 @@ class RequestState:
         *,
         finished: bool,
     ) -> None:
-        """Validate the answer, once it is complete. A call is no answer."""
         answer = completion.content or ""
         self._answer = self._answer + answer if self._delta else answer
         parts = None if self._stream is None else self._stream.parts
@@ -433,7 +431,6 @@ class RequestState:
             completion.validation_error = flaw_of(self._answer)
 
     def _reason(self) -> str:
-        """Return why the output has ended, as the user gets it."""
         if self.finish_reason is FinishReason.STOP and self._stream is not None:
             parts = self._stream.parts
             if parts is not None and parts.has_calls:

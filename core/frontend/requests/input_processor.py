@@ -299,7 +299,6 @@ class InputProcessor:
         return msgspec.structs.replace(params, seed=self._random.getrandbits(63))
 
     def _completed(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
-        """Fill in open values: the length that fits, and a seed."""
         room = self._max_model_len - prompt_length
         if params.min_tokens > room:
             raise RequestError(
@@ -362,7 +361,6 @@ class AsyncTokenizer:
     """Tokenises prompts for an event loop: a long text in another thread."""
 
     def __init__(self, processor: InputProcessor) -> None:
-        """Start no thread yet."""
         self._processor = processor
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-tokenise")
         self._is_closed = False
@@ -389,7 +387,6 @@ class AsyncTokenizer:
         return await self._run(encode, len(text))
 
     async def _run(self, encode: Callable[[], T], length: int) -> T:
-        """Return the result of a call for texts of that length together."""
         if length < _LONG_TEXT and not self._running and not self._is_closed:
             return encode()
         try:

@@ -282,7 +282,6 @@ class PluginArguments:
         given: Mapping[str, Given],
         reasoning: ReasoningMarkers | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the arguments for those components that the request uses."""
         resolved = {}
         for taker in self._used(takers, request.params, given):
             arguments, path = taker.arguments(request.params, given.get(taker.key))
@@ -319,7 +318,6 @@ class PluginArguments:
                 yield taker
 
     def _check(self, plugin_args: Mapping[str, Any]) -> None:
-        """Check arguments that a hook may have changed."""
         for taker in (*self.parsers.takers, *self._takers):
             if taker.key in plugin_args:
                 if taker.is_processor:
@@ -349,7 +347,6 @@ class PluginArguments:
         return located
 
     def _why_unknown(self, name: str) -> str:
-        """Return why no component takes arguments under a name."""
         labels = (f"{entry.kind}/{entry.name}" for entry in self._plugins.manifest.entries)
         named = [label for label in labels if name in (label, label.partition("/")[2])]
         if named:

@@ -11,7 +11,6 @@ from typing import Any
 
 from hardpoint import typed
 from hardpoint.boundary.parts.bound_half import request_fields
-from hardpoint.core.frontend.deadlines import Deadlines
 from hardpoint.core.frontend.engine_parts import EngineParts
 from hardpoint.core.frontend.outputs.output_parsers import SoughtCalls
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
@@ -23,6 +22,7 @@ from hardpoint.plugins.resumed import ResumedOutputs
 from hardpoint.plugins.structured import StructuredOutputs
 from hardpoint.registry.discovery import is_third_party
 from hardpoint.registry.plugin_set import PluginSet
+from hardpoint.system.deadlines import Deadlines
 
 from .input_processor import NO_EXTRAS, InputProcessor, RequestExtras
 from .plugin_arguments import PluginArguments
@@ -163,7 +163,6 @@ class Submitter:
         return children
 
     def _warn_of_priority(self, policy: str) -> None:
-        """Log, once, that a policy ignores the priority of requests."""
         _log.warning(
             'priority: the scheduling policy "%s" ignores it; scheduler.policy = "priority" is the '
             "one that orders by it",

@@ -136,7 +136,6 @@ class RequestReceivedHook:
     def __init__(
         self, hooks: HookSet, prebuilt: PrebuiltRequestValidator, arguments: PluginArguments
     ) -> None:
-        """Store the validator; a plugin implements the hook."""
         self._hooks = hooks
         self._check = prebuilt.checked
         self._arguments = arguments

@@ -197,7 +197,6 @@ class DraftStep:
 def _verified(
     sampled: Sampled, requests: Sequence[LogitsRequest], drafts: Sequence[Sequence[int]]
 ) -> list[Verified]:
-    """Return the tokens of rows that were sampled together."""
     results: list[Verified] = []
     first = 0
     kept = accepted(sampled.tokens, drafts)

@@ -150,7 +150,6 @@ def _is_batch_level(runner: ProcessorRunner) -> bool:
 
 
 def _damage(row: torch.Tensor, applied: Sequence[str]) -> str:
-    """Return the damage of a row, and which processors were applied before."""
     if bool(row.isnan().any()):
         return "it made logits NaN"
     if bool((row == torch.inf).any()):

@@ -127,7 +127,6 @@ def prompt_logprobs(
 
 
 def _read(held: list[_Part]) -> None:
-    """Fetch what the device holds, and append it to the entries."""
     lists = iter(fetch([tensor for part in held for tensor in part.tensors]))
     for part in held:
         own = [next(lists) for _ in part.tensors]

@@ -32,7 +32,6 @@ class ObservedStates:
     """The newest states of each request and processor, from its start to its end."""
 
     def __init__(self) -> None:
-        """Start without requests."""
         self._versions: dict[str, dict[str, deque[_Version]]] = {}
 
     def __len__(self) -> int:

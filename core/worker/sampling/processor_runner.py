@@ -45,7 +45,6 @@ class ProcessorError(Exception):
     """A processor failed for its rows as a whole; the step has to run again without that."""
 
     def __init__(self, runner: ProcessorRunner, cause: BaseException) -> None:
-        """Keep the processor's runner and what the processor raised."""
         super().__init__(runner.name)
         self.runner = runner
         self.cause = cause

@@ -89,7 +89,6 @@ class _StepRows:
     """
 
     def __init__(self, requests: Sequence[LogitsRequest], device: torch.device) -> None:
-        """Derive what stays the same."""
         self._requests = list(requests)
         self._device = device
         greedy = [r.params.greedy for r in requests]

@@ -259,7 +259,6 @@ class PauseController:
         return checked
 
     def _set_state(self, state: PauseState, owner: str = _USER) -> None:
-        """Set the state of an owner; the scheduler gets the stricter one of both."""
         self._states[owner] = state
         self._core.scheduler.set_pause(max(self._states.values(), key=list(PauseState).index))
 

@@ -393,7 +393,6 @@ class StepRunner:
             raise PluginFaultError(f"{label}: its plan of step {plan.step} {defect}") from error
 
     def _lose(self, plan: SchedulerOutput) -> None:
-        """Return a plan that was not executed, or not to its end, to what planned it."""
         self._step_parts.lost(plan)
         self._scheduler.plan_lost(plan)
 

@@ -128,7 +128,6 @@ class WeightUpdates:
         self._tells, self.version = True, version
 
     def _note(self, version: str, *, kept: bool) -> None:
-        """Note for each live request that its further tokens have another version."""
         before, self._live = self._live, {}
         for request in self._scheduler.live_requests():
             count = len(request.output_token_ids)

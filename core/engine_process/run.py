@@ -161,7 +161,6 @@ def _serve(
     built: BuiltCore,
     closing: contextlib.ExitStack,
 ) -> None:
-    """Serve clients until the loop ends; then send them the rest, and shut down."""
     addresses = msgspec.json.decode(launch.address, type=EngineAddresses)
     queues = LoopQueues(output=ClientSendQueues(len(addresses.outputs)))
     settings = spec.config.engine

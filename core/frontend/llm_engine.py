@@ -402,7 +402,6 @@ class LLMEngine(EngineOwner):
         raise reported from reported.__cause__
 
     def _end(self) -> None:
-        """Drop the live requests and close, after an error that is not contained."""
         try:
             self._frontend.drop_all()
             self.close()

@@ -196,7 +196,6 @@ class WatchedEngine(EngineOwner):
             )
 
     def _receive(self, item: Item) -> None:
-        """Process outputs, or the error that ended them, from the client's threads."""
         if isinstance(item, Exception):
             self._engine_died(item)
         elif self._lifecycle.state is EngineState.SERVING and (

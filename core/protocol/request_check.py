@@ -69,7 +69,6 @@ class RequestCheck:
         _check_resumed(request, self._vocab_size, self.processors)
 
     def _check_markers(self, markers: ReasoningMarkers) -> None:
-        """Reject markers that are too long to look for, or of no tokens of the model."""
         prefixes = (markers.message_prefix, markers.content_prefix)
         for ids in (*markers.start, *markers.end, markers.calls, *prefixes):
             if len(ids) > _LONGEST_MARKER:
@@ -85,7 +84,6 @@ class RequestCheck:
                     )
 
     def _check_fields(self, request: EngineCoreRequest) -> None:
-        """Reject a request with a field that nothing in this engine makes use of."""
         for name, reason in REQUEST_FIELDS.items():
             value = getattr(request, name)
             if value is None or name in self._used:

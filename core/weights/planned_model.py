@@ -176,7 +176,6 @@ def _layer_groups(
 
 
 def _schemes(spec: WorkerSpec) -> Callable[[str], Scheme]:
-    """Return a function that builds the quantisation schemes of a checkpoint."""
     described = spec.model_config.hf.get("quantization_config")
 
     def scheme(name: str) -> Scheme:

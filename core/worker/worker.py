@@ -481,7 +481,6 @@ class LocalWorker:
 
 
 def _check_supported(plan: SchedulerOutput, *, drafts: bool, encodes: bool) -> None:
-    """Refuse a plan with features that this worker lacks, with the requests' ids."""
     parts = {
         "verifies no drafts": {} if drafts else plan.draft_token_ids,
         "encodes no features": {} if encodes else plan.encoder_inputs,

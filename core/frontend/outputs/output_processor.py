@@ -287,7 +287,6 @@ class OutputProcessor:
         reason: FinishReason,
         processed: ProcessedOutputs,
     ) -> None:
-        """Forget a request that has ended; abort it where only the frontend ended it."""
         if output.faulty_plugin is not None:
             fault = (output.faulty_plugin, state.parent.internal_id, output.error or "")
             processed.faults.append(fault)
@@ -297,7 +296,6 @@ class OutputProcessor:
             processed.aborts.append(output.request_id)
 
     def _fail(self, state: _State, fault: PluginFaultError, processed: ProcessedOutputs) -> None:
-        """Mark a request as ended by a fault of the tokenizer or of an output parser."""
         assert isinstance(state, RequestState)  # others have no text
         state.fail(str(fault))
         processed.faults.append((fault.plugin, state.parent.internal_id, str(fault)))

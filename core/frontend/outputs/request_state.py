@@ -197,7 +197,6 @@ class RequestState:
         return 0 if self._stream is None else self._stream.num_tokens
 
     def _new_decoder(self) -> DecodeStream:
-        """Return a decode stream; the prompt's end decides how the first token reads."""
         skip = self._request.params.skip_special_tokens
         return self._tokenizer.decode_stream(
             self._request.last_prompt_ids, skip_special_tokens=skip

@@ -55,7 +55,6 @@ class Submitter:
         output: OutputProcessor,
         deadlines: Deadlines,
     ) -> None:
-        """Make requests by a processor; register them with their outputs and deadlines."""
         self._deadlines = deadlines
         self._clock, self._client = parts.clock, parts.client
         self._tasks = parts.supported_tasks

@@ -138,7 +138,6 @@ class FaultIsolation:
                 self.faults[request.request_id] = runner.fault(runner.method_name, error.cause)
 
     def _check_rows(self, active: ActiveRows, logits: torch.Tensor) -> None:
-        """Count each row that a batch-level processor has damaged as a fault of it."""
         for row, request in zip(active.batch_rows, active.rows.requests, strict=True):
             if request.request_id not in self.faults and not row_is_finite(logits[row]):
                 fault = active.runner.fault("apply", _damage(logits[row], ()))

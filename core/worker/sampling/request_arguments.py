@@ -34,7 +34,6 @@ class RequestArguments:
     """Converts the arguments of requests."""
 
     def __init__(self, pipeline: LogitsPipeline, sampler: Sampler) -> None:
-        """Convert for a sampler, and for the processors that a pipeline has at the time."""
         self._pipeline, self._sampler = pipeline, sampler
         self._key = argument_key("samplers", sampler.name)
         self._type = prepared_type(type(sampler))

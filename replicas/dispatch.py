@@ -176,7 +176,8 @@ class Dispatch:
             return True
         if replica.is_reachable:
             now = time.monotonic()
-            replica.blocked_since = replica.blocked_since or now
+            if replica.blocked_since is None:
+                replica.blocked_since = now
             if now - replica.blocked_since < _BLOCKED_S:
                 return False
         if not may_wait and self._replicas.reachable in ([], [replica]):

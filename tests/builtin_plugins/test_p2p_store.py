@@ -164,7 +164,14 @@ class TestForOne:
             assert pool.offer(key(number), small, 60.0)
         assert time.thread_time() - began < 5.0  # many times that if each looks at all others
 
-    def test_both_sides_renew_leases(self, peers, leases):
+    def test_both_sides_renew_leases(self, peers, leases, monkeypatch):
+        renew, renewed = PeerBlocks.renew, []
+
+        def recorded(pool, keys):
+            renew(pool, keys)
+            renewed.append(list(keys))
+
+        monkeypatch.setattr(PeerBlocks, "renew", recorded)
         a, b = peers.open("a"), peers.open("b")
         for number in (1, 2, 3):
             a.offer(key(number), block(number), 10.0)
@@ -172,7 +179,8 @@ class TestForOne:
             leases.advance(6.0)
             a.renew([key(1)])
             b.renew([key(2), key(77)], "a")
-            wait_until(lambda: a._pool._offers[key(2)].until == leases.now + 10.0)
+            wait_until(lambda: renewed == [[key(1)], [key(2), key(77)]])
+            renewed.clear()
         fetched = [b.fetch("a", key(number), block(), 60.0) for number in (1, 2, 3)]
         assert fetched == [True, True, False]
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
+from support.internals import set_time_limit
 from support.processes import run
 from support.waiting import wait_until
 
@@ -390,17 +391,18 @@ HOSTILE = (
 
 def test_hostile_grammars_are_compiled_or_refused_in_time(library):
     backend = open_backend(seconds=2.0, max_bytes=512 << 20)
+    compiler = compiler_of(backend)
     try:
         compiled(backend, regex="a")
         for given in HOSTILE:
-            limit(backend._compiler, 2.0)
+            limit(compiler, 2.0)
             start = time.perf_counter()
             try:
                 allowed(compiled(backend, **given))
             except ValueError as error:
                 assert str(error)  # noqa: PT017
             assert time.perf_counter() - start < 60
-            limit(backend._compiler, 60.0)
+            limit(compiler, 60.0)
             assert accepts(compiled(backend, regex="a"), "a")
     finally:
         backend.close()
@@ -411,13 +413,14 @@ SLOW = {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(200
 
 def test_a_grammar_that_needs_too_long_ends_its_process_alone(library):
     backend = open_backend(processes=2, max_bytes=64 << 30)
+    compiler = compiler_of(backend)
     try:
         compiled(backend, regex="a")
         (first,) = backend.pids
-        limit(backend._compiler, 0.9)
+        limit(compiler, 0.9)
         with pytest.raises(ValueError, match=r"^compiling .* took 0.9 s, and was not done"):
             compiled(backend, **SLOW)
-        limit(backend._compiler, 60.0)
+        limit(compiler, 60.0)
         assert not psutil.pid_exists(first)
         assert accepts(compiled(backend, regex="a"), "a")
     finally:
@@ -517,10 +520,15 @@ def fake(tmp_path):
     made.close()
 
 
+def compiler_of(backend):
+    """Return the compiler of a grammar backend."""
+    return backend._compiler
+
+
 def limit(compiler, seconds):
     """Change the time limit of a compiler."""
-    for one in (compiler, *compiler._processes):
-        one._seconds = seconds
+    for each in (compiler, *compiler._processes):
+        set_time_limit(each, seconds)
 
 
 def test_one_process_serves_one_thread_after_the_other(fake):

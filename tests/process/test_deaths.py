@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from support.internals import calls_of, sockets_of
 from support.process.harness import (
     PATIENCE_S,
     Opened,
@@ -61,7 +62,7 @@ def test_a_question_asked_of_a_dying_engine_is_answered_with_its_death(opened, e
     killed = []
 
     def kill():
-        calls = llm.llm_engine.parts.client._sockets._calls
+        calls = calls_of(sockets_of(llm.llm_engine.parts.client))
         wait_until(lambda: calls, PATIENCE_S, "the call")
         time.sleep(0.1)  # until it has been sent, too
         killed.append(time.monotonic())

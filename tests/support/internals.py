@@ -9,12 +9,14 @@ from unittest import mock
 from hardpoint import LLM, AsyncLLM
 from hardpoint.core.client.event_loop import SendQueue
 from hardpoint.core.client.process_client import ProcessClient
+from hardpoint.core.client.sockets import EngineSockets
 from hardpoint.core.engine.core import EngineCore
 from hardpoint.core.frontend.async_engine import AsyncEngine
 from hardpoint.core.frontend.llm_engine import LLMEngine
 from hardpoint.core.frontend.outputs.output_processor import OutputProcessor
 from hardpoint.core.frontend.requests.input_processor import InputProcessor
 from hardpoint.plugins import EngineConfig
+from hardpoint.toolkit.limited import LimitedProcess
 
 
 def engine_of(llm: LLM | AsyncLLM) -> Any:
@@ -30,6 +32,21 @@ def client_of(llm: LLM | AsyncLLM) -> ProcessClient:
 def send_queue_of(llm: AsyncLLM) -> SendQueue:
     """Return the queue of tasks that wait to send a request."""
     return llm._engine._send_queue
+
+
+def sockets_of(client: ProcessClient) -> EngineSockets:
+    """Return the sockets that connect a client to its engine process."""
+    return client._sockets
+
+
+def calls_of(sockets: EngineSockets) -> dict[int, Any]:
+    """Return the utility calls that the engine has not answered."""
+    return sockets._calls
+
+
+def set_timeout(waiter: ProcessClient | SendQueue, seconds: float) -> None:
+    """Change the timeout of a client's calls, or of the requests in a send queue."""
+    waiter._timeout_s = seconds
 
 
 def core_of(engine: LLMEngine) -> EngineCore:
@@ -80,3 +97,13 @@ def keeps_nothing(output: OutputProcessor) -> bool:
 def open_conversations_of(llm):
     """Return the open conversations of an LLM or AsyncLLM."""
     return llm._conversations
+
+
+def limited_process_of(owner: Any) -> LimitedProcess:
+    """Return the limited process of a chat renderer or image decoder."""
+    return owner._process
+
+
+def set_time_limit(process: Any, seconds: float) -> None:
+    """Change the time limit of each request to a process, or of a grammar compiler."""
+    process._seconds = seconds

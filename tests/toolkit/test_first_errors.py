@@ -34,10 +34,13 @@ def first_of(futures):
     return first_error_or(futures, 0).result(60)
 
 
+SETTLE_S = 60.0
+
+
 @pytest.fixture
 def patient(monkeypatch):
     """Ranks wait long for the one that failed."""
-    monkeypatch.setattr(joining, "_SETTLE_SECONDS", 60.0)
+    monkeypatch.setattr(joining, "_SETTLE_SECONDS", SETTLE_S)
 
 
 @pytest.mark.parametrize("call", [results_of, first_of])
@@ -61,7 +64,7 @@ def test_another_error_is_raised_at_once(patient, call):
     began = time.monotonic()
     with pytest.raises(ModelError):
         call(futures_of(ABORTED, None, OWN))
-    assert time.monotonic() - began < joining._SETTLE_SECONDS / 2
+    assert time.monotonic() - began < SETTLE_S / 2
 
 
 def test_the_rank_that_failed():

@@ -13,7 +13,13 @@ import msgspec
 import pytest
 import zmq
 from support.core.serial_engine import GREEDY, config, slowed, still_serves
-from support.internals import engine_of, output_processor_of, send_queue_of
+from support.internals import (
+    engine_of,
+    output_processor_of,
+    send_queue_of,
+    set_timeout,
+    sockets_of,
+)
 from support.waiting import PATIENCE_S, HeldSteps, others_sleep, until, wait_until
 
 from hardpoint import (
@@ -51,7 +57,7 @@ def output_of(llm):
     """A socket at the place where the engine's outputs go."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.connect(llm.llm_engine.parts.client._sockets.addresses.outputs[0])
+    socket.connect(sockets_of(llm.llm_engine.parts.client).addresses.outputs[0])
     yield socket
     context.destroy(0)
 
@@ -123,6 +129,7 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
     settings = {"engine": {"in_process": False}, "scheduler": {"max_num_seqs": 32}}
     with LLM(config=scripted_config(scripted, settings)) as llm:
         engine, client = engine_of(llm), llm.llm_engine.parts.client
+        waiting = client._outputs
         params = msgspec.structs.replace(LONG, max_tokens=100)
         expected = [output.outputs[0] for output in llm.generate(prompts, params)]
         for number, prompt in enumerate(prompts):
@@ -131,10 +138,10 @@ def test_who_never_steps_holds_one_entry_per_request(scripted):
         while running:
             stats = client.call_utility("scheduler_stats")
             running = stats.num_running + stats.num_waiting
-            most = max(most, len(client._outputs))
+            most = max(most, len(waiting))
             time.sleep(0.02)
-        wait_until(lambda: len(client._outputs) >= 32, PATIENCE_S, "an entry per request")
-        assert max(most, len(client._outputs)) == 32
+        wait_until(lambda: len(waiting) >= 32, PATIENCE_S, "an entry per request")
+        assert max(most, len(waiting)) == 32
         outputs = {}
         while engine.has_unfinished_requests():
             outputs |= {output.request_id: output for output in engine.step(timeout=PATIENCE_S)}
@@ -254,7 +261,7 @@ def shared(roomy):
     }
     with asyncio.Runner() as runner:
         llm = AsyncLLM(config=scripted_config(roomy, settings))
-        send_queue_of(llm)._timeout_s = 60.0  # who waits for an engine that stands still, waits on
+        set_timeout(send_queue_of(llm), 60.0)  # for tasks that wait for a stopped engine
         runner.run(collect(llm, "say abc"))
         yield runner, llm
         runner.run(llm.aclose())
@@ -353,7 +360,7 @@ def test_a_request_that_is_aborted_before_it_is_sent_never_runs(serve):
 def test_those_that_wait_to_be_sent_hear_of_the_death(roomy):
     async def main():
         async with AsyncLLM(config=scripted_config(roomy)) as llm:
-            send_queue_of(llm)._timeout_s = PATIENCE_S
+            set_timeout(send_queue_of(llm), PATIENCE_S)
             await collect(llm, "say abc")
             async with stopped(llm):
                 tasks = await until_it_takes_no_more(llm)

@@ -10,7 +10,7 @@ import time
 import pytest
 import zmq
 from support.core.engine_harness import LoopRig, ScriptedExecutor, expected, request
-from support.internals import client_of, engine_of
+from support.internals import client_of, engine_of, sockets_of
 from support.waiting import PATIENCE_S
 
 from hardpoint import LLM, AsyncLLM, RequestOutputKind, SamplingParams
@@ -119,7 +119,7 @@ def whispering(client, count: int = 40):
     """Have quiet batches come among the outputs of a client's engine."""
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
-    socket.connect(client._sockets.addresses.outputs[0])
+    socket.connect(sockets_of(client).addresses.outputs[0])
     frames = [Encoder().encode(message) for message in QUIET.values()]
 
     def send():

@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 from support.core.serial_engine import GREEDY, config, slowed, still_serves
-from support.internals import engine_of, output_processor_of
+from support.internals import engine_of, output_processor_of, set_timeout, sockets_of
 from support.waiting import PATIENCE_S, HeldSteps, wait_until
 
 from hardpoint import (
@@ -200,7 +200,7 @@ def test_a_question_that_is_not_answered_in_time(scripted, tmp_path):
         held.let_go()
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
-        llm.llm_engine.parts.client._timeout_s = PATIENCE_S  # from here on there shall be an answer
+        set_timeout(llm.llm_engine.parts.client, PATIENCE_S)  # the engine answers from now on
         assert llm.scheduler_stats().num_running == 0  # the late answer disturbs nobody
         assert still_serves(llm)
 
@@ -230,7 +230,7 @@ def test_what_is_sent_while_its_death_is_told_is_refused(scripted, monkeypatch):
     """It would be lost, and its sender would wait for the news only."""
     with LLM(config=config(scripted)) as llm:
         client = llm.llm_engine.parts.client
-        sockets = client._sockets
+        sockets = sockets_of(client)
         telling, go_on = threading.Event(), threading.Event()
         fail = sockets.fail
 

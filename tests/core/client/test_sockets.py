@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 from support.core.fake_engine import READY, Engine
+from support.internals import calls_of
 from support.searching import searches_long
 from support.waiting import PATIENCE_S, others_sleep, wait_until
 
@@ -168,7 +169,7 @@ def test_after_the_end_nothing_is_sent_and_all_calls_fail(line):
         assert isinstance(error.value.__cause__, PluginFaultError)
     with pytest.raises(EngineDeadError, match="plugin 'p' broke"):
         sockets.call("plugin_meters")
-    assert sockets._calls == {}
+    assert calls_of(sockets) == {}
 
 
 def test_an_engine_that_is_not_there_cannot_be_reached():
@@ -318,13 +319,18 @@ def answered_while_failed() -> None:
     assert isinstance(late.pop(), EngineDeadError)
     for future in futures + late:
         assert isinstance(future.exception(PATIENCE_S), EngineDeadError | None)
-    assert sockets._calls == {}
+    assert calls_of(sockets) == {}
     sockets.close()
     assert ended == []
     engine.close()
 
 
 # An engine that takes nothing
+
+
+def num_unsent(sockets: EngineSockets) -> int:
+    """Return the number of messages that the engine has no room for."""
+    return len(sockets._backlog)
 
 
 def test_requests_are_turned_away_and_what_must_arrive_waits(stuck):
@@ -362,12 +368,13 @@ def test_what_tries_again_is_not_encoded_again(stuck, monkeypatch):
 def test_what_another_abort_costs_does_not_grow_with_those_that_wait(stuck, monkeypatch):
     sockets, _, _, _ = stuck
     looks = []
-    wanted = engine_sockets._Unsent.is_wanted.fget
+    unsent = engine_sockets._Unsent
+    wanted = unsent.is_wanted.fget
     counted = property(lambda each: looks.append(1) or wanted(each))
-    monkeypatch.setattr(engine_sockets._Unsent, "is_wanted", counted)
+    monkeypatch.setattr(unsent, "is_wanted", counted)
     for number in range(300):
         sockets.post(RequestType.ABORT, [str(number)])
-    assert len(sockets._backlog) == 300
+    assert num_unsent(sockets) == 300
     assert len(looks) < 10_000  # at the first one each time, and now and then by the reader
 
 
@@ -375,8 +382,8 @@ def test_calls_that_are_given_up_do_not_pile_up(stuck):
     sockets, _, _, _ = stuck
     for _ in range(500):
         assert sockets.call("plugin_meters").cancel()
-    assert len(sockets._backlog) <= 1
-    assert sockets._calls == {}
+    assert num_unsent(sockets) <= 1
+    assert calls_of(sockets) == {}
 
 
 def test_whoever_can_wait_is_told_in_the_end(stuck, monkeypatch):
@@ -421,7 +428,7 @@ def test_what_waits_for_an_engine_that_died_is_forgotten(stuck):
     sockets, engine, _, _ = stuck
     sockets.post(RequestType.ABORT, ["late"])
     sockets.fail(EngineDeadError("it was killed"))
-    assert not sockets._backlog
+    assert num_unsent(sockets) == 0
     with pytest.raises(EngineDeadError, match="^it was killed$"):
         sockets.post(RequestType.ABORT, ["later"])
     while (message := engine.heard(0.2)) is not None:

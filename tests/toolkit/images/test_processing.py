@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from support.internals import limited_process_of
 from support.pictures import data_url, encoded, gradient
 
 from hardpoint.plugins import RequestError
@@ -90,7 +91,7 @@ def test_a_fault_names_the_image_and_ends_nothing_else(reader, monkeypatch, name
     picture = gradient(WIDTHS[name], 5)
     with monkeypatch.context() as patch:
         if name == "slow":
-            patch.setattr(reader._decoder._process, "_seconds", 0.2)
+            patch.setattr(limited_process_of(reader._decoder), "_seconds", 0.2)
         with pytest.raises(RequestError, match=REFUSED[name]) as caught:
             reader.read([("x", encoded(picture) if is_encoded else picture)])
     assert ("decoding and" in str(caught.value)) == (is_encoded and "takes" in REFUSED[name])

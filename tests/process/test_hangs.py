@@ -14,6 +14,7 @@ from support.process.slow_requests import SLOW, add, begin, finals, long
 from support.waiting import until, wait_until
 
 from hardpoint import AsyncLLM, EngineDeadError, SamplingParams
+from hardpoint.core.frontend.requests.input_processor import RequestExtras
 from hardpoint.plugins import LogitsProcessor, Phase
 from hardpoint.testing import scripted_config
 
@@ -34,6 +35,17 @@ def test_a_stopped_engine_is_dead_for_all_that_wait(opened, endless, caplog):
         finals(llm)
     gone(pid)
     assert "it is killed" in caplog.text
+
+
+def test_a_request_ends_at_its_deadline_though_its_engine_is_stopped(opened, endless):
+    llm = opened(endless, SLOW)
+    pid = pid_of(llm)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        llm.llm_engine.add_request("r", [1], long(), RequestExtras(timeout=0.5))
+        assert finals(llm) == ["timeout"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_step_that_hangs_ends_the_engine(opened, endless, tmp_path):

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 from hardpoint.builtin_plugins.server.access.counts import SharedCounts
 from hardpoint.builtin_plugins.server.operations.adapters import Adapters, UnloadAdapter
 from hardpoint.errors import PluginFaultError
-from hardpoint.plugins import LoRARequest, RequestError
+from hardpoint.plugins import LoRARequest, ModelError, RequestError
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BODIES = {
@@ -331,3 +331,20 @@ def test_workers_know_what_others_load_and_unload():
 
     asyncio.run(check())
     os.close(memory)
+
+
+@pytest.mark.parametrize("resolved", [False, True])
+def test_defective_files_are_the_error_of_a_request(server, folder, resolved):
+    message = f"{folder / 'sql' / 'adapter_config.json'}: r: expected a rank of at least 1, got 0"
+
+    async def add_lora(request):
+        raise ModelError(message)
+
+    server.engine.add_lora = add_lora
+    if resolved:
+        server.engine.found["sql"] = folder / "sql"
+        answer, field = complete(server, "sql"), "model"
+    else:
+        answer, field = load(server, folder / "sql"), "lora_path"
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"], error["param"]) == (400, message, field)

@@ -102,6 +102,12 @@ CASES = {
     "rank zero": (config(r=0), "r: expected a rank of at least 1, got 0"),
     "rank differs": (config(r=3), r"q_proj: expected rank 3, .* lora_A \[4, 64\]"),
     "alpha": (config(lora_alpha=None), r"lora_alpha"),
+    "alpha too large": (config(lora_alpha=1e308), "q_proj: expected a change .* of 2.5e.307"),
+    "alpha overflows": (config(lora_alpha=1e42), "q_proj: expected a change whose numbers float32"),
+    "sparse": (
+        lambda folder: os.truncate(folder / "adapter_model.safetensors", 1 << 31),
+        "adapter_model.safetensors: expected [0-9]+ bytes of tensors, as the header has it, got 2",
+    ),
     "pattern": (config(rank_pattern={"(a+)+!": 4}), r"rank_pattern: expected a name.*'\(a\+\)\+!'"),
     "set": (config(alpha_pattern={"[9-0]": 4}), r"alpha_pattern: expected .*'\[9-0\]': bad char"),
     "long": (config(alpha_pattern={".*" * 200: 4}), "alpha_pattern: expected at most 256 char"),

@@ -159,9 +159,10 @@ class SchedulerLimits:
         max_model_len: maximum length of prompt plus output.
         chunked_prefill: whether a prompt may be computed over several steps.
         long_prefill_token_threshold: maximum tokens of one request in a step; 0 is no limit.
-        max_waiting: maximum number of waiting requests; further ones are refused. None is no limit.
+        max_waiting: maximum number of waiting requests; further ones are refused, except for those
+            that another engine has admitted (`is_admitted`). None is no limit.
         max_waiting_tokens: maximum tokens of prompts that are not computed yet; a further prompt is
-            refused with QueueFullError, unless none waits. None is no limit.
+            refused with QueueFullError, unless none waits or `is_admitted`. None is no limit.
         num_draft_tokens: maximum drafts of a request in a step.
         num_lookahead_tokens: tokens after those of the step that get blocks too.
         max_loras: 0: nothing limits adapters. Schedulers of contract 1 read it.

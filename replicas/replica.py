@@ -23,7 +23,7 @@ class ReplicaClient(RemoteClient, Protocol):
 
 
 class ReplicaView:
-    """What a balancer sees of an engine, as `EngineView` describes it; it cannot change it."""
+    """Read-only view of an engine for balancers, as `EngineView` describes it."""
 
     __slots__ = ("_replica",)
 

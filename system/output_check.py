@@ -23,12 +23,12 @@ _MOST_TEXT, _MOST_PATH = 1 << 20, 200  # characters
 
 
 class _Expected:
-    """What outputs of a request may have.
+    """Limits of the outputs of a request.
 
     Attributes:
         tokens_left: tokens that may still come.
         num_positions: positions of the prompt and of all tokens.
-        num_logprobs: most entries of log-probabilities at a position; 0 for none.
+        num_logprobs: largest number of log-probabilities at a position; 0 for none.
         num_prompt_logprobs: the same of positions of the prompt.
     """
 
@@ -47,17 +47,17 @@ class _Expected:
         before = 0 if resumed is None else len(resumed.output_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
-        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self.has_pooling = request.pooling_params is not None
-        self.tokens_left = 0 if self.has_pooling else max(most - before, 1)
-        self.num_positions = self.num_prompt_tokens + max(most, 1)
+        self.tokens_left = 0 if self.has_pooling else max(limit - before, 1)
+        self.num_positions = self.num_prompt_tokens + max(limit, 1)
         self.num_logprobs = _num_entries(params.logprobs, params.logprob_token_ids)
         self.num_prompt_logprobs = _num_entries(params.prompt_logprobs, None)
         self.shapes: dict[tuple[str, ...], tuple[Any, ...]] = {}
 
 
 def _num_entries(likeliest: int | None, named: Sequence[int] | None) -> int:
-    """Return the most entries at a position: the token, the likeliest ones, and named ones."""
+    """Return the largest number of entries: the token, the likeliest ones, and named ones."""
     if likeliest is None and named is None:
         return 0
     if likeliest is not None and likeliest < 0:  # all of the vocabulary
@@ -143,7 +143,7 @@ def _check_tokens(output: EngineCoreOutput, expected: _Expected, vocab_size: int
         raise _wrong(output, "new_token_ids", f"token ids below {vocab_size}")
     expected.tokens_left -= len(tokens)
     if expected.tokens_left < 0:
-        raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
+        raise _wrong(output, "new_token_ids", "at limit max_tokens tokens")
 
 
 def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
@@ -167,7 +167,7 @@ def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int
     for field in ("error", "error_kind", "stop_reason"):
         text = getattr(output, field)
         if isinstance(text, str) and len(text) > _MOST_TEXT:
-            raise _wrong(output, field, f"at most {_MOST_TEXT} characters")
+            raise _wrong(output, field, f"at limit {_MOST_TEXT} characters")
 
 
 def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
@@ -180,7 +180,7 @@ def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_siz
         raise _wrong(output, "observed_logprobs", f"entries for {num_tokens} tokens")
     expected.num_prompt_tokens -= len(output.prompt_logprobs or ())
     if expected.num_prompt_tokens < 0:
-        raise _wrong(output, "prompt_logprobs", "at most an entry for each prompt token")
+        raise _wrong(output, "prompt_logprobs", "at limit an entry for each prompt token")
     for prompt_entry in output.prompt_logprobs or ():
         if prompt_entry is not None:
             limit = expected.num_prompt_logprobs
@@ -218,7 +218,7 @@ def _check_array(
     if not isinstance(array, np.ndarray) or array.ndim < 1:
         raise _wrong(output, field, "an array of positions")
     if len(array) > expected.num_positions:
-        raise _wrong(output, field, f"at most {expected.num_positions} positions")
+        raise _wrong(output, field, f"at limit {expected.num_positions} positions")
     shape = (*array.shape[1:], array.dtype)
     if expected.shapes.setdefault(name, shape) != shape:
         raise _wrong(output, field, "the shape and type of the outputs before")
@@ -250,7 +250,7 @@ def _check_reports(batch: EngineCoreOutputs) -> None:
     if (load := batch.load) is not None:
         _check_counts(load, "load")
         if len(load.adapters) > _MOST_ADAPTERS:
-            raise WireError(f"load.adapters: expected at most {_MOST_ADAPTERS} names")
+            raise WireError(f"load.adapters: expected at limit {_MOST_ADAPTERS} names")
     if batch.cache_changes is not None:
         _check_cache_changes(batch.cache_changes)
 

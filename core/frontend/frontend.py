@@ -65,7 +65,7 @@ class Frontend:
         input: makes requests of prompts.
         output: makes users' outputs of the engine's.
         statistics: the engine records and reports them; None if they are off.
-        deadlines: of the live requests that have a timeout.
+        deadlines: deadlines of the live requests that have a timeout.
     """
 
     def __init__(self, parts: EngineParts) -> None:

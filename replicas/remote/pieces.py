@@ -26,7 +26,7 @@ def split(
     """Send the large frames in pieces; return the frames, with empty ones instead of these.
 
     Args:
-        frames: of one message.
+        frames: frames of one message.
         send_piece: sends the place of a frame, and a piece of it.
     """
     short: list[zmq.Frame | bytes] = []

@@ -77,7 +77,8 @@ class TinyScheduler(Scheduler):
         if self.cache.blocks_needed(limit) > self.cache.num_usable_blocks:
             raise RequestError(f"prompt: the KV cache never has room for {limit} tokens")
         waiting = len(self.live) - self._num_running()
-        if self.limits.max_waiting is not None and waiting >= self.limits.max_waiting:
+        limit = None if request.is_admitted else self.limits.max_waiting
+        if limit is not None and waiting >= limit:
             raise OverloadedError(f"overloaded: {waiting} requests wait; try again later")
         self.live[request.request_id] = live
         self._record_event(live, EngineCoreEventType.QUEUED)

@@ -143,7 +143,7 @@ def _check_tokens(output: EngineCoreOutput, expected: _Expected, vocab_size: int
         raise _wrong(output, "new_token_ids", f"token ids below {vocab_size}")
     expected.tokens_left -= len(tokens)
     if expected.tokens_left < 0:
-        raise _wrong(output, "new_token_ids", "at limit max_tokens tokens")
+        raise _wrong(output, "new_token_ids", "at most max_tokens tokens")
 
 
 def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
@@ -167,7 +167,7 @@ def _check_fields(output: EngineCoreOutput, expected: _Expected, vocab_size: int
     for field in ("error", "error_kind", "stop_reason"):
         text = getattr(output, field)
         if isinstance(text, str) and len(text) > _MOST_TEXT:
-            raise _wrong(output, field, f"at limit {_MOST_TEXT} characters")
+            raise _wrong(output, field, f"at most {_MOST_TEXT} characters")
 
 
 def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_size: int) -> None:
@@ -180,7 +180,7 @@ def _check_all_logprobs(output: EngineCoreOutput, expected: _Expected, vocab_siz
         raise _wrong(output, "observed_logprobs", f"entries for {num_tokens} tokens")
     expected.num_prompt_tokens -= len(output.prompt_logprobs or ())
     if expected.num_prompt_tokens < 0:
-        raise _wrong(output, "prompt_logprobs", "at limit an entry for each prompt token")
+        raise _wrong(output, "prompt_logprobs", "at most an entry for each prompt token")
     for prompt_entry in output.prompt_logprobs or ():
         if prompt_entry is not None:
             limit = expected.num_prompt_logprobs
@@ -218,7 +218,7 @@ def _check_array(
     if not isinstance(array, np.ndarray) or array.ndim < 1:
         raise _wrong(output, field, "an array of positions")
     if len(array) > expected.num_positions:
-        raise _wrong(output, field, f"at limit {expected.num_positions} positions")
+        raise _wrong(output, field, f"at most {expected.num_positions} positions")
     shape = (*array.shape[1:], array.dtype)
     if expected.shapes.setdefault(name, shape) != shape:
         raise _wrong(output, field, "the shape and type of the outputs before")
@@ -250,7 +250,7 @@ def _check_reports(batch: EngineCoreOutputs) -> None:
     if (load := batch.load) is not None:
         _check_counts(load, "load")
         if len(load.adapters) > _MOST_ADAPTERS:
-            raise WireError(f"load.adapters: expected at limit {_MOST_ADAPTERS} names")
+            raise WireError(f"load.adapters: expected at most {_MOST_ADAPTERS} names")
     if batch.cache_changes is not None:
         _check_cache_changes(batch.cache_changes)
 

@@ -19,6 +19,7 @@ from hardpoint.plugins.structured import (
 )
 from hardpoint.toolkit.parsing.format_parser import (
     AfterCall,
+    BeforeAnswer,
     Between,
     Body,
     Content,
@@ -234,7 +235,8 @@ class Mistral(FormatParser):
         calls = {"[TOOL_CALLS]": "first"}
         head = {"[CALL_ID]": "id", "[ARGS]": "arguments"}
         return {
-            "content": State(Content, {"[THINK]": "thinking", **calls}),
+            "start": State(BeforeAnswer, {"[THINK]": "thinking", **calls}),
+            "content": State(Content, calls),
             "thinking": State(Reasoning, {"[/THINK]": "content"}),
             "first": State(_MistralFirst, calls),
             "list": State(JsonCalls, calls, then="content"),
@@ -318,7 +320,8 @@ class Granite(FormatParser):
         calls = {"<|tool_call|>": "calls", "<tool_call>": "call"}
         answer = {"<response>": "answer", "</response>": "answer", **calls}
         return {
-            "content": State(Content, {"<think>": "thinking", **calls}),
+            "start": State(BeforeAnswer, {"<think>": "thinking", **calls}),
+            "content": State(Content, calls),
             "thinking": State(Reasoning, {"</think>": "answer"}),
             "answer": State(Content, answer),
             "calls": State(JsonCalls, calls, then="answer"),
@@ -360,7 +363,8 @@ class Granite32(FormatParser):
         """Return content, thinking, and calls."""
         calls = {"<|tool_call|>": "calls"}
         return {
-            "content": State(Content, {"Here is my thought process:": "thinking", **calls}),
+            "start": State(BeforeAnswer, {"Here is my thought process:": "thinking", **calls}),
+            "content": State(Content, calls),
             "thinking": State(Reasoning, {"Here is my response:": "content"}),
             "calls": State(JsonCalls, calls, then="content"),
         }

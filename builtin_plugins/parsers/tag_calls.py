@@ -17,6 +17,7 @@ from hardpoint.plugins.structured import (
 )
 from hardpoint.toolkit.parsing.format_parser import (
     AfterCall,
+    BeforeAnswer,
     Between,
     Body,
     Content,
@@ -102,9 +103,10 @@ class TagCalls(FormatParser):
         """Return content, thinking, and the parts of a call."""
         content, states = dict.fromkeys(self.sections, "call"), dict[str, State]()
         if self.thinking:
-            content[self.thinking[0]] = "thinking"
-            states["thinking"] = State(Reasoning, {self.thinking[1]: "content"})
-        return {"content": State(Content, content), **states, **self.call_states(content)}
+            start, end = self.thinking
+            states["start"] = State(BeforeAnswer, {start: "thinking", **content})
+            states["thinking"] = State(Reasoning, {end: "content"})
+        return {**states, "content": State(Content, content), **self.call_states(content)}
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, State]:
         """Return the states of a call, and of the content behind it, whose moves are given."""

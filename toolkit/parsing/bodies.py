@@ -19,6 +19,7 @@ from hardpoint.plugins.output_parser import (
 
 __all__ = [
     "AfterCall",
+    "BeforeAnswer",
     "Beginning",
     "Between",
     "Body",
@@ -186,6 +187,19 @@ class Content(Body):
         """Take all of it."""
         events.append(ContentText(text))
         return len(text)
+
+
+class BeforeAnswer(Content):
+    """White space before the reasoning or the answer; other text leads to the state `content`."""
+
+    next = "content"
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Take white space."""
+        space = len(text) - len(text.lstrip())
+        if space:
+            events.append(ContentText(text[:space]))
+        return space
 
 
 class AfterCall(Content):

@@ -34,6 +34,7 @@ from hardpoint.plugins.tokenizer import Tokenizer
 
 from .bodies import (
     AfterCall,
+    BeforeAnswer,
     Beginning,
     Between,
     Body,
@@ -47,6 +48,7 @@ from .bodies import (
 
 __all__ = [
     "AfterCall",
+    "BeforeAnswer",
     "Beginning",
     "Between",
     "Body",
@@ -144,7 +146,18 @@ class FormatParser(OutputParser):
         calls = tuple(self._table[self.reasoning].calls)
         own = {*itertools.chain(*start, *end), *calls}
         boundaries = tuple(token for token in self._boundaries if token not in own)
-        return ReasoningMarkers(start=start, end=end, calls=calls, boundaries=boundaries)
+        return ReasoningMarkers(
+            start=start, end=end, calls=calls, boundaries=boundaries, blanks=self._blanks()
+        )
+
+    def _blanks(self) -> tuple[int, ...] | None:
+        """Return the tokens of white space, if reasoning begins in the first state alone."""
+        first, *others = self._states.values()
+        leads = any(self.reasoning in (*state.moves.values(), state.then) for state in others)
+        is_blank = isclass(first.body) and issubclass(first.body, BeforeAnswer | Beginning)
+        if leads or not is_blank:
+            return None
+        return tuple(sorted({token for ids in self.encoded(*_BLANKS) for token in ids}))
 
     @functools.cached_property
     def _boundaries(self) -> list[int]:
@@ -227,6 +240,9 @@ def any_tag(*formats: Format, parallel: bool) -> Format:
         stop_after_first=not parallel,
     )
 
+
+_BLANKS = (" ", "  ", "\t", "\n", "\n\n", "\r\n", " \n")
+"""White space that models write before reasoning."""
 
 _TOOL_NAME = re.compile(r"[^\s\"\\<>{}\[\]()|]{1,256}")
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from hardpoint.toolkit.parsing.format_parser import (
     Body,
     Content,
     FormatParser,
-    Ignored,
+    Kind,
     Reasoning,
     State,
     ToolName,
@@ -119,12 +120,22 @@ _KIMI_SECTIONS = (
 
 
 class _KimiName(ToolName):
-    """`functions.NAME:INDEX`, which is also the call's id."""
+    """`functions.NAME:INDEX`, which is also the call's id.
+
+    The model repeats ids as clients have changed them: `functions_NAME_INDEX` is known by the names
+    of the request's tools.
+    """
 
     def parse(self, text: str) -> tuple[str, str | None]:
-        call_id = text.strip()
-        name = call_id.rpartition(":")[0] or call_id
-        return name.removeprefix("functions."), call_id or None
+        call_id, tools = text.strip(), self.output.request.tools
+        name = (call_id.rpartition(":")[0] or call_id).removeprefix("functions.")
+        changed = _KIMI_ID.fullmatch(call_id)
+        if changed and name not in tools and changed["tool"] in tools:
+            name = changed["tool"]
+        return name, call_id or None
+
+
+_KIMI_ID = re.compile(r"(?:functions[._:-])?(?P<tool>.+?)(?:[._:-]\d+)?")
 
 
 _DEEPSEEK = (
@@ -150,7 +161,7 @@ class DeepSeekV3(FormatParser):
         return {
             "content": State(Content, {"<｜tool▁calls▁begin｜>": "section"}),
             "section": State(Between, section),
-            "kind": State(Ignored, {"<｜tool▁sep｜>": "name"}),
+            "kind": State(Kind, {"<｜tool▁sep｜>": "name"}),
             "name": State(ToolName, {"\n```json\n": "arguments"}),
             "arguments": State(JsonArguments, {"\n```": "end", "<｜tool▁call▁end｜>": "section"}),
             "end": State(Between, {"<｜tool▁call▁end｜>": "section"}),

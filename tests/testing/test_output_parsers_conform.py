@@ -45,13 +45,14 @@ NAMELESS = '<tool_call>{"arguments": {}}</tool_call>'
 DEEP = "[" * 60 + "'a'" + "]" * 60
 NOW = {"now": {}}
 SCHEMAS = {
+    "now": {},
     "get_weather": {
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "array"},
             "unit": {"type": ["string", "null"]},
         }
-    }
+    },
 }
 OPTIONAL = {
     "$defs": {"Size": {"enum": ["5", "10"]}, "Point": {"type": "object"}},
@@ -382,6 +383,7 @@ class TestHarmony(OutputParserSuite):
             "<|message|>Hello<|return|>",
             content="{1}Hello",
             calls=(EMPTY,),
+            malformed=True,
         ),
         OutputSample("Hello", content="Hello"),
         OutputSample(
@@ -399,7 +401,26 @@ class TestHarmony(OutputParserSuite):
         ),
         OutputSample("No.<|message|>Yes.<|end|>", content="No.Yes."),
         OutputSample("final<|message|>Yes.<|end|>", content="Yes."),
-        OutputSample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True, malformed=True),
+        OutputSample("So<|end|>no<|start|>a", "So", "noa", reasoning_open=True, malformed=True),
+        OutputSample("<|channel|>final It is 42.", content="It is 42.", malformed=True),
+        OutputSample(
+            "<|channel|>analysis<|message|>So.<|end|><|start|>assistant It is 42.<|return|>",
+            "So.",
+            "It is 42.",
+            malformed=True,
+        ),
+        OutputSample(
+            '<|channel|>final <|constrain|>json {"a": 42}<|end|><|start|>assistant<|channel|>final'
+            "<|message|>Yes.",
+            content='{"a": 42}Yes.',
+            malformed=True,
+        ),
+        OutputSample("<|channel|>analysis So<|start|>assistant", "So", malformed=True),
+        OutputSample("<|channel|>final one<|message|>Yes.", content="Yes.", malformed=True),
+        OutputSample("<|channel|>commentary to=functions.now <|constrain|>json", malformed=True),
+        OutputSample(
+            "<|channel|>commentary to=functions.now<|message|><|call|>", calls=(EMPTY,), tools=NOW
+        ),
     )
 
 

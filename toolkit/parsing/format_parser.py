@@ -40,6 +40,7 @@ from .bodies import (
     Body,
     Content,
     Ignored,
+    Kind,
     OpenOutput,
     Reasoning,
     ToolName,
@@ -55,6 +56,7 @@ __all__ = [
     "Content",
     "FormatParser",
     "Ignored",
+    "Kind",
     "OpenOutput",
     "Reasoning",
     "State",
@@ -420,6 +422,7 @@ class _FormatState:
 
     def _leave(self, name: str | None, events: list[OutputEvent], marker: str = "") -> None:
         before, output = self._body, self._output
+        output.target = name
         if not output.failed:
             before.close(events, cut=False)
         self._state = self._table[name or before.next or self._state.name]
@@ -457,6 +460,7 @@ class _FormatState:
         events = self._flush()
         if not self._output.failed:
             self._body.close(events, cut=True)
-        if self._output.in_call:
+        is_open = self._output.has_begun and self._body.is_call and not self._output.failed
+        if self._output.in_call or is_open:
             self._output.fail_call("the output ended inside it", events)
         return events

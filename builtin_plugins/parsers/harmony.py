@@ -10,7 +10,6 @@ from hardpoint.plugins import ReasoningMarkers
 from hardpoint.plugins.output_parser import (
     ContentText,
     OutputEvent,
-    ReasoningText,
 )
 from hardpoint.plugins.structured import AnyTextFormat, Format, OrFormat
 from hardpoint.toolkit.parsing.format_parser import (
@@ -184,8 +183,8 @@ class _Header(Body):
         notes, output = self.output.notes, self.output
         rest = " ".join(notes.pop("rest", ()))
         output.has_begun = False
-        if rest and notes.get("channel") == "analysis" and "reasoning" in output.request.roles:
-            events.append(ReasoningText(rest))
+        if rest and notes.get("channel") == "analysis":
+            Reasoning(output).feed(rest, events)
             rest = ""
         tool = f" for {output.tool[:100]!r}" if output.tool else ""
         output.warn(f"the header of a message{tool} has no <|message|> behind it", events, rest)

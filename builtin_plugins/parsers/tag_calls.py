@@ -272,8 +272,8 @@ def value_of(text: str, schema: object, root: Mapping[str, Any], is_text: bool |
 def head_of(text: str) -> tuple[str, bool | None]:
     """Return the name in the head of a tag, and whether it states that the value is text.
 
-    The name is in quotes or alone; `string="true"` or `string="false"` may be behind it. It is empty
-    if anything else is.
+    The name is in quotes or alone; `string="true"` or `string="false"` may be behind it. It is
+    empty if anything else is.
     """
     name, attributes = text.strip(), ""
     if name[:1] in {'"', "'"} and name[0] in name[1:]:

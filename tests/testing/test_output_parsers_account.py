@@ -6,14 +6,13 @@ import random
 import re
 
 import pytest
+import test_output_parsers_conform as conform
+import test_output_parsers_of_families as families
 from support.searching import searches_long
 
 from hardpoint.plugins import ParserRequest
 from hardpoint.plugins.output_parser import MalformedText, ToolCallArguments, ToolCallBegin
 from hardpoint.testing import OutputParserSuite
-
-import test_output_parsers_conform as conform
-import test_output_parsers_of_families as families
 
 SUITES = {
     f"{name} {index}": (suite, sample)
@@ -57,10 +56,14 @@ def test_inserted_text_is_never_dropped(case):
     for at in places(sample.text, chosen, 25):
         text = f"{sample.text[:at]}{WORD}{sample.text[at:]}"
         found, warnings = parsed(suite, sample, text)
-        assert WORD in found or warnings, text
+        is_id = re.search(rf'id": "[^"]*{WORD}', text)  # calls get others
+        assert WORD in found or warnings or is_id, text
 
 
-STRUCTURE = {"None", "True", "False", "null", "true", "name", "arguments", "parameters", "function"}
+STRUCTURE = {
+    *("None", "True", "False", "null", "true", "name", "arguments", "parameters", "function"),
+    *("functions", "string", "to"),
+}
 
 
 def words_of(sample, markers):

@@ -159,22 +159,21 @@ QWEN = (
 SEED = (
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
     "<function=order_food>\n<parameter=what>soup [1], {2}</parameter>\n"
-    "<parameter=size>small</parameter>\n<parameter=name>\nBob\n</parameter>\n</function>\n"
+    "<parameter=size>small</parameter>\n<parameter=name>Bob</parameter>\n</function>\n"
     "</seed:tool_call>"
 )
 TAGS = (
     '<invoke name="now">\n</invoke>\n<invoke name="order_food">\n'
     '<parameter name="what">soup [1], {2}</parameter>\n'
     '<parameter name="size">small</parameter>\n'
-    '<parameter name="name">\nBob\n</parameter>\n</invoke>\n'
+    '<parameter name="name">Bob</parameter>\n</invoke>\n'
 )
 STEP_HEAD = "<｜tool_call_begin｜>function<｜tool_sep｜>"
 STEP_CALLS = TAGS.replace("<invoke", STEP_HEAD + "<invoke").replace(
     "</invoke>", "</invoke><｜tool_call_end｜>"
 )
 FOOD_IN_GLM = "".join(
-    f"<arg_key>{key}</arg_key>#<arg_value>{value}</arg_value>#"
-    for key, value in {**FOOD, "name": "\nBob\n"}.items()
+    f"<arg_key>{key}</arg_key>#<arg_value>{value}</arg_value>#" for key, value in FOOD.items()
 )
 GLM_CALLS = f"<tool_call>now#</tool_call>\n<tool_call>order_food#{FOOD_IN_GLM}</tool_call>"
 LIST = f'[{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]'
@@ -231,7 +230,7 @@ USUAL = [
             r"<\1｜DSML｜",
             f"<function_calls>\n{TAGS}</function_calls>".replace(
                 '">s', '" string="true">s'
-            ).replace('">\nB', '" string="true">\nB'),
+            ).replace('">B', '" string="true">B'),
         ),
         "Hi",
     ),

@@ -62,13 +62,15 @@ def split(text, request=None, **options):
         ("<think>why</think>because", ("why", "because")),
         ("\n<think>\nwhy\n</think>\n\nbecause", ("\nwhy\n", "\n\n\nbecause")),
         ("<think>why, and", ("why, and", "")),
-        ("Well. <think>why", ("why", "Well. ")),
+        ("Well. <think>why", ("", "Well. <think>why")),
+        ('<think>a</think>{"b": "<think>c</think>"}', ("a", '{"b": "<think>c</think>"}')),
+        ("<think>a</think>\n<think>b</think>c", ("a", "\n<think>b</think>c")),
         ("because", ("", "because")),
         ("", ("", "")),
         ("<think></think>because", ("", "because")),
         ("</think>because", ("", "</think>because")),
         ("<think>", ("", "")),
-        ("<think>a</think>b<think>c</think>d", ("ac", "bd")),
+        ("<think>a</think>b<think>c</think>d", ("a", "b<think>c</think>d")),
         ("<think>a<think>b</think>c", ("a<think>b", "c")),
         ("<think>a</think>b</think>c", ("a", "b</think>c")),
         ("a < b </ think> <thin", ("", "a < b </ think> <thin")),
@@ -81,7 +83,7 @@ def test_split(text, parts):
 def test_an_output_begins_in_the_reasoning_that_the_prompt_left_open():
     assert split("why, and", OPEN) == ("why, and", "")
     assert split("why</think>because", OPEN) == ("why", "because")
-    assert split("a</think>b<think>c</think>d", OPEN) == ("ac", "bd")
+    assert split("a</think>b<think>c</think>d", OPEN) == ("a", "b<think>c</think>d")
 
 
 def test_every_output_may_begin_inside():
@@ -91,7 +93,10 @@ def test_every_output_may_begin_inside():
 
 def test_markers_are_token_ids_of_any_number():
     assert think_tags().markers() == ReasoningMarkers(
-        start=((1,),), end=(tuple(ord(character) for character in "</think>"),), boundaries=(99,)
+        start=((1,),),
+        end=(tuple(ord(character) for character in "</think>"),),
+        boundaries=(99,),
+        blanks=(9, 10, 13, 32),
     )
 
 

@@ -38,6 +38,9 @@ from hardpoint.builtin_plugins.parsers.xml_calls import (
     SeedOss,
     Step3,
 )
+from hardpoint.plugins import OutputParserContext
+from hardpoint.plugins.arguments import prepared_type
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 STEP = (
     *("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>", "<｜tool_sep｜>"),
@@ -262,3 +265,15 @@ USUAL = [
     ("llama4_pythonic", f"<|python_start|>[now(), {IN_PYTHON}]<|python_end|>", ""),
     ("llama4_pythonic", f"[now(), {IN_PYTHON}]", ""),
 ]
+
+
+def make(parser_type, special):
+    """Return a parser and its tokenizer, which has these special tokens."""
+    tokenizer = ByteTokenizer(special)
+    context = OutputParserContext(
+        name="calls",
+        options=parser_type.Options(),
+        tokenizer=tokenizer,
+        arguments=prepared_type(parser_type)(),
+    )
+    return parser_type(context), tokenizer

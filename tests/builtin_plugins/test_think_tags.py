@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from support.builtins.model_calls import PARSERS, make
 
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.plugins import (
@@ -109,3 +112,33 @@ def test_an_operator_may_name_other_tags():
 def test_equal_tags_are_refused():
     with pytest.raises(ConfigError, match=r"plugin\.think_tags\.end: .* than start, got '\|'"):
         think_tags(start="|", end="|")
+
+
+ANSWER = '{"note": "a <think> b </think> [THINK] c <seed:think> d"}'
+OF_FAMILIES = [
+    ("granite", "<think>So</think><response>{}"),
+    ("granite_3_2", "Here is my thought process:SoHere is my response:{}"),
+    ("hunyuan_a13b", "<think>So</think>{}"),
+    ("ernie45", "<think>So</think><response>{}"),
+    ("seed_oss", "<seed:think>So</seed:think>{}"),
+    ("mistral", "[THINK]So[/THINK]{}"),
+    ("cohere", "<|START_THINKING|>So<|END_THINKING|>{}"),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), OF_FAMILIES)
+def test_start_tags_inside_an_answer_are_text_in_every_format(parser, text):
+    subject, tokenizer = make(PARSERS[parser][0], PARSERS[parser][0].required_tokens)
+    special = tokenizer.special_tokens
+    tokens = "|".join(f"({re.escape(token)})" for token in special) or "$^"
+    for start in (text.format(ANSWER), f"\n{ANSWER}", f"\n{ANSWER}{text.format('')}"):
+        state, events = subject.open(ParserRequest()), []
+        for piece in filter(None, re.split(tokens, start)):
+            token = special.get(piece)
+            events += state.feed(piece) if token is None else state.feed_token(token, piece)
+        events += state.finish()
+        content = "".join(event.text for event in events if isinstance(event, ContentText))
+        reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
+        assert ANSWER in content
+        assert reasoning == ("So" if start.startswith(text[:4]) else "")
+    assert subject.markers().blanks is not None

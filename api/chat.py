@@ -18,7 +18,7 @@ from hardpoint.plugins import RequestError, Tokenizer
 from hardpoint.plugins.request_options import ChatOptions
 from hardpoint.toolkit.user_text import UserText
 from hardpoint.typed import copied, is_list
-from hardpoint.typed.schema_check import check_schema
+from hardpoint.typed.schema_check import check_depth, check_schema, without_nulls
 
 from . import typed
 from .images import IMAGE_PARTS, PromptImages, image_of
@@ -95,7 +95,13 @@ def read_tools(tools: Any) -> list[Tool]:
 
 
 def _of_schema(given: Any, path: str) -> Tool:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if isinstance(function, Mapping):
+        present = {k: v for k, v in function.items() if v is not None or k == "name"}
+        given = {**given, "function": present}
     tool = typed.convert(given, Tool, path=path, error=RequestError)
+    check_depth(tool.function.parameters, f"{path}.function.parameters")
+    tool.function.parameters = without_nulls(tool.function.parameters)
     schema, place = tool.function.parameters, f"{path}.function.parameters"
     if schema.get("type", "object") != "object":
         raise RequestError(
@@ -288,12 +294,19 @@ def _part_of(part: Any, path: str) -> str | dict[str, Any]:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, where they are the JSON text of one."""
+    """Return a tool call with its arguments as an object, if they are the JSON text of one.
+
+    No arguments, null and an empty text are an empty object.
+    """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str):
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+        text = (arguments or "").strip() or "{}"
+        arguments = msgspec.json.decode(text, type=dict[str, Any] | None) or {}
     except (msgspec.DecodeError, RecursionError):  # a template may show what the model wrote
         return call
     return {**call, "function": {**function, "arguments": arguments}}

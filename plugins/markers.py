@@ -31,6 +31,9 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
             them inside reasoning.
         boundaries: special tokens of chat templates, between messages: a start marker before one is
             of an earlier message, as in the text of a user, and leaves nothing open.
+        blanks: tokens that may come before the reasoning, such as white space, in formats that have
+            it before the answer alone: behind another token, and behind the end of the reasoning, a
+            start marker is text. None where reasoning may begin anywhere.
     """
 
     start: tuple[tuple[int, ...], ...] = ()
@@ -40,6 +43,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True):
     content_prefix: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
     boundaries: tuple[int, ...] = ()
+    blanks: tuple[int, ...] | None = None
 
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Return whether an output after this prompt begins inside reasoning."""
@@ -96,10 +100,12 @@ class ReasoningPosition(NamedTuple):
     Attributes:
         inside: whether it is inside reasoning.
         node: node of the tracker, for the marker that its last tokens may begin.
+        in_answer: whether the answer has begun, in which no marker begins reasoning.
     """
 
     inside: bool
     node: int
+    in_answer: bool = False
 
 
 class ReasoningTracker:
@@ -127,6 +133,7 @@ class ReasoningTracker:
             for path in self._paths
         ]
         self._begins = [_kind(kinds, path) for path in self._paths]
+        self._blanks = None if markers.blanks is None else frozenset(markers.blanks)
 
     def __eq__(self, other: object) -> bool:
         """Return whether the markers are the same."""
@@ -144,12 +151,23 @@ class ReasoningTracker:
 
     def advance(self, position: ReasoningPosition, token: int) -> ReasoningPosition:
         """Return the position after one more token."""
-        inside, before = position
+        inside, before, in_answer = position
         node = self._steps[before].get(token, 0)
-        if node == before == 0:
+        is_first = self._blanks is not None and not (inside or in_answer)
+        if node == before == 0 and not is_first:
             return position
         begins = self._begins[node]
-        return ReasoningPosition(inside if begins is None else begins, node)
+        if self._blanks is not None and not in_answer:
+            in_answer = begins is False or (is_first and self._has_text(before, token, node))
+        if begins and in_answer:
+            begins = None
+        return ReasoningPosition(inside if begins is None else begins, node, in_answer)
+
+    def _has_text(self, before: int, token: int, node: int) -> bool:
+        """Return whether a token shows that one of the tokens so far belongs to the answer."""
+        assert self._blanks is not None
+        path = (*self._paths[before], token)
+        return not self._blanks.issuperset(path[: len(path) - len(self._paths[node])])
 
     def next_of_end(self, position: ReasoningPosition) -> int:
         """Return the token that continues the first end marker, or begins it.

@@ -182,6 +182,7 @@ def _markers(value: Any, handed: Sequence[Any], given: Sequence[Any]) -> Reasoni
         content_prefix=ids(value.content_prefix),
         calls=ids(value.calls),
         boundaries=ids(value.boundaries),
+        blanks=None if value.blanks is None else ids(value.blanks),
     )
 
 

@@ -15,7 +15,7 @@ from hardpoint.errors import RequestError
 
 from .convert import convert
 
-__all__ = ["check_depth", "check_schema"]
+__all__ = ["check_depth", "check_schema", "without_nulls"]
 
 MAX_DEPTH = 200
 """Of schemas and tags: what nests deeper is refused, before anything recurses into it."""
@@ -77,3 +77,30 @@ def check_depth(value: Any, path: str) -> None:
             elif isinstance(item, msgspec.Struct):
                 inner += (getattr(item, name) for name in item.__struct_fields__)
         level = inner
+
+
+_VALUES = frozenset({"const", "default", "enum", "example", "examples"})
+_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+
+
+def without_nulls(schema: Any) -> Any:
+    """Return a JSON schema without the keywords that are null, at any depth.
+
+    Clients write null for a keyword that is left out. Null as a value (`const`, `default`, an item
+    of `enum`) stays. The schema is no deeper than `check_depth` allows.
+    """
+    if isinstance(schema, list):
+        return [without_nulls(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _VALUES and (value is not None or name != "enum"):
+            kept[name] = value
+        elif name in _BY_NAME and isinstance(value, Mapping):
+            kept[name] = {key: without_nulls(inner) for key, inner in value.items()}
+        elif value is not None:
+            kept[name] = without_nulls(value)
+    return kept

@@ -8,6 +8,7 @@ from typing import Any
 
 from hardpoint.plugins.output_parser import (
     OutputEvent,
+    ToolCallArguments,
 )
 from hardpoint.plugins.structured import Format
 from hardpoint.toolkit.parsing.format_parser import (
@@ -56,7 +57,8 @@ class Gemma(FormatParser):
         return {
             "content": State(Content, {**content, **dict.fromkeys(ends, "content")}),
             "thinking": State(_Thinking, {"<channel|>": "content"}),
-            "name": State(_Name, {"<tool_call|>": "content"}, then="opened"),
+            "name": State(_Name, {"<tool_call|>": "bare"}, then="opened"),
+            "bare": State(_Bare, after),
             "opened": State(_Opened, {_QUOTE: "text", "<tool_call|>": "end"}),
             "arguments": State(_Arguments, {_QUOTE: "text", "<tool_call|>": "end"}),
             "text": State(_Text, {_QUOTE: "arguments", "<tool_call|>": "end"}),
@@ -138,7 +140,7 @@ class _Thinking(Reasoning):
         return len(text)
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:  # noqa: ARG002
-        if self._head and not self._NAME.startswith(self._head):
+        if self._head and self._head != self._NAME.strip():
             super().feed(self._head, events)
 
 
@@ -230,3 +232,13 @@ class _End(Body):
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:  # noqa: ARG002
         return 0
+
+
+class _Bare(_End):
+    """The end of a call without arguments."""
+
+    def open(self, events: list[OutputEvent]) -> None:
+        self.output.begin_call(events)
+        if self.output.in_call:
+            events.append(ToolCallArguments("{}"))
+            self.output.end_call(events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hardpoint.plugins import ReasoningMarkers
@@ -28,7 +28,11 @@ _TOOL = "to=functions."
 _MESSAGE = "<|start|>assistant"
 _FINAL = "<|channel|>final<|message|>"
 _LONGEST = 512
-_HEADER_WORD = re.compile(r"to=|(?:assistant|analysis|commentary|final|json)\Z")
+_CHANNELS = frozenset({"analysis", "commentary", "final"})
+_HEADER_WORD = re.compile(r"to=|(?:assistant|analysis|commentary|final|json|code|text)\Z")
+_HEADER = re.compile(
+    r"\s*(?:(?:to=\S*|assistant|analysis|commentary|final|json|code|text)(?!\S)\s*)*"
+)
 
 
 class Harmony(FormatParser):
@@ -51,17 +55,18 @@ class Harmony(FormatParser):
     def states(self) -> Mapping[str, State]:
         """Return the parts of a message's header, and its text by channel."""
         begins = {"<|start|>": "start", "<|channel|>": "start"}
-        header = {"<|channel|>": "header", "<|constrain|>": "header", "<|message|>": None}
-        ends = {"<|end|>": "between", "<|call|>": "between", "<|return|>": "between", **begins}
+        over = dict.fromkeys(("<|end|>", "<|call|>", "<|return|>"), "between")
+        header = {"<|channel|>": "header", "<|constrain|>": "header", "<|message|>": None, **over}
+        ends = {**over, **begins}
         return {
             "first": State(_FirstHeader, {**header, "<|start|>": "start"}),
-            "start": State(_Start, header),
-            "header": State(_Header, header),
+            "start": State(_Start, {**header, "<|start|>": "start"}),
+            "header": State(_Header, {**header, "<|start|>": "start"}),
             "analysis": State(Reasoning, ends),
             "aside": State(_Aside, ends),
             "content": State(Content, ends),
             "arguments": State(JsonArguments, ends),
-            "between": State(Between, begins),
+            "between": State(_Between, begins),
         }
 
     def markers(self) -> ReasoningMarkers:
@@ -107,10 +112,18 @@ class _Aside(Content):
         return Reasoning(self.output).feed(text, events)
 
 
+class _Between(Between):
+    """White space between messages: an output may end here."""
+
+    def open(self, events: list[OutputEvent]) -> None:  # noqa: ARG002
+        self.output.has_begun = False
+
+
 class _Header(Body):
     """A part of a message's header; the last one decides what the message is.
 
-    What is longer than any header is content.
+    What is longer than any header is content. So is text of a header without `<|message|>`, and the
+    output has a warning.
     """
 
     def __init__(self, output: OpenOutput) -> None:
@@ -127,19 +140,55 @@ class _Header(Body):
             events.append(ContentText(self._text))
             self.next = "content"
             return
-        if cut:
+        notes = self.output.notes
+        words = _HEADER.match(self._text)
+        assert words is not None
+        if rest := self._text[words.end() :]:
+            notes["rest"] = [*notes.get("rest", ()), rest]
+        if cut or self.output.target not in (None, "header"):
+            self._read(words.group().split())
+            self._lose(events)
             return
-        for word in self._text.split():
+        self._read(self._text.split())
+        if self.output.target is None:
+            self._begin_message(events)
+
+    def _read(self, words: Iterable[str]) -> None:
+        """Note the channel and the recipient."""
+        notes = self.output.notes
+        for word in words:
             if word.startswith(_TOOL):
                 self.output.tool = word.removeprefix(_TOOL)
             elif word.startswith("to="):
-                self.output.notes["is_aside"] = True
-            elif word in {"analysis", "commentary", "final"}:
-                self.output.notes["channel"] = word
-        analysis = "aside" if self.output.notes.get("is_aside") else "analysis"
-        self.next = analysis if self.output.notes.get("channel") == "analysis" else "content"
+                notes["aside"] = word.removeprefix("to=")
+            elif word in _CHANNELS:
+                notes["channel"] = word
+
+    def _begin_message(self, events: list[OutputEvent]) -> None:
+        """Select the state of the message's text."""
+        notes = self.output.notes
+        if rest := " ".join(notes.pop("rest", ())):
+            self.output.warn(f"the header of a message has the text {rest[:100]!r}", events)
+        aside = notes.get("aside")
+        if aside is not None:
+            reason = f"a message is for {aside[:100]!r}, which is no tool of the request"
+            self.output.warn(reason, events)
+        analysis = "analysis" if aside is None else "aside"
+        self.next = analysis if notes.get("channel") == "analysis" else "content"
         if self.output.tool:
             self.next = "arguments"
+
+    def _lose(self, events: list[OutputEvent]) -> None:
+        """Give the text of a header that no message follows."""
+        notes, output = self.output.notes, self.output
+        rest = " ".join(notes.pop("rest", ()))
+        output.has_begun = False
+        if rest and notes.get("channel") == "analysis":
+            Reasoning(output).feed(rest, events)
+            rest = ""
+        tool = f" for {output.tool[:100]!r}" if output.tool else ""
+        output.warn(f"the header of a message{tool} has no <|message|> behind it", events, rest)
+        output.tool = ""
 
 
 class _Start(_Header):
@@ -158,9 +207,10 @@ class _FirstHeader(_Start):
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         is_header = all(map(_HEADER_WORD.match, self._text.split()))
-        if len(self._text) == _LONGEST or (is_header and not cut):
+        is_cut = cut and not self._text.lstrip().startswith("to=")
+        if len(self._text) == _LONGEST or (is_header and not is_cut):
             super().close(events, cut=cut)
-        elif not (is_header and self._text.lstrip().startswith("to=")):
+        else:
             events.append(ContentText(self._text))
             self.output.end_call(events)  # a call that fails later does not have this text, too
             self.next = "content"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,11 +20,12 @@ from hardpoint.plugins.structured import (
 )
 from hardpoint.toolkit.parsing.format_parser import (
     AfterCall,
+    BeforeAnswer,
     Between,
     Body,
     Content,
     FormatParser,
-    Ignored,
+    Kind,
     Reasoning,
     State,
     ToolName,
@@ -118,12 +120,22 @@ _KIMI_SECTIONS = (
 
 
 class _KimiName(ToolName):
-    """`functions.NAME:INDEX`, which is also the call's id."""
+    """`functions.NAME:INDEX`, which is also the call's id.
+
+    The model repeats ids as clients have changed them: `functions_NAME_INDEX` is known by the names
+    of the request's tools.
+    """
 
     def parse(self, text: str) -> tuple[str, str | None]:
-        call_id = text.strip()
-        name = call_id.rpartition(":")[0] or call_id
-        return name.removeprefix("functions."), call_id or None
+        call_id, tools = text.strip(), self.output.request.tools
+        name = (call_id.rpartition(":")[0] or call_id).removeprefix("functions.")
+        changed = _KIMI_ID.fullmatch(call_id)
+        if changed and name not in tools and changed["tool"] in tools:
+            name = changed["tool"]
+        return name, call_id or None
+
+
+_KIMI_ID = re.compile(r"(?:functions[._:-])?(?P<tool>.+?)(?:[._:-]\d+)?")
 
 
 _DEEPSEEK = (
@@ -149,7 +161,7 @@ class DeepSeekV3(FormatParser):
         return {
             "content": State(Content, {"<｜tool▁calls▁begin｜>": "section"}),
             "section": State(Between, section),
-            "kind": State(Ignored, {"<｜tool▁sep｜>": "name"}),
+            "kind": State(Kind, {"<｜tool▁sep｜>": "name"}),
             "name": State(ToolName, {"\n```json\n": "arguments"}),
             "arguments": State(JsonArguments, {"\n```": "end", "<｜tool▁call▁end｜>": "section"}),
             "end": State(Between, {"<｜tool▁call▁end｜>": "section"}),
@@ -234,7 +246,8 @@ class Mistral(FormatParser):
         calls = {"[TOOL_CALLS]": "first"}
         head = {"[CALL_ID]": "id", "[ARGS]": "arguments"}
         return {
-            "content": State(Content, {"[THINK]": "thinking", **calls}),
+            "start": State(BeforeAnswer, {"[THINK]": "thinking", **calls}),
+            "content": State(Content, calls),
             "thinking": State(Reasoning, {"[/THINK]": "content"}),
             "first": State(_MistralFirst, calls),
             "list": State(JsonCalls, calls, then="content"),
@@ -318,7 +331,8 @@ class Granite(FormatParser):
         calls = {"<|tool_call|>": "calls", "<tool_call>": "call"}
         answer = {"<response>": "answer", "</response>": "answer", **calls}
         return {
-            "content": State(Content, {"<think>": "thinking", **calls}),
+            "start": State(BeforeAnswer, {"<think>": "thinking", **calls}),
+            "content": State(Content, calls),
             "thinking": State(Reasoning, {"</think>": "answer"}),
             "answer": State(Content, answer),
             "calls": State(JsonCalls, calls, then="answer"),
@@ -360,7 +374,8 @@ class Granite32(FormatParser):
         """Return content, thinking, and calls."""
         calls = {"<|tool_call|>": "calls"}
         return {
-            "content": State(Content, {"Here is my thought process:": "thinking", **calls}),
+            "start": State(BeforeAnswer, {"Here is my thought process:": "thinking", **calls}),
+            "content": State(Content, calls),
             "thinking": State(Reasoning, {"Here is my response:": "content"}),
             "calls": State(JsonCalls, calls, then="content"),
         }

@@ -173,3 +173,9 @@ class _Between(Body):
             if self.next == "content":
                 events.append(ContentText("".join(self._waiting)))
         return taken
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        """Give separators that no call followed."""
+        waiting = "".join(self._waiting)
+        if cut and not waiting.isspace():
+            events.append(ContentText(waiting))

@@ -12,6 +12,7 @@ from hardpoint.plugins.output_parser import ContentText, OutputEvent
 from hardpoint.plugins.structured import Format, RegexFormat
 from hardpoint.toolkit.parsing.format_parser import (
     AfterCall,
+    BeforeAnswer,
     Beginning,
     Body,
     Content,
@@ -61,10 +62,13 @@ class JsonSections(FormatParser):
         think = {} if self.thinking is None else {self.thinking[0]: "thinking"}
         if answers:  # the first state: an answer may come without thinking
             states["before"] = State(_BeforeAnswer, {**think, **answers, **calls})
+            states["between"] = State(_BeforeAnswer, {**answers, **calls})
             states["answer"] = State(_Answer, {**answer_ends, **calls})
-        states["content"] = State(Content, {**think, **calls})
+        elif think:
+            states["start"] = State(BeforeAnswer, {**think, **calls})
+        states["content"] = State(Content, calls)
         if self.thinking is not None:
-            to = "before" if answers else "content"
+            to = "between" if answers else "content"
             states["thinking"] = State(Reasoning, {self.thinking[1]: to})
         is_list = self.list_text is not None and self.list_text[0].startswith("[")
         after = "behind" if is_list else None  # text behind a list is none of calls

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from hardpoint.plugins.output_parser import ContentText, OutputEvent, ToolCallArguments
@@ -17,11 +18,11 @@ from hardpoint.plugins.structured import (
 )
 from hardpoint.toolkit.parsing.format_parser import (
     AfterCall,
+    BeforeAnswer,
     Between,
     Body,
     Content,
     FormatParser,
-    Ignored,
     OpenOutput,
     Reasoning,
     State,
@@ -102,9 +103,10 @@ class TagCalls(FormatParser):
         """Return content, thinking, and the parts of a call."""
         content, states = dict.fromkeys(self.sections, "call"), dict[str, State]()
         if self.thinking:
-            content[self.thinking[0]] = "thinking"
-            states["thinking"] = State(Reasoning, {self.thinking[1]: "content"})
-        return {"content": State(Content, content), **states, **self.call_states(content)}
+            start, end = self.thinking
+            states["start"] = State(BeforeAnswer, {start: "thinking", **content})
+            states["thinking"] = State(Reasoning, {end: "content"})
+        return {**states, "content": State(Content, content), **self.call_states(content)}
 
     def call_states(self, content: Mapping[str, str]) -> dict[str, State]:
         """Return the states of a call, and of the content behind it, whose moves are given."""
@@ -116,9 +118,9 @@ class TagCalls(FormatParser):
             "call": State(Between, {tags.name: "name", **over}),
             "name": State(_Name, {">": "opened"}),
             "opened": State(_Opened, parameters),
-            "parameters": State(Ignored, parameters),
+            "parameters": State(Parameters, parameters),
             "key": State(Key, {">": "value"}),
-            "value": State(Value, value),
+            "value": State(partial(Value, around=tags.around), value),
             "end": State(_End, {**content, tags.name: "name", **over}),
             "after": State(After, content),
             "behind": State(AfterCall, content),
@@ -200,8 +202,7 @@ class TagCalls(FormatParser):
                     tool, schema, {"type", "minLength", "maxLength", "format"} if types else ()
                 )
                 length = length_pattern(schema)
-                # A line's end around the text is no part of it, so one that counts has another.
-                ends = r"\n" if tags.around or length != length_pattern({}) else ""
+                ends = tags.around.replace("\n", r"\n")
                 found.append((True, self._text(f"{ends}{length}{ends}")))
             else:
                 if "string" in types:  # a text may be one of these values
@@ -230,13 +231,11 @@ class TagCalls(FormatParser):
             texts = [value] if isinstance(value, str) else []
             for text in (*texts, json.dumps(value, ensure_ascii=False)):
                 is_text = text is value
-                # A line's end at either end of the value is kept where another one is around it.
-                outside = self.tags.around or "\n" * (text != text.strip("\n"))
-                written = f"{outside}{text}{outside}"
-                stripped = written.removeprefix("\n").removesuffix("\n")
+                around = self.tags.around
+                written = f"{around}{text}{around}"
                 is_whole = not any(end in written for end in self.tags.value_ends)
                 marked = is_text if any(self.tags.marks) else None
-                if is_whole and json.loads(value_of(stripped, whole, root, marked)) == value:
+                if is_whole and json.loads(value_of(text, whole, root, marked)) == value:
                     yield is_text, self.sequence(written, self.tags.value_end)
                     break
             else:
@@ -273,13 +272,19 @@ def value_of(text: str, schema: object, root: Mapping[str, Any], is_text: bool |
 def head_of(text: str) -> tuple[str, bool | None]:
     """Return the name in the head of a tag, and whether it states that the value is text.
 
-    The name is in quotes or alone; `string="true"` or `string="false"` may be behind it.
+    The name is in quotes or alone; `string="true"` or `string="false"` may be behind it. It is
+    empty if anything else is.
     """
     name, attributes = text.strip(), ""
     if name[:1] in {'"', "'"} and name[0] in name[1:]:
         name, _, attributes = name[1:].partition(name[0])
-    stated = re.search(r"string=[\"'](true|false)", attributes)
-    return name.strip(), stated and stated[1] == "true"
+    stated = _ATTRIBUTES.fullmatch(attributes)
+    if stated is None:
+        return "", None
+    return name.strip(), None if stated[1] is None else stated[1] == "true"
+
+
+_ATTRIBUTES = re.compile(r"\s*(?:string=[\"'](true|false)[\"'])?\s*")
 
 
 class _Name(ToolName):
@@ -289,7 +294,13 @@ class _Name(ToolName):
         return head_of(text)[0], None
 
 
-class _Opened(Ignored):
+class Parameters(Between):
+    """White space around the tags of parameters."""
+
+    reason = "there is text outside of its parameters"
+
+
+class _Opened(Parameters):
     """Behind the name of a call."""
 
     def open(self, events: list[OutputEvent]) -> None:
@@ -304,18 +315,30 @@ class Key(Whole):
         """Return the name, and whether its tag states that the value is text."""
         return head_of(text)
 
-    def finish(self, text: str, events: list[OutputEvent]) -> None:  # noqa: ARG002
+    def finish(self, text: str, events: list[OutputEvent]) -> None:
         """Leave the name for the value."""
         notes = self.output.notes
-        notes["key"], notes["is_text"] = self.parse(text)
+        key, notes["is_text"] = self.parse(text)
+        notes["key"] = key
+        if not key:
+            self.output.fail_call(f"expected the name of a parameter, got {text[:100]!r}", events)
+        elif key in notes["keys"]:
+            self.output.fail_call(f"it has two values of the parameter {key[:100]!r}", events)
+        notes["keys"].add(key)
 
 
 class Value(Whole):
     """The value of a parameter, which is passed on when it is complete."""
 
-    def __init__(self, output: OpenOutput) -> None:
-        """Look up the schema of the parameter."""
+    def __init__(self, output: OpenOutput, around: str = "") -> None:
+        """Look up the schema of the parameter.
+
+        Args:
+            output: whose call it is of.
+            around: the text before and behind the value, which is no part of it.
+        """
         super().__init__(output)
+        self._around = around
         root = output.schema
         properties, key = root.get("properties"), output.notes.get("key")  # none: the call failed
         schema = properties.get(key) if isinstance(properties, Mapping) else None
@@ -338,7 +361,7 @@ class Value(Whole):
     def finish(self, text: str, events: list[OutputEvent]) -> None:
         """Give the parameter as a member of the arguments."""
         notes, key = self.output.notes, self.output.notes["key"]
-        text = text.removeprefix("\n").removesuffix("\n")
+        text = text.removeprefix(self._around).removesuffix(self._around)
         value = value_of(text, self._schema, self.output.schema, notes["is_text"])
         events.append(ToolCallArguments(f"{notes['separator']}{quoted(key)}: {value}"))
         notes["separator"] = ", "
@@ -378,7 +401,7 @@ class After(AfterCall):
 def begin_call(output: OpenOutput, events: list[OutputEvent]) -> None:
     """Begin the call whose name is known."""
     output.begin_call(events)
-    output.notes["separator"] = "{"
+    output.notes["separator"], output.notes["keys"] = "{", set()
 
 
 def end_call(output: OpenOutput, events: list[OutputEvent]) -> None:

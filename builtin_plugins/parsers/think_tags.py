@@ -14,7 +14,13 @@ from hardpoint.plugins import (
     OutputParserContext,
     ReasoningMarkers,
 )
-from hardpoint.toolkit.parsing.format_parser import Content, FormatParser, Reasoning, State
+from hardpoint.toolkit.parsing.format_parser import (
+    BeforeAnswer,
+    Content,
+    FormatParser,
+    Reasoning,
+    State,
+)
 
 Tag = Annotated[str, Meta(min_length=1)]
 
@@ -23,7 +29,8 @@ class ThinkTags(FormatParser):
     """Reasoning between the tags `<think>` and `</think>`.
 
     DeepSeek-R1 (arXiv:2501.12948), Qwen3 (arXiv:2505.09388), QwQ and GLM write them. The tags
-    belong to neither part; everything else is kept unchanged, white space included.
+    belong to neither part; everything else is kept unchanged, white space included. Reasoning
+    comes before the answer: behind other text, a start tag is text.
     """
 
     contract = 2
@@ -70,9 +77,10 @@ class ThinkTags(FormatParser):
         super().__init__(context)
 
     def states(self) -> Mapping[str, State]:
-        """Return content and thinking."""
+        """Return the beginning, thinking and content."""
         return {
-            "content": State(Content, {self.options.start: "thinking"}),
+            "start": State(BeforeAnswer, {self.options.start: "thinking"}),
+            "content": State(Content, {}),
             "thinking": State(
                 Reasoning,
                 {self.options.end: "content"},

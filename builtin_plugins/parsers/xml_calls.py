@@ -12,14 +12,14 @@ from hardpoint.plugins.structured import Format, OptionalFormat, RegexFormat
 from hardpoint.toolkit.parsing.format_parser import (
     Between,
     Content,
-    Ignored,
+    Kind,
     State,
     ToolName,
     any_tag,
     choice_of_calls,
 )
 
-from .tag_calls import After, Key, TagCalls, Tags, Value, begin_call, either
+from .tag_calls import After, Key, Parameters, TagCalls, Tags, Value, begin_call, either
 from .values import parameters_of
 
 
@@ -146,7 +146,7 @@ class Step3(TagCalls):
         return {
             **states,
             "call": State(Between, {**call.moves, "<｜tool_call_begin｜>": "kind"}),
-            "kind": State(Ignored, call.moves),
+            "kind": State(Kind, {**call.moves, "<｜tool_sep｜>": "call"}),
             "end": State(end.body, {**end.moves, "<｜tool_call_end｜>": "call"}),
         }
 
@@ -170,12 +170,12 @@ class Glm45(TagCalls):
         """Return the states of a call, and of the content behind it."""
         parameters = {"<arg_key>": "key", "</tool_call>": "end"}
         return {
-            "call": State(ToolName, parameters),
-            "parameters": State(Ignored, parameters),
+            "call": State(_GlmName, parameters),
+            "parameters": State(Parameters, parameters),
             "key": State(_GlmKey, {"</arg_key>": "before"}),
-            "before": State(Ignored, {"<arg_value>": "value"}),
+            "before": State(Parameters, {"<arg_value>": "value"}),
             "value": State(Value, {"</arg_value>": "parameters"}),
-            "end": State(_GlmEnd, content),
+            "end": State(After, content),
         }
 
     def call(self, tool: str, schema: Mapping[str, Any], *, is_alone: bool = False) -> Format:  # noqa: ARG002
@@ -192,6 +192,15 @@ class Glm45(TagCalls):
         return self.sequence(*elements)
 
 
+class _GlmName(ToolName):
+    """The name of the tool; without parameters, the call begins and ends behind it."""
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        super().close(events, cut=cut)
+        if self.output.target == "end" and not self.output.failed:
+            begin_call(self.output, events)
+
+
 class _GlmKey(Key):
     """The name of a parameter; the call begins with the first one."""
 
@@ -201,12 +210,3 @@ class _GlmKey(Key):
 
     def parse(self, text: str) -> tuple[str, bool | None]:
         return text.strip(), None
-
-
-class _GlmEnd(After):
-    """The end of a call, which may have had no parameters."""
-
-    def open(self, events: list[OutputEvent]) -> None:
-        if not self.output.in_call:
-            begin_call(self.output, events)
-        super().open(events)

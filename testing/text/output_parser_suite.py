@@ -279,8 +279,8 @@ class OutputParserSuite(LiveComponentSuite):
                 roles=(role,), reasoning_open=sample.reasoning_open, tools=sample.tools
             )
             found = self._events(request, self._pieces(sample.text))
-            wanted = [event for event in both if isinstance(event, types)]
-            if [event for event in found if not isinstance(event, ContentText)] != wanted:
+            wanted = join_events([event for event in both if isinstance(event, types)])
+            if join_events([e for e in found if not isinstance(e, ContentText)]) != wanted:
                 raise rules.ROLES.violation(
                     f"{sample.text!r} with the role {role!r} alone became {short_repr(found)}, and "
                     f"with both {short_repr(both)}"

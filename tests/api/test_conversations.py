@@ -261,3 +261,44 @@ def test_an_operators_template_that_is_not_there(folder):
     chosen = {"plugin": {"transformers": {"chat_template": "no/such.jinja"}}}
     with pytest.raises(ConfigError, match=r"plugin\.transformers\.chat_template: .*such\.jinja"):
         LLM(config=scripted_config(folder, chosen))
+
+
+def test_null_is_absent_in_tools():
+    schema = {
+        "type": "object",
+        "required": None,
+        "additionalProperties": None,
+        "properties": {
+            "city": {"type": "string", "enum": None, "description": None, "default": None},
+            "unit": {"enum": ["C", None]},
+            "days": {"anyOf": [{"type": "array", "items": {"minimum": None}}, {"const": None}]},
+        },
+    }
+    tools = [
+        {"type": "function", "function": {"name": "a", "description": None, "parameters": schema}},
+        {"type": "function", "function": {"name": "b", "parameters": None, "strict": None}},
+    ]
+    chat = Chat(tools)
+    assert chat.schemas == {
+        "a": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "default": None},
+                "unit": {"enum": ["C", None]},
+                "days": {"anyOf": [{"type": "array", "items": {}}, {"const": None}]},
+            },
+        },
+        "b": {},
+    }
+    assert "description" not in chat.tools[0]["function"]
+    with pytest.raises(RequestError, match=r"function\.name: expected a string, got None"):
+        Chat([{"type": "function", "function": {"name": None}}])
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", "{}", None, {}])
+def test_earlier_calls_without_arguments_have_an_empty_object(arguments):
+    function = {"name": "now", "arguments": arguments}
+    for given in (function, {"name": "now"}):
+        calls = [{"id": "1", "type": "function", "function": given}]
+        (message,) = read_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+        assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}

@@ -11,12 +11,11 @@ import random
 import jsonschema
 import numpy as np
 import pytest
-from support.builtins.model_calls import FOOD, IN_JSON, PARSERS, TOOLS, USUAL
+from support.builtins.model_calls import FOOD, IN_JSON, PARSERS, TOOLS, USUAL, make
 from support.searching import searches_long
 
 from hardpoint.builtin_plugins.grammars.llguidance import LLGuidance
-from hardpoint.plugins import OutputParserContext, ParserRequest
-from hardpoint.plugins.arguments import prepared_type
+from hardpoint.plugins import ParserRequest
 from hardpoint.plugins.grammars import GrammarContext
 from hardpoint.plugins.output_parser import (
     ContentText,
@@ -33,7 +32,6 @@ from hardpoint.plugins.structured import (
     TokenFormat,
     walk_formats,
 )
-from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 # What texts are likely to get wrong, where a grammar lets them.
 TRICKS = (
@@ -73,17 +71,6 @@ CLOSERS = (
     "</｜DSML｜function_calls>",
     "</minimax:tool_call>",
 )
-
-
-def make(parser_type, special):
-    tokenizer = ByteTokenizer(special)
-    context = OutputParserContext(
-        name="calls",
-        options=parser_type.Options(),
-        tokenizer=tokenizer,
-        arguments=prepared_type(parser_type)(),
-    )
-    return parser_type(context), tokenizer
 
 
 def compiled(format, tokenizer):

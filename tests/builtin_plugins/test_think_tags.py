@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from support.builtins.model_calls import PARSERS, make
 
 from hardpoint.builtin_plugins.parsers.think_tags import ThinkTags
 from hardpoint.plugins import (
@@ -62,13 +65,15 @@ def split(text, request=None, **options):
         ("<think>why</think>because", ("why", "because")),
         ("\n<think>\nwhy\n</think>\n\nbecause", ("\nwhy\n", "\n\n\nbecause")),
         ("<think>why, and", ("why, and", "")),
-        ("Well. <think>why", ("why", "Well. ")),
+        ("Well. <think>why", ("", "Well. <think>why")),
+        ('<think>a</think>{"b": "<think>c</think>"}', ("a", '{"b": "<think>c</think>"}')),
+        ("<think>a</think>\n<think>b</think>c", ("a", "\n<think>b</think>c")),
         ("because", ("", "because")),
         ("", ("", "")),
         ("<think></think>because", ("", "because")),
         ("</think>because", ("", "</think>because")),
         ("<think>", ("", "")),
-        ("<think>a</think>b<think>c</think>d", ("ac", "bd")),
+        ("<think>a</think>b<think>c</think>d", ("a", "b<think>c</think>d")),
         ("<think>a<think>b</think>c", ("a<think>b", "c")),
         ("<think>a</think>b</think>c", ("a", "b</think>c")),
         ("a < b </ think> <thin", ("", "a < b </ think> <thin")),
@@ -81,7 +86,7 @@ def test_split(text, parts):
 def test_an_output_begins_in_the_reasoning_that_the_prompt_left_open():
     assert split("why, and", OPEN) == ("why, and", "")
     assert split("why</think>because", OPEN) == ("why", "because")
-    assert split("a</think>b<think>c</think>d", OPEN) == ("ac", "bd")
+    assert split("a</think>b<think>c</think>d", OPEN) == ("a", "b<think>c</think>d")
 
 
 def test_every_output_may_begin_inside():
@@ -91,7 +96,10 @@ def test_every_output_may_begin_inside():
 
 def test_markers_are_token_ids_of_any_number():
     assert think_tags().markers() == ReasoningMarkers(
-        start=((1,),), end=(tuple(ord(character) for character in "</think>"),), boundaries=(99,)
+        start=((1,),),
+        end=(tuple(ord(character) for character in "</think>"),),
+        boundaries=(99,),
+        blanks=(9, 10, 13, 32),
     )
 
 
@@ -104,3 +112,33 @@ def test_an_operator_may_name_other_tags():
 def test_equal_tags_are_refused():
     with pytest.raises(ConfigError, match=r"plugin\.think_tags\.end: .* than start, got '\|'"):
         think_tags(start="|", end="|")
+
+
+ANSWER = '{"note": "a <think> b </think> [THINK] c <seed:think> d"}'
+OF_FAMILIES = [
+    ("granite", "<think>So</think><response>{}"),
+    ("granite_3_2", "Here is my thought process:SoHere is my response:{}"),
+    ("hunyuan_a13b", "<think>So</think>{}"),
+    ("ernie45", "<think>So</think><response>{}"),
+    ("seed_oss", "<seed:think>So</seed:think>{}"),
+    ("mistral", "[THINK]So[/THINK]{}"),
+    ("cohere", "<|START_THINKING|>So<|END_THINKING|>{}"),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), OF_FAMILIES)
+def test_start_tags_inside_an_answer_are_text_in_every_format(parser, text):
+    subject, tokenizer = make(PARSERS[parser][0], PARSERS[parser][0].required_tokens)
+    special = tokenizer.special_tokens
+    tokens = "|".join(f"({re.escape(token)})" for token in special) or "$^"
+    for start in (text.format(ANSWER), f"\n{ANSWER}", f"\n{ANSWER}{text.format('')}"):
+        state, events = subject.open(ParserRequest()), []
+        for piece in filter(None, re.split(tokens, start)):
+            token = special.get(piece)
+            events += state.feed(piece) if token is None else state.feed_token(token, piece)
+        events += state.finish()
+        content = "".join(event.text for event in events if isinstance(event, ContentText))
+        reasoning = "".join(event.text for event in events if isinstance(event, ReasoningText))
+        assert ANSWER in content
+        assert reasoning == ("So" if start.startswith(text[:4]) else "")
+    assert subject.markers().blanks is not None

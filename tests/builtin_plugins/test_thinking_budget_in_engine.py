@@ -17,7 +17,7 @@ class TestInTheEngine:
         folder = write_scripted_model(
             tmp_path / "model",
             {
-                "why": "Hm. <think>" + "a" * 40 + "</think>because",
+                "why": "\n <think>" + "a" * 40 + "</think>because",
                 "quick": "<think>aaa</think>because",
                 "why<think>": "b" * 40,
             },
@@ -40,13 +40,13 @@ class TestInTheEngine:
     @pytest.mark.parametrize("budget", [0, 1, 5, 20])
     def test_thinking_ends_when_the_budget_is_used_up(self, engine, budget):
         (text,) = self.texts(engine(), "why", thinking_token_budget=budget)
-        assert text.startswith("Hm. <think>" + "a" * budget + "</think>")
-        assert not text.startswith("Hm. <think>" + "a" * budget + "</think>because")
+        assert text.startswith("\n <think>" + "a" * budget + "</think>")
+        assert not text.startswith("\n <think>" + "a" * budget + "</think>because")
 
     def test_a_budget_that_is_large_enough_changes_nothing(self, engine):
         it = engine()
         assert self.texts(it, "quick", thinking_token_budget=3) == ["<think>aaa</think>because"]
-        whole = "Hm. <think>" + "a" * 40 + "</think>because"
+        whole = "\n <think>" + "a" * 40 + "</think>because"
         assert self.texts(it, "why", thinking_token_budget=40, max_tokens=99) == [whole]
 
     def test_a_forced_marker_that_is_a_stop_token_keeps_min_tokens(self, engine):
@@ -71,7 +71,7 @@ class TestInTheEngine:
         for fields in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}, {}):
             fields |= {"temperature": 1.0, "seed": 3, "n": 2}
             for text in self.texts(engine(), "why", thinking_token_budget=5, **fields):
-                assert text.startswith("Hm. <think>aaaaa</think>")
+                assert text.startswith("\n <think>aaaaa</think>")
 
     def test_without_a_parser_the_request_is_refused_and_others_go_on(self, engine):
         it = engine(reasoning={})

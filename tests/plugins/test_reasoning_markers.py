@@ -121,3 +121,45 @@ def test_without_markers_nothing_is_reasoning():
     assert not position.inside
     with pytest.raises(IndexError):
         tracker.next_of_end(position)
+
+
+def opened_once(markers, tokens):
+    """Return whether tokens are inside reasoning that comes before the answer alone."""
+    starts = [marker for marker in markers.start if marker]
+    for first in range(len(tokens)):
+        for start in starts:
+            if tuple(tokens[first : first + len(start)]) == start:
+                rest = tokens[first + len(start) :]
+                return inside_of(ReasoningMarkers(end=markers.end), rest, inside=True)
+        if tokens[first] not in markers.blanks:
+            return False
+    return False
+
+
+@given(end=SEQUENCES, start=SEQUENCES, output=TOKENS)
+def test_a_start_in_an_answer_is_text(end, start, output):
+    # No marker begins with a blank, or with the beginning of another one.
+    markers = ReasoningMarkers(((4, *start),), ((5, *end),), blanks=(0,))
+    tokens = [token for part in output for token in ([4, *start], [5, *end], [0], [1])[part]]
+    tracker, position = ReasoningTracker(markers), ReasoningTracker(markers).after([1, 1])
+    for count, token in enumerate(tokens, 1):
+        position = tracker.advance(position, token)
+        assert position.inside == opened_once(markers, tokens[:count]), tokens[:count]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inside"),
+    [
+        ([0, 0, 4, 6], True),
+        ([4, 4, 6], False),
+        ([1, 4, 6], False),
+        ([4, 6, 5, 0, 4, 6], False),
+        ([5, 4, 6], False),
+    ],
+)
+def test_only_blanks_come_before_reasoning(tokens, inside):
+    tracker = ReasoningTracker(ReasoningMarkers(((4, 6),), ((5,),), blanks=(0,)))
+    position = tracker.after([])
+    for token in tokens:
+        position = tracker.advance(position, token)
+    assert position.inside == inside

@@ -45,6 +45,9 @@ class FakeTokenizer:
     eos_token_ids = (0,)
     vocab_size = 0x110000
 
+    def vocabulary(self):
+        raise NotImplementedError
+
     def encode(self, text, *, add_special_tokens=True):
         return [1, *map(ord, text)] if add_special_tokens else [*map(ord, text)]
 

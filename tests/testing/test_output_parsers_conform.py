@@ -45,13 +45,14 @@ NAMELESS = '<tool_call>{"arguments": {}}</tool_call>'
 DEEP = "[" * 60 + "'a'" + "]" * 60
 NOW = {"now": {}}
 SCHEMAS = {
+    "now": {},
     "get_weather": {
         "properties": {
             "city": {"type": "string"},
             "days": {"type": "array"},
             "unit": {"type": ["string", "null"]},
         }
-    }
+    },
 }
 OPTIONAL = {
     "$defs": {"Size": {"enum": ["5", "10"]}, "Point": {"type": "object"}},
@@ -183,7 +184,15 @@ class TestJson(OutputParserSuite):
             f'[{{"name":"get_weather","arguments":{ARGUMENTS}}}, {{"name":"now"}}]',
             calls=(WEATHER, EMPTY),
         ),
-        OutputSample('\n{"id": [{"name": 1}], "name": "now"} so', content="so", calls=(EMPTY,)),
+        OutputSample('\n{"id": "{", "name": "now"} so', content="so", calls=(EMPTY,)),
+        OutputSample(
+            '\n{"id": [{"name": 1}], "name": "now"} so',
+            content="so",
+            calls=(EMPTY,),
+            malformed=True,
+        ),
+        OutputSample('{"name": "now", "args": {}}', calls=(EMPTY,), malformed=True),
+        OutputSample('{"name": "now", "arguments": " "}; ,', content="; ,", calls=(EMPTY,)),
         OutputSample('{"name": "now"}; , so', content="; , so", calls=(EMPTY,)),
         OutputSample("Hello", content="Hello"),
         OutputSample('Call {"name": "now"}', content='Call {"name": "now"}', tools=NOW),
@@ -382,6 +391,7 @@ class TestHarmony(OutputParserSuite):
             "<|message|>Hello<|return|>",
             content="{1}Hello",
             calls=(EMPTY,),
+            malformed=True,
         ),
         OutputSample("Hello", content="Hello"),
         OutputSample(
@@ -399,7 +409,26 @@ class TestHarmony(OutputParserSuite):
         ),
         OutputSample("No.<|message|>Yes.<|end|>", content="No.Yes."),
         OutputSample("final<|message|>Yes.<|end|>", content="Yes."),
-        OutputSample("So<|end|>no<|start|>a", "So", "no", reasoning_open=True, malformed=True),
+        OutputSample("So<|end|>no<|start|>a", "So", "noa", reasoning_open=True, malformed=True),
+        OutputSample("<|channel|>final It is 42.", content="It is 42.", malformed=True),
+        OutputSample(
+            "<|channel|>analysis<|message|>So.<|end|><|start|>assistant It is 42.<|return|>",
+            "So.",
+            "It is 42.",
+            malformed=True,
+        ),
+        OutputSample(
+            '<|channel|>final <|constrain|>json {"a": 42}<|end|><|start|>assistant<|channel|>final'
+            "<|message|>Yes.",
+            content='{"a": 42}Yes.',
+            malformed=True,
+        ),
+        OutputSample("<|channel|>analysis So<|start|>assistant", "So", malformed=True),
+        OutputSample("<|channel|>final one<|message|>Yes.", content="Yes.", malformed=True),
+        OutputSample("<|channel|>commentary to=functions.now <|constrain|>json", malformed=True),
+        OutputSample(
+            "<|channel|>commentary to=functions.now<|message|><|call|>", calls=(EMPTY,), tools=NOW
+        ),
     )
 
 

@@ -46,6 +46,7 @@ CALLS = (
 )
 NOW = '{"name": "now", "arguments": {}}'
 SCHEMAS = {
+    "now": {},
     "get_weather": {
         "properties": {
             "city": {"type": "string"},
@@ -53,7 +54,7 @@ SCHEMAS = {
             "unit": {"type": ["string", "null"]},
             "code": {"type": "string"},
         }
-    }
+    },
 }
 CODE = 'if a < b:\n    print("</p>", [1])'
 
@@ -71,12 +72,22 @@ class TestGlm45(OutputParserSuite):
             tools=SCHEMAS,
         ),
         OutputSample(
-            "<tool_call>get_weather<arg_key>days</arg_key><arg_value>['a</arg_value>', 1, True]"
+            "<tool_call>get_weather<arg_key>days</arg_key><arg_value>['a', 1, True]"
             f"</arg_value><arg_key>code</arg_key><arg_value>{CODE}</arg_value></tool_call>"
             "<tool_call>now</tool_call>.",
             content=".",
-            calls=(("get_weather", {"days": "['a", "code": CODE}), EMPTY),
+            calls=(("get_weather", {"days": ["a", 1, True], "code": CODE}), EMPTY),
             tools=SCHEMAS,
+        ),
+        OutputSample(  # text behind an end tag that a value contains
+            "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value> y</arg_value></tool_call>!",
+            content="<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value> y</arg_value>"
+            "</tool_call>!",
+            malformed=True,
+        ),
+        OutputSample(
+            "<tool_call>f<arg_key>a</arg_key><arg_value>\n\tx\n\n</arg_value></tool_call>",
+            calls=(("f", {"a": "\n\tx\n\n"}),),
         ),
         OutputSample(
             '<tool_call>f<arg_key>a</arg_key><arg_value>{"b": "</arg_value>"}</arg_value><arg_key>'
@@ -419,6 +430,7 @@ class TestHarmonyChannels(OutputParserSuite):
             "<|channel|>final<|message|>Two.<|return|>",
             '{"query": "x"}1 + 1',
             "Two.",
+            malformed=True,
         ),
         OutputSample(  # a preamble before a call
             "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant<|channel|>"

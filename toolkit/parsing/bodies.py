@@ -19,11 +19,13 @@ from hardpoint.plugins.output_parser import (
 
 __all__ = [
     "AfterCall",
+    "BeforeAnswer",
     "Beginning",
     "Between",
     "Body",
     "Content",
     "Ignored",
+    "Kind",
     "OpenOutput",
     "Reasoning",
     "ToolName",
@@ -42,6 +44,8 @@ class OpenOutput:
         in_call: whether a call has begun and not ended.
         failed: why the call cannot go on; its text is content then, until something new starts.
         notes: what a body leaves for another one.
+        target: the state to which the marker leads that ends a body; None if the body chooses it.
+        has_begun: whether there is a marker of a call that has neither ended nor failed.
     """
 
     request: ParserRequest
@@ -50,6 +54,8 @@ class OpenOutput:
     in_call: bool = False
     failed: str = ""
     notes: dict[str, Any] = field(default_factory=dict)
+    target: str | None = None
+    has_begun: bool = False
     _text: list[str] = field(default_factory=list)  # of the call, before the piece being fed
     _piece: str = ""
     _from: int = 0  # where the call begins in the piece
@@ -62,10 +68,16 @@ class OpenOutput:
     def begin_call(self, events: list[OutputEvent]) -> None:
         """Begin the call of `tool`, if the output has its name.
 
-        Where no calls are to be found, it fails at once: its text is content.
+        Where no calls are to be found, it fails at once: its text is content. So does the call of a
+        tool that the request does not have; some models write `functions.` before a name.
         """
+        tools, short = self.request.tools, self.tool.removeprefix("functions.")
+        if self.tool not in tools and short in tools:
+            self.tool = short
         if "tools" not in self.request.roles:
             self.fail_call("", events)
+        elif self.tool and tools and self.tool not in tools:
+            self.fail_call(f"the request has no tool {self.tool[:100]!r}", events)
         elif self.tool:
             events.append(ToolCallBegin(self.tool, self.call_id))
             self.in_call = True
@@ -80,7 +92,7 @@ class OpenOutput:
         """
         if self.in_call:
             events.append(ToolCallEnd())
-        self.in_call, self.tool = False, ""
+        self.in_call, self.tool, self.has_begun = False, "", False
         self._text, self._from = [], at
 
     def fail_call(self, reason: str, events: list[OutputEvent]) -> None:
@@ -90,7 +102,17 @@ class OpenOutput:
         if text or self.in_call:
             events.append(self._void(text))
         self._text, self._piece, self._from = [], "", 0
-        self.in_call, self.tool, self.call_id = False, "", None
+        self.in_call, self.tool, self.call_id, self.has_begun = False, "", None, False
+
+    def warn(self, reason: str, events: list[OutputEvent], text: str = "") -> None:
+        """Add the output's warning, and text that is content because of it.
+
+        Where no calls are to be found, there is the text alone.
+        """
+        if "tools" in self.request.roles:
+            events.append(MalformedText(text, reason))
+        elif text:
+            events.append(ContentText(text))
 
     def feed_call(self, body: Body, piece: str, events: list[OutputEvent]) -> int:
         """Feed the body of a call, and keep its text, which is content if the call fails."""
@@ -127,6 +149,8 @@ class OpenOutput:
             events.append(ContentText(marker))
         if body.is_start:
             self.failed = ""
+        if body.is_call and not before.is_call:
+            self.has_begun = True
         if not body.is_call:
             self._text = []
         elif not self.failed:
@@ -186,6 +210,19 @@ class Content(Body):
         """Take all of it."""
         events.append(ContentText(text))
         return len(text)
+
+
+class BeforeAnswer(Content):
+    """White space before the reasoning or the answer; other text leads to the state `content`."""
+
+    next = "content"
+
+    def feed(self, text: str, events: list[OutputEvent]) -> int:
+        """Take white space."""
+        space = len(text) - len(text.lstrip())
+        if space:
+            events.append(ContentText(text[:space]))
+        return space
 
 
 class AfterCall(Content):
@@ -265,12 +302,18 @@ class Ignored(Body):
 
 
 class Between(Body):
-    """White space between calls or messages, which is left out; other text is malformed."""
+    """White space between calls or messages, which is left out; other text is malformed.
+
+    Attributes:
+        reason: the warning about other text.
+    """
+
+    reason: ClassVar[str] = "there is text where one is expected"
 
     def feed(self, text: str, events: list[OutputEvent]) -> int:
         """Take all of it."""
         if not text.isspace():
-            self.output.fail_call("there is text where one is expected", events)
+            self.output.fail_call(self.reason, events)
         return len(text)
 
 
@@ -295,6 +338,21 @@ class Whole(Body):
         """Give the text, unless the output ends here."""
         if not cut:
             self.finish("".join(self._parts), events)
+
+
+class Kind(Whole):
+    """The kind of a tool, in formats that write it: `function`."""
+
+    def finish(self, text: str, events: list[OutputEvent]) -> None:
+        """Check the kind."""
+        if text.strip() not in ("", "function"):
+            self.output.fail_call(f"expected the kind function, got {text[:100]!r}", events)
+
+    def close(self, events: list[OutputEvent], *, cut: bool) -> None:
+        """Check the kind; what is cut off is malformed."""
+        super().close(events, cut=cut)
+        if cut:
+            self.output.fail_call("the output ended inside it", events)
 
 
 class ToolName(Body):

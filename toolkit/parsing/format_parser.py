@@ -34,11 +34,13 @@ from hardpoint.plugins.tokenizer import Tokenizer
 
 from .bodies import (
     AfterCall,
+    BeforeAnswer,
     Beginning,
     Between,
     Body,
     Content,
     Ignored,
+    Kind,
     OpenOutput,
     Reasoning,
     ToolName,
@@ -47,12 +49,14 @@ from .bodies import (
 
 __all__ = [
     "AfterCall",
+    "BeforeAnswer",
     "Beginning",
     "Between",
     "Body",
     "Content",
     "FormatParser",
     "Ignored",
+    "Kind",
     "OpenOutput",
     "Reasoning",
     "State",
@@ -144,7 +148,18 @@ class FormatParser(OutputParser):
         calls = tuple(self._table[self.reasoning].calls)
         own = {*itertools.chain(*start, *end), *calls}
         boundaries = tuple(token for token in self._boundaries if token not in own)
-        return ReasoningMarkers(start=start, end=end, calls=calls, boundaries=boundaries)
+        return ReasoningMarkers(
+            start=start, end=end, calls=calls, boundaries=boundaries, blanks=self._blanks()
+        )
+
+    def _blanks(self) -> tuple[int, ...] | None:
+        """Return the tokens of white space, if reasoning begins in the first state alone."""
+        first, *others = self._states.values()
+        leads = any(self.reasoning in (*state.moves.values(), state.then) for state in others)
+        is_blank = isclass(first.body) and issubclass(first.body, BeforeAnswer | Beginning)
+        if leads or not is_blank:
+            return None
+        return tuple(sorted({token for ids in self.encoded(*_BLANKS) for token in ids}))
 
     @functools.cached_property
     def _boundaries(self) -> list[int]:
@@ -227,6 +242,9 @@ def any_tag(*formats: Format, parallel: bool) -> Format:
         stop_after_first=not parallel,
     )
 
+
+_BLANKS = (" ", "  ", "\t", "\n", "\n\n", "\r\n", " \n")
+"""White space that models write before reasoning."""
 
 _TOOL_NAME = re.compile(r"[^\s\"\\<>{}\[\]()|]{1,256}")
 
@@ -404,6 +422,7 @@ class _FormatState:
 
     def _leave(self, name: str | None, events: list[OutputEvent], marker: str = "") -> None:
         before, output = self._body, self._output
+        output.target = name
         if not output.failed:
             before.close(events, cut=False)
         self._state = self._table[name or before.next or self._state.name]
@@ -441,6 +460,7 @@ class _FormatState:
         events = self._flush()
         if not self._output.failed:
             self._body.close(events, cut=True)
-        if self._output.in_call:
+        is_open = self._output.has_begun and self._body.is_call and not self._output.failed
+        if self._output.in_call or is_open:
             self._output.fail_call("the output ended inside it", events)
         return events

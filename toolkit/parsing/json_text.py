@@ -26,14 +26,36 @@ __all__ = [
 ]
 
 
+_IGNORED = frozenset({"id", "index", "tool_call_id", "type"})
+"""Members of calls that are neither name nor arguments, and are left out without a warning."""
+
+
+def arguments_in(value: str) -> str | None:
+    """Return the JSON object of arguments that are written as a JSON string or null.
+
+    Null and an empty string are no arguments; None is another value.
+    """
+    if value == "null":
+        return "{}"
+    text = decoded_string(value)
+    if text is None:
+        return None
+    text = text.strip(SPACE) or "{}"
+    return text if is_json(text, "{") else None
+
+
 class JsonArguments(Body):
-    """The arguments of the call of `output.tool`, as a JSON object."""
+    """The arguments of the call of `output.tool`, as a JSON object.
+
+    They may be a JSON string that holds the object, null, or nothing.
+    """
 
     def __init__(self, output: OpenOutput) -> None:
         """Expect an object."""
         super().__init__(output)
         self._json = JsonText()
-        self._is_open = False  # whether the object has begun
+        self._is_open = False  # whether the value has begun
+        self._whole: list[str] | None = None  # of a string or null
 
     @property
     def quotes(self) -> bool:
@@ -56,11 +78,14 @@ class JsonArguments(Body):
             if start == len(text):
                 return start
             self._is_open = True
-            stop = None if text[start] == "{" else Stop.ERROR
+            stop = None if text[start] in '{"n' else Stop.ERROR
+            self._whole = None if text[start] == "{" else []
         at = start
         if stop is None:
             at, stop = self._json.feed(text, start)
-        if at > start:
+        if self._whole is not None:
+            self._whole.append(text[start:at])
+        elif at > start:
             events.append(ToolCallArguments(text[start:at]))
         if stop is Stop.DONE:
             at += len(text[at:]) - len(text[at:].lstrip(SPACE))
@@ -73,7 +98,16 @@ class JsonArguments(Body):
 
     def close(self, events: list[OutputEvent], *, cut: bool) -> None:
         """End the call."""
-        if self._json.is_done:
+        is_empty = not (self._is_open or cut) and self.output.in_call
+        if self._whole is not None or is_empty:
+            value = "null" if is_empty else "".join(self._whole or ())
+            found = arguments_in(value) if self._json.is_done or is_empty else None
+            if found is not None:
+                events.append(ToolCallArguments(found))
+                self.output.end_call(events)
+            elif not cut or self._json.is_done:
+                self.output.fail_call("its arguments are no JSON object", events)
+        elif self._json.is_done:
             self.output.end_call(events)
         elif not cut:
             self.output.fail_call(self._json_reason(), events)
@@ -105,6 +139,7 @@ class JsonCalls(Body):
         self._value: list[str] = []  # of a member that is needed as a whole
         self._waiting: list[str] | None = None  # arguments that came before the name
         self._has_arguments = self._begun = False
+        self._left_out: list[str] = []  # keys of other members
 
     @property
     def quotes(self) -> bool:
@@ -174,6 +209,8 @@ class JsonCalls(Body):
                 return "expected an object of arguments"
             self._capture = "arguments" if character == "{" else "text"
             self._waiting = []
+        elif self._json.key not in _IGNORED or character in "{[":
+            self._left_out.append(self._json.key[:100])
         return ""
 
     def _member_ended(self, events: list[OutputEvent]) -> str:
@@ -189,8 +226,8 @@ class JsonCalls(Body):
             if self._waiting and self.output.in_call:
                 events.append(ToolCallArguments("".join(self._waiting)))
         elif capture == "text":  # JSON in a string, or null
-            arguments = "{}" if value == "null" else (decoded_string(value) or "").strip(SPACE)
-            if not is_json(arguments, "{"):
+            arguments = arguments_in(value)
+            if arguments is None:
                 return "expected an object of arguments"
             if self._begun:
                 events.append(ToolCallArguments(arguments))
@@ -203,7 +240,13 @@ class JsonCalls(Body):
             return f"expected a member {' or '.join(self.name_keys)}"
         if not self._has_arguments:
             events.append(ToolCallArguments("{}"))
+        name = self.output.tool
         self.output.end_call(events, at)
+        if self._left_out:
+            members = ", ".join(map(repr, self._left_out[:10]))
+            self.output.warn(
+                f"the call of {name!r} has members that are left out: {members}", events
+            )
         self._count += 1
         self._next_call()
         return ""

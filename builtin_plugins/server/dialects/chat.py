@@ -17,6 +17,7 @@ from hardpoint.builtin_plugins.server.routes.answers import (
     likeliest,
     only,
     prompt_logprobs,
+    token_bytes,
     token_text,
 )
 from hardpoint.builtin_plugins.server.routes.fields import (
@@ -386,7 +387,7 @@ def _choice(
     return Choice(
         index=completion.index,
         message=message,
-        logprobs=_asked_logprobs(completion, asked),
+        logprobs=_asked_logprobs(completion, asked, tokenizer),
         finish_reason=completion.finish_reason,
         token_ids=completion.token_ids if asked.return_token_ids else msgspec.UNSET,
         **ended(completion, tokenizer),
@@ -427,11 +428,11 @@ def _whole_call(call: ToolCall) -> ToolCallPart:
 
 
 def _asked_logprobs(
-    completion: CompletionOutput, asked: ChatCompletionRequest
+    completion: CompletionOutput, asked: ChatCompletionRequest, tokenizer: Tokenizer
 ) -> ChoiceLogprobs | None:
-    given = asked.logprob_token_ids
-    as_ids = asked.return_tokens_as_token_ids
-    return choice_logprobs(completion, asked.top_logprobs or 0, given or (), as_ids=as_ids)
+    given = asked.logprob_token_ids or ()
+    shown_by = None if asked.return_tokens_as_token_ids else tokenizer
+    return choice_logprobs(completion, asked.top_logprobs or 0, given, tokenizer=shown_by)
 
 
 def choice_logprobs(
@@ -439,19 +440,19 @@ def choice_logprobs(
     count: int,
     given: Collection[int] = (),
     *,
-    as_ids: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> ChoiceLogprobs | None:
     """Return the log-probabilities of a completion's tokens.
 
     Args:
         count: likeliest tokens per position.
         given: tokens that are there besides.
-        as_ids: whether tokens are shown by their ids.
+        tokenizer: has the bytes of tokens; None shows tokens by their ids.
     """
     if completion.logprobs is None:
         return None
     content = [
-        _position(position, token, likeliest(position, count, given), as_ids=as_ids)
+        _position(position, token, likeliest(position, count, given), tokenizer)
         for position, token in zip(completion.logprobs, completion.token_ids, strict=False)
     ]
     return ChoiceLogprobs(content)
@@ -461,12 +462,12 @@ def _position(
     position: Mapping[int, Logprob],
     token: int,
     others: Sequence[tuple[int, Logprob]],
-    *,
-    as_ids: bool,
+    tokenizer: Tokenizer | None,
 ) -> TokenLogprob:
     def shown(token: int, logprob: Logprob) -> tuple[str, float, list[int]]:
-        text = token_text(logprob, token, as_id=as_ids)
-        return text, finite(logprob.logprob), list(text.encode())
+        text = token_text(logprob, token, as_id=tokenizer is None)
+        own = list(text.encode()) if tokenizer is None else token_bytes(tokenizer, token, text)
+        return text, finite(logprob.logprob), own
 
     top = [TopLogprob(*shown(other, logprob)) for other, logprob in others]
     return TokenLogprob(*shown(token, position[token]), top)
@@ -547,7 +548,8 @@ class ChatAnswer(ChunkAnswer[RequestOutput]):
             delta.tool_calls = list(map(_call_part, completion.tool_calls))
         choice = ChunkChoice(index=completion.index, delta=delta)
         if asked.wants_logprobs:
-            choice.logprobs = _asked_logprobs(completion, asked)
+            tokenizer = self._service.engine.tokenizer
+            choice.logprobs = _asked_logprobs(completion, asked, tokenizer)
         if asked.return_token_ids:
             choice.token_ids = completion.token_ids
         if completion.finish_reason is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -215,6 +216,25 @@ def token_text(logprob: Logprob, token: int, *, as_id: bool = False) -> str:
     if as_id or logprob.decoded_token is None:
         return f"token_id:{token}"
     return logprob.decoded_token
+
+
+@functools.lru_cache(maxsize=1)
+def _token_bytes(tokenizer: Tokenizer) -> Sequence[bytes]:
+    """Return the bytes of each token; none if the tokenizer does not know them."""
+    try:
+        return tokenizer.vocabulary().tokens
+    except NotImplementedError:
+        return ()
+
+
+def token_bytes(tokenizer: Tokenizer, token: int, text: str) -> list[int]:
+    """Return the bytes of a token, which may be a part of a character.
+
+    Args:
+        text: its text, whose bytes they are if the tokenizer does not know them.
+    """
+    known = _token_bytes(tokenizer)
+    return list(known[token] if token < len(known) and known[token] else text.encode())
 
 
 def prompt_positions(output: RequestOutput) -> list[Mapping[int, Logprob] | None]:

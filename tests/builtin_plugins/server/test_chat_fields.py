@@ -117,6 +117,18 @@ def test_log_probabilities(server, count):
     assert [entry for part in streamed for entry in part["content"]] == positions
 
 
+def test_log_probabilities_have_the_bytes_of_parts_of_characters(server):
+    chosen = tokens_of(server, "é")
+    fields = {"logprobs": True, "top_logprobs": 1, "max_tokens": 3, "allowed_token_ids": chosen}
+    positions = ask(server, "anything", **fields)["choices"][0]["logprobs"]["content"]
+    assert len(chosen) == 2, "a token is a byte"
+    assert {byte for entry in positions for byte in entry["bytes"]} <= set("é".encode())
+    assert all(len(top["bytes"]) == 1 for entry in positions for top in entry["top_logprobs"])
+    events = stream(server, "anything", **fields)
+    streamed = [c["logprobs"] for event in events for c in event["choices"] if c["logprobs"]]
+    assert [entry for part in streamed for entry in part["content"]] == positions
+
+
 def test_log_probabilities_may_name_tokens_by_id(server):
     fields = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True}
     choice = ask(server, **fields)["choices"][0]

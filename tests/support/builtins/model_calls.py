@@ -38,6 +38,9 @@ from hardpoint.builtin_plugins.parsers.xml_calls import (
     SeedOss,
     Step3,
 )
+from hardpoint.plugins import OutputParserContext
+from hardpoint.plugins.arguments import prepared_type
+from hardpoint.testing.scripted_tokenizer import ByteTokenizer
 
 STEP = (
     *("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>", "<｜tool_sep｜>"),
@@ -159,22 +162,21 @@ QWEN = (
 SEED = (
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
     "<function=order_food>\n<parameter=what>soup [1], {2}</parameter>\n"
-    "<parameter=size>small</parameter>\n<parameter=name>\nBob\n</parameter>\n</function>\n"
+    "<parameter=size>small</parameter>\n<parameter=name>Bob</parameter>\n</function>\n"
     "</seed:tool_call>"
 )
 TAGS = (
     '<invoke name="now">\n</invoke>\n<invoke name="order_food">\n'
     '<parameter name="what">soup [1], {2}</parameter>\n'
     '<parameter name="size">small</parameter>\n'
-    '<parameter name="name">\nBob\n</parameter>\n</invoke>\n'
+    '<parameter name="name">Bob</parameter>\n</invoke>\n'
 )
 STEP_HEAD = "<｜tool_call_begin｜>function<｜tool_sep｜>"
 STEP_CALLS = TAGS.replace("<invoke", STEP_HEAD + "<invoke").replace(
     "</invoke>", "</invoke><｜tool_call_end｜>"
 )
 FOOD_IN_GLM = "".join(
-    f"<arg_key>{key}</arg_key>#<arg_value>{value}</arg_value>#"
-    for key, value in {**FOOD, "name": "\nBob\n"}.items()
+    f"<arg_key>{key}</arg_key>#<arg_value>{value}</arg_value>#" for key, value in FOOD.items()
 )
 GLM_CALLS = f"<tool_call>now#</tool_call>\n<tool_call>order_food#{FOOD_IN_GLM}</tool_call>"
 LIST = f'[{{"name": "now", "arguments": {{}}}}, {ORDER_CALL}]'
@@ -231,7 +233,7 @@ USUAL = [
             r"<\1｜DSML｜",
             f"<function_calls>\n{TAGS}</function_calls>".replace(
                 '">s', '" string="true">s'
-            ).replace('">\nB', '" string="true">\nB'),
+            ).replace('">B', '" string="true">B'),
         ),
         "Hi",
     ),
@@ -263,3 +265,15 @@ USUAL = [
     ("llama4_pythonic", f"<|python_start|>[now(), {IN_PYTHON}]<|python_end|>", ""),
     ("llama4_pythonic", f"[now(), {IN_PYTHON}]", ""),
 ]
+
+
+def make(parser_type, special):
+    """Return a parser and its tokenizer, which has these special tokens."""
+    tokenizer = ByteTokenizer(special)
+    context = OutputParserContext(
+        name="calls",
+        options=parser_type.Options(),
+        tokenizer=tokenizer,
+        arguments=prepared_type(parser_type)(),
+    )
+    return parser_type(context), tokenizer

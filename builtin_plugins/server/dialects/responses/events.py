@@ -194,10 +194,12 @@ def _usage(count: UsageCount) -> ResponseUsage:
     )
 
 
-def _positions(completion: CompletionOutput, count: int | None) -> list[TokenLogprob]:
+def _positions(
+    completion: CompletionOutput, count: int | None, tokenizer: Tokenizer
+) -> list[TokenLogprob]:
     if count is None:
         return []
-    logprobs = choice_logprobs(completion, count)
+    logprobs = choice_logprobs(completion, count, tokenizer=tokenizer)
     return [] if logprobs is None else logprobs.content
 
 
@@ -281,7 +283,7 @@ class ResponseAnswer(ItemAnswer):
             keep: stores the response that has ended, before the client has all of it.
         """
         super().__init__(tokenizer)
-        self._keep, self._kept = keep, False
+        self._tokenizer, self._keep, self._kept = tokenizer, keep, False
         self._response, self._logprobs = response, logprobs
         self._number = 0
         self._items: list[OutputItem] = []
@@ -312,7 +314,7 @@ class ResponseAnswer(ItemAnswer):
 
     def _whole(self, completion: CompletionOutput) -> ResponseObject:
         items = self._items
-        positions = _positions(completion, self._logprobs)
+        positions = _positions(completion, self._logprobs, self._tokenizer)
         before = completion.reasoning or ""
         if before:
             items.append(_reasoning(new_id("rs_"), before))
@@ -386,7 +388,7 @@ class ResponseAnswer(ItemAnswer):
             yield self._event(type_, response=self._response)
 
     def _parts(self, completion: CompletionOutput) -> Iterator[bytes]:
-        self._positions += _positions(completion, self._logprobs)
+        self._positions += _positions(completion, self._logprobs, self._tokenizer)
         yield from super()._parts(completion)
         if completion.reasoning or completion.tool_calls:
             self._positions = []

@@ -135,26 +135,23 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True, kw_only=True):
         external_req_id: the user's id; set by the frontend.
         data_parallel_rank: rank of the engine to run on; None lets the balancer choose.
         trace_headers: headers of the trace that it belongs to, for sinks and hooks.
-        resumable: false; a prompt comes whole, also that of a turn of a conversation.
+        resumable: false; a prompt comes whole.
         reasoning_ended: whether the last reasoning marker in the prompt ends the reasoning; None
             without a reasoning parser.
         reasoning_markers: the token ids that enclose reasoning, by which a grammar knows where the
             answer begins; None for a request without a grammar or without a reasoning parser.
         pooling_params: parameters of a pooling request, which generates no tokens; of `params`,
             only `output_kind` is used.
-        second_type_start: position, in a pair of texts, of the first token of type 1, which those
-            after it have, too (`token_type_ids`); the length of the prompt, if none does. None: the
-            prompt is no pair.
+        second_type_start: position, in a pair of texts, of the first token of type 1; the length of
+            the prompt, if no token has that type. None: the prompt is not a pair.
         prompt_embeds: array [positions, hidden] of the positions that are no token ids, in their
             order, as float32, float16, or uint16 with the bits of bfloat16; None if all are.
         prompt_is_token_ids: for a mixed prompt, whether each position is a token id; None if all or
             none are.
         reasoning_parser_kwargs: arguments of the reasoning parser for this request.
         resumed: what another engine has sent of it, which this one continues; None of a new one.
-        is_admitted: whether another engine has admitted it, so that limits of waiting requests do
-            not apply; set by the client of several engines.
-        generation: generation of the plugins that it was admitted with, which it finishes with; set
-            by the frontend.
+        is_admitted: whether another engine has admitted it; limits of waiting requests do not apply.
+        generation: generation of the plugins that it finishes with; set by the frontend.
     """
 
     request_id: str

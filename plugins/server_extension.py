@@ -187,7 +187,8 @@ class ResponseStore:
     What it is given is opaque, and kept by the owner, which is the client's name, and by the id of
     the response: no owner ever gets what another one has put. An error that a function raises
     answers that request with 500, which names the plugin; so does one that takes longer than
-    `server.extension_seconds`.
+    `server.extension_seconds`. A store that cannot be used for a while raises starlette's
+    HTTPException with 503 and Retry-After.
 
     Attributes:
         put: takes owner, id and content; replaces what is there. It is called before the client has
